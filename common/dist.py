@@ -1,0 +1,106 @@
+"""Processes: the group that torchrun made (or a group of one), the device, sums over all ranks, seeds."""
+
+import hashlib
+import os
+import random
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init(timeout_s: float = 1800.0) -> World:
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of one.
+
+    GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when MASTER_PORT is
+    taken, or when a rank has no GPU of its own on a machine that has some.
+    """
+    if "RANK" not in os.environ:
+        port = os.environ.get("MASTER_PORT") or str(_free_port())
+        _check_port(int(port))
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local_rank} needs a GPU of its own, this machine has {torch.cuda.device_count()}: "
+                f"set torchrun --nproc-per-node {torch.cuda.device_count()}"
+            )
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return World(rank, size, local_rank, device, init_device_mesh(device.type, (size,)))
+
+
+def shutdown() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_sum(values: Tensor | list[float]) -> Tensor:
+    """Sum over all ranks, in float64 on the CPU: the same on every rank. [K] -> [K]."""
+    total = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def all_max(values: Tensor | list[float]) -> Tensor:
+    """Maximum over all ranks, in float64 on the CPU. [K] -> [K]."""
+    top = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
+    if dist.is_initialized():
+        dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    return top
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 31-bit seed from names and numbers, the same in every process and Python version."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+
+
+def seed_everything(*parts: int | str) -> None:
+    seed = seed_of(*parts)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} (MASTER_PORT) is in use: unset MASTER_PORT to get a free one, or set another"
+            ) from error

@@ -1,0 +1,350 @@
+"""Per-token policy losses, KL estimators, the value loss, GAE, and the weights that turn sums into means.
+
+Everything is flat: `[T]` packed tokens, `cu_seqlens [S+1]`. What stands where `mask` is False (prompt, tool output) is
+never read, and a loss is 0 there. Statistics are per token, to be averaged over `mask`. The scale of a loss is data:
+`set_weights` writes 1 / global denominator, so `(loss * weight).sum()` does not depend on how a mini-batch was cut.
+"""
+
+from collections import namedtuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.dist import all_sum
+
+# --------------------------------------------------------------------------- segments, global means, weights
+
+def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [S]: sums within sequences, in a fixed order (an atomic `index_add` would not repeat on a GPU)."""
+    return torch.segment_reduce(x, "sum", lengths=cu_seqlens.diff().long(), initial=0, unsafe=True)
+
+
+def segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [S]: means within sequences over the tokens with mask; 0 for a sequence that has none."""
+    count = segment_sum(mask.to(x.dtype), cu_seqlens)
+    return segment_sum(torch.where(mask, x, 0), cu_seqlens) / count.clamp(min=1)
+
+
+def expand(x: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[S] -> [T]: each sequence's number on all of its tokens."""
+    return x.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+
+
+def moments(x: Tensor) -> tuple[float, float, float]:
+    """Count, mean and sum of squared deviations of a float64 [N], over all ranks."""
+    count, total = all_sum([len(x), x.sum()]).tolist()
+    mean = total / max(count, 1)
+    return count, mean, all_sum([(x - mean).square().sum()]).item()
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over every token with mask on every rank (unbiased variance); 0 elsewhere."""
+    count, mean, squares = moments(x[mask].double())
+    scale = (squares / max(count - 1, 1) + 1e-8) ** -0.5
+    return torch.where(mask, (x.double() - mean) * scale, 0).to(x.dtype)
+
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+
+def set_weights(microbatches: list, aggregation: str, norm_length: float | None = None, idle: Tensor | None = None):
+    """Write `microbatch.weight` [T], so that (loss * weight).sum() over all micro-batches and ranks aggregates.
+
+    Returns the global numbers of tokens with mask and of sequences with any. Where they are 0 (every response was
+    rejected) all weights are 0. `norm_length` is the constant of seq-mean-token-sum-norm; the others ignore it.
+    `idle`: response lengths, the same on every rank, of this mini-batch's responses that run in no micro-batch.
+    """
+    if not microbatches:
+        raise ValueError("an empty mini-batch has no denominators; a rank without samples runs dummy micro-batches")
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation {aggregation!r} is not one of {', '.join(AGGREGATIONS)}")
+    if aggregation == "seq-mean-token-sum-norm" and not norm_length:
+        raise ValueError(f"aggregation {aggregation!r} needs norm_length, a constant (the maximum response length)")
+    counts = [segment_sum(b.mask.double(), b.cu_seqlens) for b in microbatches]         # [S] each
+    tokens, sequences = all_sum([sum(c.sum() for c in counts), sum((c > 0).sum() for c in counts)]).tolist()
+    if idle is not None:
+        tokens, sequences = tokens + float(idle.sum()), sequences + int((idle > 0).sum())
+    norm = norm_length if aggregation == "seq-mean-token-sum-norm" else 1.0
+    denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, sequences * norm)
+    for batch, count in zip(microbatches, counts):
+        weight = torch.full_like(count, 1 / denominator if denominator else 0.0)        # [S]
+        if aggregation == "seq-mean-token-mean":
+            weight /= count.clamp(min=1)
+        batch.weight = torch.where(batch.mask, expand(weight, batch.cu_seqlens, len(batch.mask)), 0).float()
+    return int(tokens), int(sequences)
+
+
+def check_finite(name: str, x: Tensor, batch) -> None:
+    """Refuse NaN and infinity in a per-token [T] or per-response [S] tensor, naming the response."""
+    bad = (~torch.isfinite(x)).nonzero()[:, 0].tolist()
+    if bad:
+        per_token = len(x) == len(batch.mask)
+        response = int(batch.sequence_ids[bad[0]]) if per_token else bad[0]
+        place = f" at its token {int(batch.position_ids[bad[0]])}" if per_token else ""
+        look = "the reward function" if "reward" in name else "the grad_norm and learning rate of earlier steps"
+        raise ValueError(f"{name} is {x[bad[0]].item()} for response {int(batch.index[response])}{place}, {len(bad)} "
+                         f"such values in this batch: look at {look}, and at this response's text")
+
+
+# --------------------------------------------------------------------------- policy losses, all of one signature
+
+def _prepare(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Zero what stands outside the mask first: a NaN there would reach the gradient through a later `where`."""
+    return [torch.where(mask, x, 0) for x in tensors]
+
+
+def _log_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
+    return (logp - old_logp).clamp(-20, 20)
+
+
+def _stats(mask, log_ratio, ratio, high=None, low=None, capped=None) -> dict[str, Tensor]:
+    """`high`, `low`: clipped at the upper, lower bound; `capped`: held by the dual clip. ppo_kl: KL(old || current)."""
+    high, low, capped = (torch.zeros_like(mask) if x is None else x for x in (high, low, capped))
+    stats = {"actor/pg_clipfrac": high | low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low,
+             "actor/pg_clipfrac_lower": capped, "actor/ppo_kl": -log_ratio, "actor/ratio": ratio}
+    return {name: torch.where(mask, x.detach().to(ratio.dtype), 0) for name, x in stats.items()}
+
+
+def _clipped(ratio, advantage, clip_low, clip_high, dual_clip):
+    """max(-A q, -A clip(q)), where A < 0 at most -A dual_clip; and what was clipped: high, low, capped."""
+    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss, cut = torch.maximum(plain, clipped), clipped > plain
+    capped = torch.zeros_like(cut)
+    if dual_clip is not None:
+        ceiling = -advantage * dual_clip
+        capped = (advantage < 0) & (loss > ceiling)
+        loss = torch.where(capped, ceiling, loss)
+    return loss, (cut & (advantage > 0), cut & (advantage < 0), capped)
+
+
+def ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, dual_clip: float | None = 3.0):
+    """Clipped surrogate (Schulman et al. 2017, eq. 7) with dual clip (Ye et al. 2020)."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    log_ratio = _log_ratio(logp, old_logp)
+    ratio = log_ratio.exp()
+    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, dual_clip)
+    return loss, _stats(mask, log_ratio, ratio, *cut)
+
+
+def gspo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, dual_clip: float | None = None):
+    """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    mean = expand(segment_mean((logp - old_logp).detach(), mask, cu_seqlens), cu_seqlens, len(logp))
+    ratio = (mean + logp - logp.detach()).clamp(-20, 20).exp()
+    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, dual_clip)
+    return loss, _stats(mask, _log_ratio(logp, old_logp), ratio, *cut)
+
+
+def gmpo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+    """Geometric mean of token ratios that are clipped in log space to [-clip_low, clip_high] (Zhao et al. 2025)."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    log_ratio = _log_ratio(logp, old_logp)
+    high, low = (advantage > 0) & (log_ratio > clip_high), (advantage < 0) & (log_ratio < -clip_low)
+    clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
+    loss = -segment_mean(advantage, mask, cu_seqlens) * segment_mean(clipped, mask, cu_seqlens).exp()   # [S]
+    loss = torch.where(mask, expand(loss, cu_seqlens, len(logp)), 0)
+    return loss, _stats(mask, log_ratio, log_ratio.exp(), high, low)
+
+
+def cispo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+    """REINFORCE with a clipped, detached importance weight: no token loses its gradient (MiniMax-M1)."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    log_ratio = _log_ratio(logp, old_logp).detach()
+    ratio = log_ratio.exp()
+    loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantage * logp
+    return loss, _stats(mask, log_ratio, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
+
+
+def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, tau_pos=1.0, tau_neg=1.05):
+    """A soft gate, sigmoid(tau (q - 1)) 4 / tau, instead of clip bounds (Gao et al. 2025)."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    log_ratio = _log_ratio(logp, old_logp)
+    ratio = log_ratio.exp()
+    tau = torch.where(advantage > 0, torch.full_like(ratio, tau_pos), tau_neg)
+    return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _stats(mask, log_ratio, ratio)
+
+
+def clip_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, selected: Tensor):
+    """PPO without dual clip; the tokens that `select_clip_cov` drew [T] have no gradient (Cui et al. 2025)."""
+    loss, stats = ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, dual_clip=None)
+    return torch.where(selected, 0, loss), stats | {"actor/selected_frac": (selected & mask).to(loss.dtype)}
+
+
+def kl_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, selected, ppo_kl_coef=1.0):
+    """No clip; the tokens that `select_kl_cov` chose [T] also pay for moving away from old_logp (Cui et al. 2025)."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    log_ratio = _log_ratio(logp, old_logp)
+    ratio, selected = log_ratio.exp(), selected & mask
+    loss = -advantage * ratio + torch.where(selected, ppo_kl_coef * (logp - old_logp).abs(), 0)
+    return loss, _stats(mask, log_ratio, ratio) | {"actor/selected_frac": selected.to(loss.dtype)}
+
+
+def dppo_tv(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+    """Trust region on the change of the token's probability, p - p_old, instead of on its ratio (DPPO)."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    change = logp.detach().exp() - old_logp.exp()
+    keep = torch.where(advantage > 0, change <= clip_high, change >= -clip_low)
+    return _dppo(keep, logp, old_logp, advantage, mask)
+
+
+def dppo_kl(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+    """The same with the distance KL(p_old, p) of the split in two, "this token or another"."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    p, p_old = logp.detach().exp(), old_logp.exp()
+    other, other_old = ((-torch.expm1(x.detach())).log().clamp(min=-100) for x in (logp, old_logp))   # log(1 - p)
+    distance = p_old * (old_logp - logp.detach()) + (1 - p_old) * (other_old - other)
+    keep = torch.where(advantage > 0, (distance <= clip_high) | (p <= p_old), (distance <= clip_low) | (p >= p_old))
+    return _dppo(keep, logp, old_logp, advantage, mask)
+
+
+def _dppo(keep, logp, old_logp, advantage, mask):
+    log_ratio = _log_ratio(logp, old_logp).detach()
+    ratio = log_ratio.exp()
+    loss = torch.where(keep, -advantage * ratio.clamp(max=20) * logp, 0)
+    return loss, _stats(mask, log_ratio, ratio, ~keep & (advantage > 0), ~keep & (advantage <= 0))
+
+
+def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None):
+    """-A logp: the plain policy gradient."""
+    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    log_ratio = _log_ratio(logp, old_logp).detach()
+    return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
+
+
+LossDefaults = namedtuple("LossDefaults", "clip_low clip_high aggregation")         # a bound of None: has no such bound
+POLICY_LOSSES, LOSS_DEFAULTS = {}, {}
+for _name, _function, *_defaults in (
+    ("ppo", ppo, 0.2, 0.2, "token-mean"),
+    ("grpo", ppo, 0.2, 0.2, "token-mean"),
+    ("dapo", ppo, 0.2, 0.28, "token-mean"),
+    ("dr_grpo", ppo, 0.2, 0.2, "seq-mean-token-sum-norm"),
+    ("gspo", gspo, 3e-4, 4e-4, "seq-mean-token-mean"),
+    ("gmpo", gmpo, 0.4, 0.4, "seq-mean-token-mean"),
+    ("cispo", cispo, 1.0, 0.28, "token-mean"),
+    ("sapo", sapo, None, None, "seq-mean-token-mean"),
+    ("clip_cov", clip_cov, 0.2, 0.2, "token-mean"),
+    ("kl_cov", kl_cov, None, None, "token-mean"),
+    ("dppo_tv", dppo_tv, 0.2, 0.2, "token-mean"),
+    ("dppo_kl", dppo_kl, 0.2, 0.2, "token-mean"),
+    ("reinforce", reinforce, None, None, "token-mean"),
+):
+    POLICY_LOSSES[_name], LOSS_DEFAULTS[_name] = _function, LossDefaults(*_defaults)
+
+
+# --------------------------------------------------------------------------- token selection over a whole mini-batch
+
+def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, clip_low: float, clip_high: float, *,
+                    fraction=2e-4, cov_low=1.0, cov_high=5.0) -> list[Tensor]:
+    """Of the tokens with cov_low < cov < cov_high that ppo has not clipped, a random `fraction` of all: [T] bools."""
+    candidates = []
+    for b, logp, cov in zip(microbatches, logps, covariances(microbatches, logps)):
+        _, stats = ppo(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens, clip_low, clip_high)
+        candidates.append(b.mask & (cov > cov_low) & (cov < cov_high) & (stats["actor/pg_clipfrac"] == 0))
+    return _select(microbatches, [torch.zeros_like(x, dtype=torch.float64) for x in logps], candidates, seed, fraction)
+
+
+def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, *, fraction=2e-4) -> list[Tensor]:
+    """The `fraction` of all tokens that has the largest cov, `seed` deciding among equals: [T] bools."""
+    return _select(microbatches, covariances(microbatches, logps), [b.mask for b in microbatches], seed, fraction)
+
+
+def covariances(microbatches: list, logps: list[Tensor]) -> list[Tensor]:
+    """(A - mean A) (logp - mean logp) per token, the means over the mini-batch on all ranks: [T] float64 each."""
+    _, advantage, _ = moments(torch.cat([b.advantage[b.mask] for b in microbatches]).double())
+    _, logp, _ = moments(torch.cat([x.detach()[b.mask] for b, x in zip(microbatches, logps)]).double())
+    return [(b.advantage.double() - advantage) * (x.detach().double() - logp) for b, x in zip(microbatches, logps)]
+
+
+def _select(microbatches, scores, candidates, seed, fraction) -> list[Tensor]:
+    """The max(1, fraction * tokens) candidates with the largest score over all ranks, equals ordered by a hash of
+    (seed, response, position): neither micro-batches, nor their order, nor ranks can change the choice."""
+    count = max(1, int(fraction * all_sum([sum(b.mask.sum() for b in microbatches)]).item()))
+    keys = [_token_hash(seed, b) for b in microbatches]
+    rows = torch.cat([torch.stack([-s, k], dim=1)[c] for s, k, c in zip(scores, keys, candidates)]).cpu()   # [n, 2]
+    first = rows.numpy()[np.lexsort(rows.numpy().T[::-1])][:count]                      # rising by (-score, key)
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, first)                                            # at most `count` rows a rank
+        first = np.concatenate(parts)
+        first = first[np.lexsort(first.T[::-1])][:count]
+    if len(first) == 0:
+        return [torch.zeros_like(c) for c in candidates]
+    score, key = -first[-1, 0], first[-1, 1]                                            # of the last one chosen
+    return [c & ((s > score) | ((s == score) & (k <= key))) for c, s, k in zip(candidates, scores, keys)]
+
+
+def _token_hash(seed: int, batch) -> Tensor:
+    """52 bits a token (exact in float64) of splitmix64 over seed, response index and position: [T] float64."""
+    x = np.full(len(batch.mask), seed, dtype=np.uint64)
+    for part in (batch.index[batch.sequence_ids], batch.position_ids):
+        x = (x ^ part.cpu().numpy().astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        x ^= x >> np.uint64(31)
+    return torch.from_numpy((x >> np.uint64(12)).astype(np.float64)).to(batch.mask.device)
+
+
+# --------------------------------------------------------------------------- KL, value loss, GAE
+
+def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
+    """Estimators of KL(pi || ref) from samples of pi (Schulman 2020), per token. A `+` at the end keeps the value and
+    takes k2's gradient, which is in expectation the gradient of KL; those of k1 and k3 are not."""
+    d, name = logp - ref_logp, kind.removesuffix("+")
+    minus_d = (-d).clamp(-20, 20)
+    k2, k3 = d.square() / 2, (torch.expm1(minus_d) - minus_d).clamp(-10, 10)
+    values = {"k1": d, "abs": d.abs(), "k2": k2, "mse": k2, "k3": k3, "low_var_kl": k3}
+    if name not in values:
+        raise ValueError(f"KL estimator {kind!r} is not one of {', '.join(values)}, with or without a '+'")
+    return values[name].detach() + k2 - k2.detach() if kind.endswith("+") else values[name]
+
+
+class KLController:
+    """The coefficient of the KL in the reward: fixed, or moved so that the KL stays near `target` (Ziegler 2019)."""
+
+    def __init__(self, coef: float, target: float | None = None, horizon: float = 10_000):
+        if target is not None and (target <= 0 or horizon <= 0):
+            raise ValueError(f"adaptive KL needs a positive target and horizon, got {target} and {horizon}")
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl: float, num_responses: int) -> None:
+        if self.target is not None:
+            self.coef *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * num_responses / self.horizon
+
+
+def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the larger of the squared errors of the value and of the value clipped around the old one: [T]."""
+    value, old_value, returns = _prepare(mask, value, old_value, returns)
+    clipped = torch.minimum(torch.maximum(value, old_value - clip), old_value + clip)
+    plain_error, clipped_error = (value - returns).square(), (clipped - returns).square()
+    stats = {"critic/vf_clipfrac": (clipped_error > plain_error).to(value.dtype), "critic/vpred_mean": value.detach()}
+    return torch.maximum(plain_error, clipped_error) / 2, stats
+
+
+def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - var(returns - value) / var(returns) over all tokens with mask on all ranks; 0 where returns do not vary."""
+    total, left = (moments(x[mask].double())[2] for x in (returns, returns - value))
+    return 1 - left / total if total > 0 else 0.0
+
+
+def gae(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float):
+    """Generalised advantage estimation (Schulman et al. 2015) -> advantage [T] and returns = advantage + value [T].
+
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}; t + 1 is the next token with mask, 0 after
+    the last. With value 0 and lam 1, A is the discounted return-to-go.
+    """
+    counts = segment_sum(mask.double(), cu_seqlens).long()                              # [S] tokens with mask
+    ends, (counts, order) = counts.cumsum(0), counts.sort(descending=True)              # longest first
+    ends, lengths = ends[order], counts.tolist()                                        # ends: one past each last token
+    r, v = reward[mask], value[mask]                                                    # holes closed
+    advantage, carried, following = torch.zeros_like(v), v.new_zeros(len(counts)), v.new_zeros(len(counts))
+    alive = len(lengths)
+    for step in range(max(lengths, default=0)):                                         # from the last token backwards
+        while lengths[alive - 1] <= step:
+            alive -= 1
+        at = ends[:alive] - 1 - step
+        carried[:alive] = r[at] + gamma * following[:alive] - v[at] + gamma * lam * carried[:alive]
+        advantage[at], following[:alive] = carried[:alive], v[at]
+    full = torch.zeros_like(value).masked_scatter(mask, advantage)
+    return full, torch.where(mask, full + value, 0)

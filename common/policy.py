@@ -1,0 +1,252 @@
+"""The trained model: loaded from a Hugging Face folder, sharded with FSDP2, run on packed tokens; its optimizer."""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from common.dist import World
+from common.kernels import choose_attention, linear_logp
+from common.packing import Batch
+
+
+@dataclass
+class ModelConfig:
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Data type of activations and matrix products. Master weights, gradients and logits are float32 in any case."""
+    attention: Literal["auto", "flash_attention_2", "packed_varlen", "packed_sdpa"] = "auto"
+    """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory for about a third more compute."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off: only architectures that transformers knows."""
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from lr / warmup_steps."""
+    min_lr_frac: float = 0.0
+    """Learning rate at the last step as a share of the peak (linear and cosine)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm at this value."""
+
+
+def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+    """The folder's config. Raises ValueError before anything heavy if there is no causal LM in `path`."""
+    if not (Path(path) / "config.json").is_file() and (os.path.isdir(path) or path.startswith((".", "/"))):
+        raise ValueError(f"{path} holds no config.json: --model must be a Hugging Face model folder or hub name")
+    try:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read a model config from {path} (--model): {error}") from error
+    if hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
+        raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another --model")
+    if not hasattr(hf_config, "hidden_size"):
+        raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point --model to its language model")
+    return hf_config
+
+
+class Policy(nn.Module):
+    """A causal LM on packed tokens. Sharded as a whole, so its output head is unsharded while `forward` runs."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm
+        self.version = 0  # of the weights: grows with every optimizer step, so the engine knows when it is stale
+
+    def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled.
+
+        Returns logp [T] and entropy [T], float32, 0 where `batch.mask` is False. The shift from "next token" to
+        "this token" is here and nowhere else: position t is scored by the hidden state of t - 1.
+        """
+        hidden = self.lm.base_model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            cu_seq_lens_q=batch.cu_seqlens,
+            cu_seq_lens_k=batch.cu_seqlens,
+            max_length_q=batch.max_seqlen,
+            max_length_k=batch.max_seqlen,
+            use_cache=False,
+        ).last_hidden_state[0]                                                                  # [T, H]
+        sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
+        logp, entropy = linear_logp(
+            hidden[sampled - 1],
+            self.lm.get_output_embeddings().weight,
+            batch.tokens[sampled],
+            temperature=temperature,
+            with_entropy_grad=entropy_grad,
+            **head_options(self.lm.config),
+        )                                                                                       # [N], [N]
+        zeros = logp.new_zeros(len(batch.tokens))
+        return zeros.index_copy(0, sampled, logp), zeros.index_copy(0, sampled, entropy)        # [T], [T]
+
+    @torch.no_grad()
+    def score(self, batch: Batch, temperature: float) -> Tensor:
+        """Log-probs [T] without a gradient. Frees the unsharded weights, which FSDP2 would keep until a backward."""
+        logp, _ = self(batch, temperature)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return logp
+
+    @torch.no_grad()
+    def full_tensors(self, dtype: torch.dtype, bucket_mb: float) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, unsharded and in `dtype`, under its Hugging Face name; tied weights once.
+
+        Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size), so at most
+        one bucket and one tensor exist beside the shards. All ranks must iterate to the end, in step.
+        """
+        bucket: list[tuple[str, DTensor]] = []
+        size = 0
+        for name, parameter in self.lm.named_parameters():
+            bucket.append((name, parameter))
+            size += parameter.numel() * dtype.itemsize
+            if size >= bucket_mb * 2**20:
+                yield from _gather(bucket, dtype)
+                bucket, size = [], 0
+        yield from _gather(bucket, dtype)
+
+
+def _gather(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    if not bucket:
+        return
+    mesh = bucket[0][1].device_mesh
+    if mesh.size() == 1:
+        for name, parameter in bucket:
+            yield name, parameter.to_local().to(dtype)
+        return
+    # FSDP2 cuts dimension 0 into equal chunks, the last ones shorter or empty: pad to the first one's size
+    rows = [-(-parameter.shape[0] // mesh.size()) for _, parameter in bucket]
+    sizes = [r * math.prod(parameter.shape[1:]) for r, (_, parameter) in zip(rows, bucket)]
+    mine = torch.zeros(sum(sizes), dtype=dtype, device=bucket[0][1].device)
+    for part, (_, parameter) in zip(mine.split(sizes), bucket):
+        local = parameter.to_local().flatten()
+        part[: local.numel()].copy_(local)
+    everyone = mine.new_empty(mesh.size(), mine.numel())
+    dist.all_gather_into_tensor(everyone.view(-1), mine, group=mesh.get_group())
+    offset = 0
+    for r, size, (name, parameter) in zip(rows, sizes, bucket):
+        full = everyone[:, offset : offset + size].reshape(mesh.size() * r, *parameter.shape[1:])
+        yield name, full[: parameter.shape[0]]
+        offset += size
+
+
+def head_options(config: PretrainedConfig) -> dict[str, float]:
+    """What a family does to its logits besides the matrix product (Gemma's soft-cap, Cohere's and Granite's scale)."""
+    options = {}
+    if hasattr(config, "final_logit_softcapping") and config.final_logit_softcapping is not None:
+        options["softcap"] = config.final_logit_softcapping
+    if hasattr(config, "logit_scale") and config.logit_scale is not None:
+        options["logit_scale"] = config.logit_scale
+    if hasattr(config, "logits_scaling"):
+        options["logit_scale"] = 1.0 / config.logits_scaling
+    return options
+
+
+def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False) -> Policy:
+    """Rank 0 reads the folder; the others receive one tensor at a time and keep their shard.
+
+    Master weights are float32 (bfloat16 when `frozen` and the compute is bfloat16: nothing is accumulated in them).
+    """
+    hf_config = read_config(path, config)
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        if hasattr(hf_config, name):
+            setattr(hf_config, name, 0.0)  # dropout would make the ratio differ from 1 on policy
+    attention = config.attention
+    if attention == "auto":
+        attention, _ = choose_attention(world.device, hf_config)
+    compute_dtype = getattr(torch, config.compute_dtype)
+    master_dtype = compute_dtype if frozen else torch.float32
+    options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(hf_config, dtype=master_dtype, **options)
+    lm.tie_weights()
+    if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
+        raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
+    policy = Policy(lm).train()
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if frozen:
+        policy.requires_grad_(False)
+
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in lm.modules():
+        if type(module).__name__ in lm._no_split_modules:
+            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    policy.to_empty(device=world.device)
+
+    source = None
+    if world.is_main:
+        source = AutoModelForCausalLM.from_pretrained(path, dtype="auto", config=hf_config, **options)
+        source.tie_weights()
+    # non-persistent buffers (rotary frequencies) are in no checkpoint and garbage after to_empty: send them too
+    tensors = dict(source.named_parameters()) | dict(source.named_buffers()) if source is not None else {}
+    with torch.no_grad():
+        for name, target in [*lm.named_parameters(), *lm.named_buffers()]:
+            full = torch.empty(target.shape, dtype=target.dtype, device=world.device)
+            if world.is_main:
+                full.copy_(tensors[name])
+            dist.broadcast(full, 0)
+            if isinstance(target, DTensor):
+                shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(shard.to_local())
+            else:
+                target.copy_(full)
+    return policy
+
+
+def make_optimizer(policy: Policy, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW in float32 over the shards; no weight decay on vectors (norms, biases)."""
+    decayed = [p for p in policy.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in policy.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The rate of `step` (from 0): a function of the step alone, so a resumed run needs no schedule state."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    floor = 1.0 if config.schedule == "constant" else config.min_lr_frac
+    return config.lr * (floor + (1.0 - floor) * shape[config.schedule])
+
+
+def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float) -> float:
+    """Clip, step, zero the gradients. Returns the global gradient norm before clipping.
+
+    A norm that is not finite changes nothing: the caller counts the skipped step.
+    """
+    parameters = [p for p in policy.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if norm.isfinite():
+        nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        policy.version += 1
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)

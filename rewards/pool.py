@@ -1,0 +1,359 @@
+"""Scores responses in worker processes while generation goes on; no reward function can hang, kill or poison the run.
+
+A worker is a plain `python -m rewards.pool` on two pipes, because the trainer holds torch, vLLM and collectives: a fork
+of it is unsafe, and multiprocessing's spawn imports the training script again (seconds and hundreds of MB; this: 0.1 s,
+15 MB). Every sample has a deadline that holds in C code too: the worker's process group is killed and replaced.
+Whatever goes wrong is counted, and the first traceback of each kind is logged in full.
+"""
+
+import contextlib
+import faulthandler
+import inspect
+import json
+import logging
+import math
+import numbers
+import os
+import pickle
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rewards import load_reward, lookup
+
+log = logging.getLogger(__name__)
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 120.0  # a worker may take this long to import a user's reward file; it is outside every sample's deadline
+
+
+@dataclass
+class RewardConfig:
+    function: tuple[str, ...] = ()
+    """Reward function(s) as path/to/file.py:name with verl's signature; none: the table in rewards/ by data_source."""
+    weights: tuple[float, ...] = ()
+    """One factor per --reward.function, summed; none: 1 each."""
+    kwargs: str = "{}"
+    """Further keyword arguments of the reward function(s), as a JSON object, e.g. '{"method": "flexible"}'."""
+    num_workers: int = 4
+    """Worker processes per rank; 0 scores in the trainer's own process (for pdb), without deadline."""
+    timeout_s: float = 10.0
+    """Seconds one sample may take before its worker is killed and replaced."""
+    on_error: Literal["zero", "drop", "stop"] = "zero"
+    """A sample without a score (exception, timeout, crash, not a finite number): reward 0, left out (NaN), or stop."""
+    max_error_frac: float = 0.5
+    """Stop when more than this share of one step's samples has no score."""
+
+
+@dataclass
+class Scores:
+    """What `RewardPool.results` returns, one entry per sample in ascending order of index."""
+    index: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # NaN: dropped
+    extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys
+    failures: list[str | None] = field(default_factory=list)  # "exception", "invalid", "crash" or "timeout"
+    wait_s: float = 0.0  # how long `results` had to wait: scoring that generation did not hide
+
+    @property
+    def num_timeouts(self) -> int:
+        return self.failures.count("timeout")
+
+    @property
+    def num_errors(self) -> int:
+        """Samples without a score for another reason than a timeout."""
+        return sum(kind is not None for kind in self.failures) - self.num_timeouts
+
+
+# ---- what runs in a worker (and in the trainer with num_workers 0) ----
+
+class Scorer:
+    """The reward functions of a run, loaded once; a call scores one sample."""
+
+    def __init__(self, function: Sequence[str], weights: Sequence[float], kwargs: dict[str, Any]):
+        self.kwargs = kwargs
+        self.weights = list(weights) or [1.0] * max(len(function), 1)
+        self.functions = [(f"{Path(spec.partition(':')[0]).stem}.{spec.partition(':')[2]}", load_reward(spec))
+                          for spec in function]
+
+    def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None) -> dict:
+        """{"score", "extra"}, or {"failure", "text"} if the sample has no score."""
+        total, extras = 0.0, {}
+        for (name, function), weight in zip(self.functions or [("", None)], self.weights):
+            try:
+                function = function or lookup([data_source])[data_source]
+                result = call_reward(function, data_source, solution_str, ground_truth, extra_info, self.kwargs)
+                values = result if isinstance(result, dict) else {"score": result}
+                values = {str(key): plain(value) for key, value in values.items()}
+            except (Exception, SystemExit):
+                return {"failure": "exception", "text": traceback.format_exc()}
+            score = values.pop("score", "no key 'score'")
+            if isinstance(score, str) or not math.isfinite(score):
+                return {"failure": "invalid", "text": f"{name or data_source} returned {result!r:.500}; the rule is a "
+                                                      f"finite number or a dict with such a 'score'"}
+            total += weight * score
+            extras |= values if len(self.weights) == 1 else {f"{name}/{key}": value for key, value in values.items()}
+            if len(self.weights) > 1:
+                extras[name] = score
+        return {"score": total, "extra": extras}
+
+
+def call_reward(function: Callable, data_source, solution_str, ground_truth, extra_info, kwargs: dict) -> Any:
+    """One sample through a plain, an `async def` or a batched function (lists in, list out: `solution_strs`)."""
+    if "solution_strs" in inspect.signature(function).parameters:
+        return function(data_sources=[data_source], solution_strs=[solution_str], ground_truths=[ground_truth],
+                        extra_infos=[extra_info], **kwargs)[0]
+    result = function(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth,
+                      extra_info=extra_info, **kwargs)
+    if inspect.iscoroutine(result):
+        import asyncio  # only here: it would double a worker's start
+
+        return asyncio.run(result)
+    return result
+
+
+def plain(value: Any) -> float | str:
+    """A number as float (numpy and torch scalars too), anything else as text."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # more than one element
+            return str(value)
+    return float(value) if isinstance(value, numbers.Real) else str(value)
+
+
+def worker_main() -> None:
+    """Requests are length-prefixed pickles on fd 0, replies JSON lines on fd 1; functions may read and print freely."""
+    if sys.platform == "linux":  # die with the trainer even inside an endless loop
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(sys.argv[1]):
+            os._exit(1)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.register_at_fork(after_in_child=lambda: os.close(replies.fileno()))  # else a child keeps the pipe open
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, file=replies)  # asked for right before a kill: shows where a sample hung
+    scorer = None
+    while header := requests.read(8):
+        request = pickle.loads(requests.read(struct.unpack("Q", header)[0]))
+        if scorer is None:
+            try:
+                scorer = Scorer(*request)
+                reply = {}
+            except (Exception, SystemExit):
+                reply = {"failure": "start", "text": traceback.format_exc()}
+        else:
+            reply = scorer(*request)
+        replies.write(json.dumps(reply).encode() + b"\n")
+
+
+# ---- what runs in the trainer ----
+
+class Worker:
+    """One worker process; `ask` always returns within its deadline (plus a blink for the kill)."""
+
+    def __init__(self, scorer_args: tuple):
+        env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}  # vLLM sets it for itself
+        path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rewards.pool", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+        self.lock = threading.Lock()
+        reply = self.ask(scorer_args, START_S)
+        if "failure" in reply:
+            self.kill()
+            raise RuntimeError(f"a reward worker could not start ({reply['failure']}):\n{reply['text']}")
+
+    def ask(self, request: tuple, timeout_s: float) -> dict:
+        body = pickle.dumps(request)
+        timer = threading.Timer(timeout_s, self.expire)
+        timer.daemon = True
+        self.busy, self.expired = True, False
+        timer.start()
+        line = b""
+        try:
+            self.process.stdin.write(struct.pack("Q", len(body)) + body)
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            pass  # dead before it was asked: no reply, a crash
+        with self.lock:
+            self.busy = False
+        timer.cancel()
+        if self.expired:
+            timer.join()
+            where = (line + self.process.stdout.read()).decode(errors="replace")
+            return {"failure": "timeout", "text": f"no score after {timeout_s:g} s\n{where}"}
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        self.kill()
+        code = self.process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return {"failure": "crash", "text": f"the worker process ended with {how} before it gave a score"}
+
+    def expire(self) -> None:
+        with self.lock:
+            if not self.busy:
+                return
+            self.expired = True
+        self.process.send_signal(signal.SIGUSR1)  # it writes where it hangs
+        time.sleep(0.1)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the worker and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class RewardPool:
+    """`submit` returns at once and may be called while the engine generates; `results` waits for all submitted.
+
+    Takes the fields of RewardConfig: `RewardPool(**vars(args.reward))`. Raises RuntimeError with the worker's traceback
+    if the reward file cannot be loaded. num_workers 0: `submit` scores in this process and has no deadline.
+    """
+
+    def __init__(self, function: str | Sequence[str] | None = None, weights: Sequence[float] = (), kwargs: str = "{}",
+                 num_workers: int = 4, timeout_s: float = 10.0, on_error: str = "zero", max_error_frac: float = 0.5):
+        function = (function,) if isinstance(function, str) else tuple(function or ())
+        if weights and len(weights) != len(function):
+            raise ValueError(f"--reward.weights has {len(weights)} numbers, --reward.function {len(function)} names; "
+                             f"give one weight per function")
+        if num_workers < 0 or timeout_s <= 0:
+            raise ValueError(f"--reward.num-workers {num_workers} must be at least 0 "
+                             f"and --reward.timeout-s {timeout_s} above 0")
+        for spec in function:
+            if not Path(spec.rpartition(":")[0] if ":" in spec else spec).is_file():
+                raise ValueError(f"--reward.function {spec}: no such file; the form is path/to/file.py:name")
+        self.scorer_args = (function, tuple(weights), parse_kwargs(kwargs))
+        self.timeout_s, self.on_error, self.max_error_frac = timeout_s, on_error, max_error_frac
+        self.changed = threading.Condition()
+        self.pending: set[int] = set()
+        self.replies: dict[int, dict] = {}
+        self.broken: str | None = None
+        self.num_ready = 0
+        self.closed = False
+        self.logged: set[str] = set()
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.workers: dict[threading.Thread, Worker] = {}
+        self.scorer = Scorer(*self.scorer_args) if num_workers == 0 else None
+        self.threads = [threading.Thread(target=self.serve, daemon=True) for _ in range(num_workers)]
+        for thread in self.threads:
+            thread.start()
+        with self.changed:
+            self.changed.wait_for(lambda: self.num_ready or self.broken or not num_workers)
+            self.raise_if_broken()
+
+    def submit(self, index: int, data_source: str, solution_str: str, ground_truth: Any,
+               extra_info: dict | None = None) -> None:
+        if index in self.pending or index in self.replies:
+            raise ValueError(f"sample {index} was submitted twice")
+        job = (data_source, solution_str, ground_truth, extra_info)
+        if self.scorer is not None:
+            self.replies[index] = self.scorer(*job)
+            return
+        with self.changed:
+            self.raise_if_broken()
+            self.pending.add(index)
+        self.jobs.put((index, job))
+
+    def results(self) -> Scores:
+        """Scores of everything submitted since the last call. Raises RuntimeError where the flags say stop."""
+        start = time.monotonic()
+        with self.changed:
+            self.changed.wait_for(lambda: not self.pending or self.broken)
+            self.raise_if_broken()
+            replies, self.replies = self.replies, {}
+        scores = Scores(wait_s=time.monotonic() - start)
+        for index, reply in sorted(replies.items()):
+            failure = reply.get("failure")
+            scores.index.append(index)
+            scores.failures.append(failure)
+            scores.scores.append(reply["score"] if not failure else 0.0 if self.on_error == "zero" else math.nan)
+            scores.extras.append({} if failure else reply["extra"])
+            if failure:
+                self.report(index, failure, reply["text"])
+        failed_frac = sum(kind is not None for kind in scores.failures) / max(len(scores.index), 1)
+        if failed_frac > self.max_error_frac:
+            raise RuntimeError(f"{failed_frac:.0%} of the samples have no reward ({scores.num_errors} errors, "
+                               f"{scores.num_timeouts} timeouts of {len(scores.index)}), more than "
+                               f"--reward.max-error-frac {self.max_error_frac}; the log has the first of each kind")
+        return scores
+
+    def report(self, index: int, failure: str, text: str) -> None:
+        kind = text.strip().splitlines()[-1].partition(":")[0] if failure == "exception" else failure
+        if kind not in self.logged:
+            self.logged.add(kind)
+            log.error("reward of sample %d failed (%s; more of this kind are only counted):\n%s", index, kind, text)
+        if self.on_error == "stop":
+            raise RuntimeError(f"reward of sample {index} failed ({kind}) and --reward.on-error is stop:\n{text}")
+
+    def serve(self) -> None:
+        """One thread per worker: start it, hand it jobs, replace it when it is dead."""
+        worker = None
+        job = None
+        while not self.closed:
+            if worker is None or worker.process.poll() is not None:  # also one that died while idle
+                try:
+                    worker = self.workers[threading.current_thread()] = Worker(self.scorer_args)
+                except RuntimeError as error:
+                    with self.changed:
+                        self.broken = str(error)
+                        self.changed.notify_all()
+                    return
+                with self.changed:
+                    self.num_ready += 1
+                    self.changed.notify_all()
+            if job is None:
+                job = self.jobs.get()
+                continue  # look at the worker once more: it may have waited for long
+            index, request = job
+            reply, job = worker.ask(request, self.timeout_s), None
+            with self.changed:
+                self.replies[index] = reply
+                self.pending.discard(index)
+                self.changed.notify_all()
+        if worker is not None:
+            worker.kill()
+
+    def raise_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(self.broken)
+
+    def close(self) -> None:
+        """End all workers, also busy ones."""
+        self.closed = True
+        for _ in self.threads:
+            self.jobs.put(None)
+        for worker in list(self.workers.values()):
+            worker.kill()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def parse_kwargs(text: str) -> dict[str, Any]:
+    try:
+        kwargs = json.loads(text)
+    except ValueError:
+        kwargs = None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"--reward.kwargs {text} must be a JSON object, e.g. '{{\"method\": \"flexible\"}}'")
+    return kwargs
+
+
+if __name__ == "__main__":
+    worker_main()

@@ -1,0 +1,84 @@
+"""Rollout tokens/s inside the loop (engine.generate with rewards streamed to their workers, trainer in memory) against
+bare vLLM (`LLM.generate`) on the same requests: `python -m tests.bench.bench_rollout`. Alternating, median of pairs."""
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import tyro
+from transformers import AutoTokenizer
+
+import grpo
+from common import dist
+from common.data import DataConfig, load_prompts
+from common.policy import ModelConfig, load_policy, make_optimizer, read_config
+from common.rollout import RolloutConfig, Sampling, make_engine, stop_tokens
+from rewards.pool import RewardPool
+
+
+@dataclass
+class Args:
+    model: str = "models/SmolLM2-135M-Instruct"
+    data: str = "data/word_problems/train.parquet"
+    prompts: int = 8
+    samples: int = 8
+    max_tokens: int = 40
+    pairs: int = 5
+
+
+def main(args: Args) -> None:
+    world, model_config = dist.init(), ModelConfig()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = load_prompts([args.data], tokenizer, DataConfig(max_prompt_length=256))[: args.prompts]
+    asked = [prompt for prompt in prompts for _ in range(args.samples)]
+    config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=len(asked))
+    hf_config, stops = read_config(args.model, model_config), stop_tokens(args.model, tokenizer)
+    engine = make_engine(args.model, hf_config, config, model_config, world, [asked[0].tokens], stops, 512, 0)
+    policy = load_policy(args.model, model_config, world)
+    optimizer = make_optimizer(policy, grpo.OptimConfig())
+    pool = RewardPool(num_workers=1)
+    engine.wake(policy)
+
+    from vllm import SamplingParams
+
+    def bare(round_number: int) -> float:
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=args.max_tokens, stop_token_ids=stops, detokenize=False,
+                           logprobs=0, seed=1000 * round_number + i)
+            for i in range(len(asked))
+        ]
+        engine.llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outs = engine.llm.generate([{"prompt_token_ids": p.tokens} for p in asked], params, use_tqdm=False)
+        return sum(len(out.outputs[0].token_ids) for out in outs) / (time.perf_counter() - start)
+
+    def loop(round_number: int) -> float:
+        engine.llm.reset_prefix_cache()
+        start = time.perf_counter()
+        responses = engine.generate(
+            [p.tokens for p in asked], [1000 * round_number + i for i in range(len(asked))],
+            Sampling(1.0, args.max_tokens), on_finish=partial(grpo.score_later, pool, tokenizer, asked),
+        )
+        rate = sum(len(r.tokens) for r in responses) / (time.perf_counter() - start)
+        pool.results()
+        return rate
+
+    for warm in range(3):
+        bare(warm), loop(warm)
+    rows = []
+    for pair in range(args.pairs):
+        order = (bare, loop) if pair % 2 else (loop, bare)
+        rates = {f.__name__: f(10 + pair) for f in order}
+        rows.append(rates | {"ratio": rates["loop"] / rates["bare"]})
+    result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    print(json.dumps({"bench": "rollout", "unit": "response tokens/s", **result, "pairs": rows}))
+    assert optimizer is not None
+    pool.close()
+    engine.close()
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

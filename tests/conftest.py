@@ -1,0 +1,59 @@
+"""Shared by the tests: the real model, tiny random ones, and a way to run the scripts as users do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "models/SmolLM2-135M-Instruct"
+TRAIN, VAL = ROOT / "data/word_problems/train.parquet", ROOT / "data/word_problems/test.parquet"
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture(scope="session")
+def smollm() -> str:
+    if not (MODEL / "config.json").is_file():
+        pytest.fail(f"{MODEL} is missing: run the tests with `make test`, which makes it")
+    return str(MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory, smollm) -> str:
+    """A random 2-layer Llama with the real tokenizer, in float32: a folder like any other model's."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.1,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm).save_pretrained(folder)
+    return str(folder)
+
+
+def launch(*command: str, ranks: int = 0, env: dict[str, str] | None = None, timeout: float = 600.0, check=True):
+    """`python COMMAND` in the repository, or `torchrun --nproc-per-node ranks COMMAND`; one OpenMP thread a rank."""
+    python = [sys.executable]
+    if ranks:
+        python = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "LD_PRELOAD"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [*python, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+    if check:
+        said = f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        assert done.returncode == 0, f"{command} ended with {done.returncode}\n{said}"
+    return done

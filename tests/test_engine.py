@@ -1,0 +1,229 @@
+"""The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import dist
+from common.data import DataConfig, load_prompts
+from common.policy import ModelConfig, load_policy, read_config
+from common.rollout import RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
+from tests.conftest import TRAIN
+
+pytestmark = pytest.mark.engine
+SAMPLING = Sampling(temperature=1.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = dist.init()
+    yield world
+    dist.shutdown()
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm):
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    return [p.tokens for p in load_prompts([str(TRAIN)], tokenizer, DataConfig(max_prompt_length=200))[:6]]
+
+
+def start(kind, model, world, prompts, compute_dtype="bfloat16", **flags):
+    model_config = ModelConfig(compute_dtype=compute_dtype)
+    config = RolloutConfig(engine=kind, max_response_length=40, max_num_seqs=16, kv_cache_gb=0.25, **flags)
+    stops = stop_tokens(model, AutoTokenizer.from_pretrained(model))
+    return make_engine(model, read_config(model, model_config), config, model_config, world, prompts[:2], stops, 240, 0)
+
+
+@pytest.fixture(scope="module")
+def policy(smollm, world):
+    return load_policy(smollm, ModelConfig(), world)
+
+
+@pytest.fixture(scope="module")
+def vllm(smollm, world, prompts):
+    engine = start("vllm", smollm, world, prompts)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def awake(vllm, policy):
+    metrics = vllm.wake(policy)
+    yield vllm, metrics
+    if vllm.awake:
+        vllm.sleep()
+
+
+def reference_logp(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Oracle: transformers' own unpacked forward in float32, one sequence at a time."""
+    ids = torch.tensor([prompt + tokens])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double()
+    return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def mean_prob_diff(model, prompts, responses) -> float:
+    ours = torch.cat([reference_logp(model, p, r.tokens) for p, r in zip(prompts, responses)])
+    theirs = torch.tensor([x for r in responses for x in r.logp], dtype=torch.float64)
+    return float((ours.exp() - theirs.exp()).abs().mean())
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm):
+    return AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+
+
+def test_vllm_reports_the_log_probs_of_the_model_it_was_given(awake, prompts, oracle):
+    engine, metrics = awake
+    responses = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    assert all(0 < len(r.tokens) == len(r.logp) <= 12 for r in responses)
+    assert {r.finish_reason for r in responses} <= {"stop", "length"}
+    assert mean_prob_diff(oracle, prompts, responses) < 0.02      # bfloat16 engine against float32
+    assert 0 < metrics["sync/probe_prob_diff"] < 0.02
+    assert metrics["sync/probe_logp_diff"] > 0
+
+
+def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts):
+    """Also the tied output head and the prefix cache: scaled embeddings change every log-prob, old tokens return."""
+    engine, _ = awake
+    before = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    engine.sleep()
+    with torch.no_grad():
+        saved = [p.to_local().clone() for p in policy.parameters()]
+        generator = torch.Generator().manual_seed(0)
+        for p in policy.parameters():
+            p.to_local().mul_(1 + 0.05 * torch.randn(p.to_local().shape, generator=generator))
+    policy.version += 1
+    metrics = engine.wake(policy)
+    after = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    assert metrics["sync/probe_prob_diff"] < 0.02
+    assert [r.tokens for r in after] != [r.tokens for r in before]
+
+    # negative control: an engine whose sync is skipped is far off, and the probe says so
+    engine.sleep()
+    with torch.no_grad():
+        for p, old in zip(policy.parameters(), saved):
+            p.to_local().copy_(old)
+    stale = engine.wake(policy)                                     # version unchanged: nothing is loaded
+    assert stale["sync/probe_prob_diff"] > 5 * metrics["sync/probe_prob_diff"]
+
+    engine.sleep()
+    policy.version += 1
+    engine.wake(policy)
+    again = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    assert [r.tokens for r in again] == [r.tokens for r in before]
+
+
+def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
+    """Keys and values of old weights, left in the cache, change the probe; with the reset they do not."""
+    engine, good = awake
+    engine.generate(prompts, range(len(prompts)), SAMPLING)
+    engine.sleep()
+    embedding = policy.lm.get_input_embeddings().weight
+    with torch.no_grad():
+        for name, p in policy.lm.named_parameters():
+            if "v_proj" in name:
+                p.to_local().mul_(-1)
+    policy.version += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda: None)
+        kept = engine.wake(policy)["sync/probe_prob_diff"]
+    engine.sleep()
+    engine._loaded = None
+    reset = engine.wake(policy)["sync/probe_prob_diff"]
+    with torch.no_grad():
+        for name, p in policy.lm.named_parameters():
+            if "v_proj" in name:
+                p.to_local().mul_(-1)
+    policy.version += 1
+    assert embedding is not None
+    assert kept > 2 * max(reset, good["sync/probe_prob_diff"])
+
+
+def test_max_probe_diff_stops_the_run(vllm, policy, monkeypatch):
+    monkeypatch.setattr(vllm.config, "max_probe_diff", 1e-6)
+    with pytest.raises(RuntimeError, match=r"max-probe-diff 1e-06.*does not hold the trainer's weights"):
+        vllm.wake(policy)
+    monkeypatch.setattr(vllm.config, "max_probe_diff", 0.5)
+    vllm.sleep()
+    vllm.wake(policy)
+    vllm.sleep()
+
+
+def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
+    with pytest.raises(RuntimeError, match="asleep; call wake"):
+        vllm.generate(prompts, range(len(prompts)), SAMPLING)
+    vllm.wake(policy)
+    with pytest.raises(RuntimeError, match="awake already"):
+        vllm.wake(policy)
+    with pytest.raises(ValueError, match="6 prompts but 1 seeds"):
+        vllm.generate(prompts, [0], SAMPLING)
+    vllm.sleep()
+    with pytest.raises(RuntimeError, match="asleep already"):
+        vllm.sleep()
+
+
+def test_seeds_make_a_response_its_own(awake, prompts):
+    """The same seed gives the same tokens in another order; other seeds give others; on_finish sees each once."""
+    engine, _ = awake
+    seen = {}
+    first = engine.generate(prompts, [7, 8, 9, 10, 11, 12], SAMPLING, on_finish=lambda i, r: seen.update({i: r}))
+    again = engine.generate(prompts[::-1], [12, 11, 10, 9, 8, 7], SAMPLING)[::-1]
+    other = engine.generate(prompts, [1, 2, 3, 4, 5, 6], SAMPLING)
+    assert [r.tokens for r in first] == [r.tokens for r in again]
+    assert [r.tokens for r in first] != [r.tokens for r in other]
+    assert [seen[i] for i in range(6)] == first
+
+
+def test_an_engine_start_leaves_the_process_as_it_was(vllm):
+    assert torch.set_num_threads.__module__ == "torch" or "built-in" in repr(torch.set_num_threads)
+    import os
+
+    assert "LD_PRELOAD" not in os.environ
+
+
+def test_hf_engine_agrees_with_the_oracle_and_with_the_trainer(smollm, world, prompts, policy, oracle):
+    engine = start("hf", smollm, world, prompts)
+    metrics = engine.wake(policy)
+    responses = engine.generate(prompts[:2], [3, 4], SAMPLING)
+    assert metrics["sync/probe_prob_diff"] < 0.02
+    assert mean_prob_diff(oracle, prompts[:2], responses) < 0.02
+
+
+def test_hf_engine_in_float32_is_exact_and_independent_of_other_prompts(tiny_llama, world, prompts):
+    policy = load_policy(tiny_llama, ModelConfig(compute_dtype="float32"), world)
+    engine = start("hf", tiny_llama, world, prompts, compute_dtype="float32")
+    assert engine.wake(policy)["sync/probe_logp_diff"] < 1e-5
+    asked = [prompts[0]] * 3 + [prompts[1]] * 3
+    both = engine.generate(asked, range(6), SAMPLING)
+    alone = engine.generate(asked[3:], range(3, 6), SAMPLING)
+    assert [r.tokens for r in both[3:]] == [r.tokens for r in alone]
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    greedy = engine.generate([prompts[0]], [0], Sampling(0.0, 12))[0]
+    expected = model.generate(torch.tensor([prompts[0]]), max_new_tokens=12, do_sample=False)[0, len(prompts[0]) :]
+    assert greedy.tokens == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"temperature": 0.0}, r"--rollout.temperature 0.0 must be above 0"),
+        ({"tp": 2}, r"world size 1 must be a multiple of --rollout.tp 2"),
+        ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
+        ({"kv_cache_gb": 1e4}, r"--rollout.kv-cache-gb 10000.0 on 1 ranks needs 10000.0 GiB"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, flags, message):
+    config = RolloutConfig(**({"max_response_length": 40} | flags))
+    with pytest.raises(ValueError, match=message):
+        check_rollout(config, read_config(smollm, ModelConfig()), world, 200)
+
+
+def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
+    hf_config = read_config(smollm, ModelConfig())
+    monkeypatch.setattr("common.rollout._installed", lambda name: ["0.11.2"])
+    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the tested range 0.26 to 0.32"):
+        check_rollout(RolloutConfig(), hf_config, world, 200)
+    monkeypatch.setattr("common.rollout._installed", lambda name: [])
+    with pytest.raises(ValueError, match=r"vLLM is not installed: install a version from 0.26 to 0.32"):
+        check_rollout(RolloutConfig(), hf_config, world, 200)

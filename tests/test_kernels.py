@@ -1,0 +1,197 @@
+"""The chunked log-prob kernel against a word-by-word oracle, naive log_softmax, numerical derivatives, and itself."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from common.kernels import linear_logp
+from tests import oracles
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+TOLERANCE = {F64: 1e-10, F32: 5e-5}           # relative to max(1, |oracle|); float32 holds logits of 200 to 1e-5
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "softcap": {"softcap": 3.0, "temperature": 0.8},
+    "scaled": {"logit_scale": 0.25, "temperature": 1.5},
+    "scaled and capped": {"logit_scale": 1.7, "softcap": 5.0},
+}
+
+
+def inputs(N=11, H=6, V=29, dtype=F64, seed=0, size=1.0):
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(N, H, generator=g, dtype=F64) * size, torch.randn(V, H, generator=g, dtype=F64)
+    targets = torch.randint(V, (N,), generator=g)
+    targets[:2] = torch.tensor([0, V - 1])
+    up = torch.randn(2, N, generator=g, dtype=F64).to(dtype)
+    return hidden.to(dtype), weight.to(dtype), targets, up
+
+
+def naive(hidden, weight, targets, temperature=1.0, softcap=None, logit_scale=1.0):
+    """What the kernel replaces: all logits at once, in float32 (or float64)."""
+    logits = hidden @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, F32)) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logps = (logits / temperature).log_softmax(dim=-1)
+    return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(dim=-1)
+
+
+def gradients(function, hidden, weight, targets, up, entropy=True, **settings):
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logp, ent = function(hidden, weight, targets, **settings)
+    objective = (logp * up[0]).sum() + ((ent * up[1]).sum() if entropy else 0)
+    return logp.detach(), ent.detach(), *torch.autograd.grad(objective, (hidden, weight))
+
+
+def error(got, want) -> float:
+    got, want = torch.as_tensor(got, dtype=F64), torch.as_tensor(want, dtype=F64)
+    assert got.shape == want.shape
+    assert want.abs().max() > 1e-3
+    return float(((got - want).abs() / want.abs().clamp(min=1)).max())
+
+
+def kernel_errors(dtype, seed, settings, entropy) -> tuple[float, float]:
+    """Worst error in (logp, entropy) and in their gradients (hidden, weight) against the oracle."""
+    hidden, weight, targets, up = inputs(dtype=dtype, seed=seed, size=2.0)
+    if seed == 1:
+        hidden *= 20                                                   # peaked: probabilities of 0 and 1
+    want_logp, want_entropy, d_logp, d_entropy = oracles.linear_logp(
+        hidden.tolist(), weight.tolist(), targets.tolist(), **settings)
+    want = [torch.tensor(x, dtype=F64) for x in d_logp(up[0].tolist())]
+    if entropy:
+        want = [a + torch.tensor(b, dtype=F64) for a, b in zip(want, d_entropy(up[1].tolist()))]
+    got = gradients(linear_logp, hidden, weight, targets, up, entropy, with_entropy_grad=entropy, chunk_tokens=4,
+                    chunk_vocab=7, **settings)
+    assert got[0].dtype == got[1].dtype == dtype
+    value = max(error(got[0], want_logp), error(got[1], want_entropy))
+    return value, max(error(g, w) for g, w in zip(got[2:], want))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_kernel_matches_the_oracle(dtype, settings, entropy):
+    for seed in range(3):
+        assert max(kernel_errors(dtype, seed, settings, entropy)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_kernel_gradcheck(settings):
+    hidden, weight, targets, _ = inputs(N=5, H=3, V=8)
+
+    def f(hidden, weight):
+        return linear_logp(hidden, weight, targets, with_entropy_grad=True, chunk_tokens=2, chunk_vocab=3, **settings)
+
+    assert gradcheck(f, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+@pytest.mark.parametrize("chunks", [(1, 1), (3, 29), (11, 5), (100, 100), (None, None)])
+def test_chunks_do_not_change_the_result(chunks):
+    args = inputs()
+    want = gradients(naive, *args)
+    got = gradients(linear_logp, *args, with_entropy_grad=True, chunk_tokens=chunks[0], chunk_vocab=chunks[1])
+    assert max(error(g, w) for g, w in zip(got, want)) < 1e-13
+
+
+def test_entropy_has_no_gradient_unless_asked():
+    hidden, weight, targets, _ = inputs()
+    logp, entropy = linear_logp(hidden.requires_grad_(), weight, targets)
+    assert logp.requires_grad
+    assert not entropy.requires_grad
+    logp, entropy = linear_logp(hidden, weight, targets, with_entropy_grad=True)
+    assert entropy.requires_grad
+
+
+def test_closed_forms():
+    """Equal logits: logp = -log V, entropy log V. Two words: the logistic function."""
+    V = 37
+    logp, entropy = linear_logp(torch.zeros(2, 4), torch.randn(V, 4), torch.tensor([0, 3]), chunk_vocab=5)
+    assert torch.cat([-logp, entropy]).tolist() == pytest.approx([math.log(V)] * 4)
+    z = torch.tensor([[-40.0], [-1.0], [0.5], [40.0]], dtype=F64)
+    head = torch.tensor([[1.0], [0.0]], dtype=F64)
+    logp, _ = linear_logp(z, head, torch.zeros(4, dtype=torch.long), temperature=2.0, chunk_vocab=1)
+    assert logp.tolist() == pytest.approx([-math.log1p(math.exp(-x / 2)) for x in z[:, 0].tolist()], rel=1e-14)
+
+
+def test_bfloat16_inputs_have_float32_logits():
+    """Log-probs as exact as float32's, at |z| up to 100; a bfloat16 product would be off by a quarter there."""
+    hidden, weight, targets, up = inputs(N=64, H=128, V=999, dtype=F32, size=2.0)
+    hidden, weight = hidden.to(BF16), weight.to(BF16)
+    want = gradients(naive, hidden.double(), weight.double(), targets, up, entropy=False)
+    got = gradients(linear_logp, hidden, weight, targets, up, entropy=False, chunk_vocab=100, chunk_tokens=20)
+    rounded = gradients(naive, hidden, weight, targets, up, entropy=False)
+    assert (hidden.float() @ weight.float().T).abs().max() > 60
+    assert [x.dtype for x in got] == [F32, F32, BF16, BF16]
+    assert error(got[0], want[0]) < 1e-5
+    assert error(got[1], want[1]) < 1e-5
+    assert (rounded[0] - want[0]).abs().max() > 0.1                    # the negative control
+    for g, w in zip(got[2:], want[2:]):
+        assert float((g.double() - w).norm() / w.norm()) < 5e-3        # bfloat16 has 2^-9
+
+
+def test_mixed_dtypes_and_autocast():
+    hidden, weight, targets, up = inputs(N=20, dtype=F32)
+    want = gradients(linear_logp, hidden, weight, targets, up, entropy=False)
+    with torch.autocast("cpu", dtype=BF16):
+        got = gradients(linear_logp, hidden, weight, targets, up, entropy=False)
+    assert all(torch.equal(g, w) for g, w in zip(got, want))
+    got = gradients(linear_logp, hidden.to(BF16), weight, targets, up, entropy=False)
+    want = gradients(naive, hidden.to(BF16).float(), weight, targets, up, entropy=False)
+    assert error(got[0], want[0]) < 1e-5
+    assert got[2].dtype == BF16
+
+
+def test_precision_setting_is_restored():
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    hidden, weight, targets, up = inputs(dtype=BF16)
+    gradients(linear_logp, hidden, weight, targets, up, entropy=False)
+    with pytest.raises(RuntimeError, match="int64"):
+        linear_logp(hidden, weight, targets.float())
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_frozen_head_frozen_hidden_and_no_tokens():
+    hidden, weight, targets, up = inputs()
+    full = gradients(linear_logp, hidden, weight, targets, up, entropy=False)
+    logp, _ = linear_logp(hidden.requires_grad_(), weight, targets)
+    assert torch.equal(torch.autograd.grad((logp * up[0]).sum(), hidden)[0], full[2])
+    logp, _ = linear_logp(hidden.detach(), weight.requires_grad_(), targets)
+    assert torch.equal(torch.autograd.grad((logp * up[0]).sum(), weight)[0], full[3])
+    logp, entropy, *grads = gradients(linear_logp, hidden[:0].detach(), weight.detach(), targets[:0], up[:, :0])
+    assert logp.shape == entropy.shape == (0,)
+    assert grads[0].shape == (0, 6)
+    assert (grads[1] == 0).all()
+
+
+def test_tied_head_sums_both_gradients():
+    """An embedding that is also the head: gradients of both uses add up, as with naive log_softmax."""
+    table, ids = inputs()[1], torch.randint(29, (9,), generator=torch.Generator().manual_seed(2))
+    grads = []
+    for function in (naive, linear_logp):
+        tied = table.clone().requires_grad_()
+        logp, _ = function(torch.tanh(tied[ids]), tied, ids.roll(-1))
+        grads.append(torch.autograd.grad(logp.sum(), tied)[0])
+    assert error(grads[1], grads[0]) < 1e-13
+
+
+def test_refusals():
+    hidden, weight, targets, _ = inputs()
+    for bad in ((hidden[None], weight, targets), (hidden, weight[:, 1:], targets), (hidden, weight, targets[1:])):
+        with pytest.raises(ValueError, match="linear_logp wants hidden"):
+            linear_logp(*bad)
+    with pytest.raises(ValueError, match="temperature"):
+        linear_logp(hidden, weight, targets, temperature=0.0)
+
+
+def test_never_holds_all_logits():
+    """Peak of live tensor bytes, forward and backward, inputs and gradients included: far under one [N, V]."""
+    from tests.bench.bench_kernels import measure
+    hidden, weight, targets, up = inputs(N=4096, H=32, V=8192, dtype=F32)
+    peak = measure(lambda: gradients(linear_logp, hidden, weight, targets, up, entropy=False)).peak_bytes
+    logits = 4096 * 8192 * 4
+    assert measure(lambda: gradients(naive, hidden, weight, targets, up, entropy=False)).peak_bytes > 2 * logits
+    assert peak < 0.4 * logits

@@ -1,0 +1,218 @@
+"""The gradient of a mini-batch does not depend on how it was cut: ranks, token budgets, order, skipped responses.
+
+Real gloo ranks and FSDP2, through the lines of grpo.py (tests/layout_worker.py). The oracle knows no packing: the plain
+transformers model in float64, one response at a time, the loss a loop over tokens.
+"""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from common.losses import AGGREGATIONS
+from tests.conftest import launch
+from tests.layout_worker import Step
+
+VOCAB = 211                             # rows that no number of ranks divides
+TOLERANCE = 1e-6                        # of the whole gradient, ||g - oracle|| / ||oracle||; reached: 2e-7
+BUDGETS = (10_000, 40, 1)               # everything in one micro-batch, a few, every response alone
+NUM_RESPONSES = 14
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A random Llama whose weights' rows do not divide by the ranks: vocabulary 211, MLP 50."""
+    folder = tmp_path_factory.mktemp("odd_llama")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.15,
+    )).save_pretrained(folder)
+    return str(folder)
+
+
+class Oracle:
+    """Losses and gradients in float64, one response at a time."""
+
+    def __init__(self, folder: str):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+        def norm(module, x):            # transformers' own computes in float32 whatever the dtype
+            return module.weight * x / (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
+
+        for module in self.model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                module.forward = norm.__get__(module)
+
+    def log_probs(self, prompt, response, temperature):
+        """log p over the vocabulary before each response token: [len(response), V]."""
+        logits = self.model(input_ids=torch.tensor([prompt + response])).logits[0]
+        return (logits / temperature)[len(prompt) - 1 : -1].log_softmax(-1)
+
+    def gradient(self, step: Step, aggregation: str) -> dict[str, torch.Tensor]:
+        sequences = []                  # of every response with a sampled token: its token losses
+        for i, (prompt, response) in enumerate(zip(step.prompts, step.responses)):
+            rows, token_losses = self.log_probs(prompt, response, step.temperature), []
+            for j, token in enumerate(response):
+                if not step.masks[i][j]:
+                    continue
+                old, advantage = step.old_logps[i][j], step.advantages[i]
+                ratio = (rows[j, token] - old).exp()
+                if advantage >= 0:
+                    loss = -advantage * min(ratio, 1 + step.clip_high)
+                else:
+                    loss = -advantage * min(max(ratio, 1 - step.clip_low), step.dual_clip)
+                loss = loss + step.kl_coef * (1 / ratio - 1 + ratio.log())
+                token_losses.append(loss + step.entropy_coef * (rows[j].exp() * rows[j]).sum())
+            if token_losses:
+                sequences.append(token_losses)
+        num_tokens, sums = sum(map(len, sequences)), [sum(losses) for losses in sequences]
+        objective = {
+            "token-mean": sum(sums) / num_tokens,
+            "token-sum": sum(sums),
+            "seq-mean-token-sum": sum(sums) / len(sequences),
+            "seq-mean-token-sum-norm": sum(sums) / len(sequences) / step.norm_length,
+            "seq-mean-token-mean": sum(s / len(losses) for s, losses in zip(sums, sequences)) / len(sequences),
+        }[aggregation]
+        self.model.zero_grad()
+        objective.backward()
+        return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def oracle(model):
+    return Oracle(model)
+
+
+def make_step(oracle: Oracle, num_responses: int, seed: int) -> Step:
+    """Ragged, with tool output, a response of one token, an empty one and one that was dropped; half of the tokens'
+    ratios are outside the clip bounds, some above the dual clip's; a third of the advantages is 0."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(2, 12) for _ in range(num_responses)]
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))] for _ in lengths]
+    responses = [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    masks = [[rng.random() < 0.8 for _ in response] for response in responses]
+    advantages = [0.0 if i % 3 == 2 else rng.choice([-1, 1]) * rng.uniform(0.3, 2) for i in range(num_responses)]
+    if num_responses > 5:
+        responses[0], masks[0] = responses[0][:1], [True]
+        responses[3], masks[3] = [], []
+        masks[4] = [False] * len(masks[4])
+    old_logps = []
+    for prompt, response in zip(prompts, responses):
+        with torch.no_grad():
+            rows = oracle.log_probs(prompt, response, 0.7)
+        log_ratios = [rng.choice([-0.7, -0.1, 0.1, 0.6, 1.3]) for _ in response]        # far from every bound
+        old_logps.append([float(rows[j, token]) - log_ratios[j] for j, token in enumerate(response)])
+    return Step(prompts, responses, masks, old_logps, advantages)
+
+
+@pytest.fixture(scope="module")
+def steps(oracle):
+    step = make_step(oracle, NUM_RESPONSES, seed=3)
+    return {"main": step, "kl and entropy": replace(step, kl_coef=0.3, entropy_coef=0.2),
+            "few": make_step(oracle, 3, seed=5), "constant": replace(step, advantages=[0.0] * NUM_RESPONSES)}
+
+
+def shuffled(n: int) -> list[int]:
+    return random.Random(n).sample(range(n), n)
+
+
+def make_layouts() -> list[tuple]:
+    straight, few = list(range(NUM_RESPONSES)), [2, 0, 1]
+    layouts = [("main", budget, order, aggregation, "") for budget, order, aggregation in
+               itertools.product(BUDGETS, (straight, shuffled(NUM_RESPONSES)), AGGREGATIONS)]
+    layouts += [("main", 40, straight, aggregation, variant) for aggregation in AGGREGATIONS
+                for variant in ("skip", "local", "each")]
+    layouts += [("few", budget, few, aggregation, variant) for budget in (10_000, 1) for aggregation in AGGREGATIONS
+                for variant in ("", "skip")]
+    layouts += [("kl and entropy", budget, shuffled(NUM_RESPONSES), "token-mean", "") for budget in BUDGETS]
+    return [*layouts, ("constant", 40, straight, "token-mean", "skip")]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda n: f"{n}_ranks")
+def run(request, model, steps, tmp_path_factory):
+    """Every layout on this many ranks, in one launch: (layout) -> gradient, micro-batches a rank, dummies."""
+    folder = tmp_path_factory.mktemp("layout")
+    torch.save({"model": model, "steps": steps, "layouts": make_layouts()}, folder / "todo.pt")
+    launch("tests/layout_worker.py", folder, ranks=request.param, timeout=170)
+    return request.param, torch.load(folder / f"gradients_{request.param}.pt")
+
+
+@pytest.fixture(scope="module")
+def expected(oracle, steps):
+    """Oracle gradients, computed once."""
+    names = ["main", "few"]
+    found = {(name, a): oracle.gradient(steps[name], a) for name in names for a in AGGREGATIONS}
+    return found | {("kl and entropy", "token-mean"): oracle.gradient(steps["kl and entropy"], "token-mean")}
+
+
+def relative_error(gradient: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    assert gradient.keys() == want.keys()
+    difference = sum((gradient[name].double() - want[name]).square().sum() for name in want)
+    return float((difference / sum(w.square().sum() for w in want.values())).sqrt())
+
+
+def errors(run, expected, name: str, variant: str) -> dict[tuple, float]:
+    return {key: relative_error(run[1][key][0], expected[key[0], key[3]])
+            for key in run[1] if key[0] == name and key[4] == variant}
+
+
+def test_the_step_is_a_hard_one(oracle, steps, expected):
+    """Guard: tokens on every branch of the loss, no gradient is zero, and the aggregations differ."""
+    step = steps["main"]
+    sides = {(a > 0) - (a < 0) for a in step.advantages}
+    assert sides == {-1, 0, 1}
+    assert sum(sum(mask) for mask in step.masks) > 50
+    assert {0, 1} <= {len(response) for response in step.responses}
+    for want in expected.values():
+        assert all(tensor.abs().max() > 1e-6 for tensor in want.values())
+    for a, b in itertools.combinations(AGGREGATIONS, 2):
+        assert relative_error(expected["main", a], expected["main", b]) > 0.05
+    unclipped = oracle.gradient(replace(step, clip_low=1.0, clip_high=1e9, dual_clip=1e9), "token-mean")
+    assert relative_error(unclipped, expected["main", "token-mean"]) > 0.1
+    no_dual = oracle.gradient(replace(step, dual_clip=1e9), "token-mean")
+    assert relative_error(no_dual, expected["main", "token-mean"]) > 0.1
+
+
+def test_gradient_is_the_same_for_every_layout(run, expected):
+    found = errors(run, expected, "main", "") | errors(run, expected, "kl and entropy", "")
+    assert len(found) == len(BUDGETS) * (2 * len(AGGREGATIONS) + 1)
+    print(f"\n{run[0]} ranks: worst relative gradient error {max(found.values()):.1e} of {len(found)} layouts")
+    assert max(found.values()) < TOLERANCE, max(found, key=found.get)
+    num_microbatches = [run[1]["main", budget, tuple(range(NUM_RESPONSES)), "token-mean", ""][1] for budget in BUDGETS]
+    assert num_microbatches[0] == 1
+    assert num_microbatches[0] < num_microbatches[1] < num_microbatches[2]
+
+
+def test_responses_that_only_count_change_nothing(run, expected):
+    found = errors(run, expected, "main", "skip") | errors(run, expected, "few", "skip")
+    assert max(found.values()) < TOLERANCE, max(found, key=found.get)
+
+
+def test_more_ranks_than_responses(run, expected):
+    found = errors(run, expected, "few", "")
+    assert max(found.values()) < TOLERANCE, max(found, key=found.get)
+    num_dummies = [run[1][key][2] for key in found]
+    assert max(num_dummies) == {1: 0, 2: 1, 4: 1}[run[0]]
+
+
+def test_a_mini_batch_without_anything_to_train_has_gradient_zero(run):
+    gradient, num_microbatches, num_dummies = run[1]["constant", 40, tuple(range(NUM_RESPONSES)), "token-mean", "skip"]
+    assert (num_microbatches, num_dummies) == (1, run[0])
+    assert all(not tensor.any() for tensor in gradient.values())
+
+
+def test_local_denominators_would_be_noticed(run, expected):
+    """Negative control: the same numbers with each rank's own counts are wrong by many orders of magnitude."""
+    found = {key[3]: error for key, error in errors(run, expected, "main", "local").items()}
+    for aggregation, error in found.items():
+        exact = run[0] == 1 or aggregation == "token-sum"               # there is nothing to divide by
+        assert error < TOLERANCE if exact else error > 0.02, (aggregation, error)
+
+
+def test_a_denominator_per_micro_batch_would_be_noticed(run, expected):
+    found = {key[3]: error for key, error in errors(run, expected, "main", "each").items()}
+    assert all(error > 0.02 for error in found.values()), found
