@@ -55,6 +55,7 @@ setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is co
 		local start=$$SECONDS
 		if "$$@" >> $$log 2>&1; then echo "$$((SECONDS - start)) s"; return; fi
 		echo failed
+		rm -f .venv/half-made  # pip ended by itself: what it has installed is whole and can stay
 		tail -n 25 $$log >&2
 		fail "the step failed; the whole log is $$log. Run the same command again when the cause is gone"
 	}

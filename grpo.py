@@ -262,7 +262,7 @@ def main(args: Args) -> None:
         ]
         numbers = gather_numbers(torch.tensor(numbers, dtype=torch.float64), batch.index)       # [S, 5] on every rank
         scored, rewards, response_lengths, prompt_lengths, truncated = numbers.unbind(1)        # [S] each
-        rewards = torch.where(scored > 0, rewards, torch.nan)                                   # NaN: --reward.on-error drop
+        rewards = torch.where(scored > 0, rewards, torch.nan)                                   # NaN: on_error drop
         lengths = (response_lengths + prompt_lengths).numpy().astype(np.int64)
         constant = (rewards.view(P, G) == rewards.view(P, G)[:, :1]).all(dim=1)                 # [P] advantage 0
         skip_constant = not (args.run_constant_groups or args.kl_loss_coef or args.entropy_coef)
@@ -376,7 +376,8 @@ def describe(args: Args, world: dist.World, attention: tuple[str, str]) -> str:
         f"{args.epochs_per_step} epoch(s); micro-batches of up to {args.max_tokens_per_gpu} tokens on each of "
         f"{world.size} rank(s)\n"
         f"loss   clip [{1 - args.clip_low:g}, {1 + args.clip_high:g}], dual {args.clip_dual:g}, {args.aggregation}, "
-        f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}; lr {args.optim.lr:g} {args.optim.schedule}\n"
+        f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}; lr {args.optim.lr:g} "
+        f"({args.optim.schedule})\n"
         f"runs   {args.policy.compute_dtype} on {world.device.type}, engine {args.rollout.engine}, "
         f"attention {attention[0]} ({attention[1]})"
     )

@@ -1,4 +1,4 @@
-"""Pictures of runs: `python -m common.view RUN [RUN ...] [--out curves.png]` draws the curves of their metrics.jsonl."""
+"""Pictures of runs: `python -m common.view RUN [RUN ...] [--out curves.png]` draws what their metrics.jsonl hold."""
 
 import json
 from dataclasses import dataclass

@@ -89,6 +89,7 @@ class VLLMEngine(Engine):
         if self.on_cpu:
             # vLLM packs linear weights for oneDNN and empties the originals: only a reload may write them
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+            self.llm.apply_model(_pack_heads)
         else:
             self.llm.apply_model(lambda model: model.load_weights(tensors) and None)
 
@@ -134,6 +135,16 @@ class VLLMEngine(Engine):
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """A tied output head has no tensor of its own in the reload, so vLLM 0.32 keeps the old weights in the packed copy
+    that its CPU kernels read: pack again from the embedding."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 @contextlib.contextmanager

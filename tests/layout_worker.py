@@ -55,8 +55,8 @@ def gradient(policy: Policy, world: dist.World, hf_config, step: Step, order: li
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
     plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained)
-    batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index])))
-    batch = exchange(batch, plan.rank[batch.index])
+    batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index.numpy()])))
+    batch = exchange(batch, plan.rank[batch.index.numpy()])
     microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
     for microbatch in microbatches:
         microbatch.advantage = advantages.float()[microbatch.index][microbatch.sequence_ids] * microbatch.mask  # [T]

@@ -100,7 +100,7 @@ def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
 
 
 def test_advantages_by_hand():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.0, 3.0, torch.nan, 0.0]], dtype=torch.float64)
+    rewards = torch.tensor([[1, 0, 0, 1], [2, 2, 2, 2], [0, 3, torch.nan, 0]], dtype=torch.float64)
     got = grpo.compute_advantages(rewards, norm_by_std=True)
     first = 0.5 / (1 / 3**0.5 + 1e-6)                   # mean 1/2, unbiased std sqrt(4 * 0.25 / 3)
     third = 3**0.5 + 1e-6                               # mean 1 of the three that have a reward, std sqrt(6 / 2)
