@@ -19,6 +19,8 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # OpenMP threads that wait for work must sleep: spinning on shared cores doubles the CPU seconds.
 export OMP_WAIT_POLICY := PASSIVE
+# No C++ warnings (vLLM binds memory to NUMA nodes and says so on every start).
+export TORCH_CPP_LOG_LEVEL := ERROR
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -37,16 +39,16 @@ setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is co
 		[ "$$(uname -sm)" = "Linux x86_64" ] || fail "this machine is $$(uname -sm); $$rule"
 		grep -qE 'avx2|avx512f' /proc/cpuinfo || fail "this CPU has neither AVX2 nor AVX512; $$rule"
 	fi
-	if [ -e .venv/half-made ]; then
-		echo "setup: .venv is half-made (an earlier set-up was interrupted); making it anew"
-		rm -rf .venv
-	elif [ -e .venv ] && [ "$$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' || true)" != $$version ]
-	then
-		echo "setup: .venv does not run or is not Python $$version; making it anew"
-		rm -rf .venv
-	fi
+	present=$$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || true)
+	reason=
+	if [ -e .venv/half-made ]; then reason="is half-made (an earlier set-up did not finish)"
+	elif [ -e .venv ] && [ "$$present" != $$version ]; then reason="does not run or is not Python $$version"; fi
 	mkdir -p .venv
-	touch .venv/half-made
+	touch .venv/half-made  # the mark goes last, so that a kill at any moment leaves it
+	if [ "$$reason" ]; then
+		echo "setup: .venv $$reason; making it anew"
+		find .venv -mindepth 1 ! -path .venv/half-made -delete
+	fi
 	rm -f .venv/complete-*
 	log=.venv/setup.log
 	step() {  # step TEXT COMMAND...: one line on the terminal, the command's output in the log
@@ -55,7 +57,6 @@ setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is co
 		local start=$$SECONDS
 		if "$$@" >> $$log 2>&1; then echo "$$((SECONDS - start)) s"; return; fi
 		echo failed
-		rm -f .venv/half-made  # pip ended by itself: what it has installed is whole and can stay
 		tail -n 25 $$log >&2
 		fail "the step failed; the whole log is $$log. Run the same command again when the cause is gone"
 	}
@@ -80,7 +81,11 @@ data: setup ## generate the quickstart's word problems
 
 quickstart: setup model data ## train a real chat model with GRPO on this machine's CPU, and draw the curve
 	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --model $(MODEL) \
-		--train-data $(DATA)/train.parquet --val-data $(DATA)/test.parquet --run-dir $(RUN) $(ENGINE_FLAGS) $(ARGS)
+		--train-data $(DATA)/train.parquet --val-data $(DATA)/test.parquet --run-dir $(RUN) \
+		--data.max-prompt-length 160 --rollout.max-response-length 40 --rollout.max-num-seqs 64 \
+		--total-steps 25 --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 2048 \
+		--optim.lr 3e-5 --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 \
+		--eval-every 10 --eval-samples 4 --reward.num-workers 1 --save.every 10 --save.keep 1 $(ENGINE_FLAGS) $(ARGS)
 	.venv/bin/python -m common.view $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (metrics, curve, rollouts, checkpoints) $(RUN)"
 

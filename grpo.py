@@ -36,7 +36,7 @@ from common.policy import (
     read_config,
 )
 from common.rollout import Engine, Response, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
-from common.tracking import LogConfig, Meter, Timer, Tracker, fail, memory, say, spread, step_line
+from common.tracking import LogConfig, Meter, Timer, Tracker, fail, memory, say, spread, step_line, val_line
 from rewards import lookup
 from rewards.pool import RewardConfig, RewardPool
 
@@ -226,7 +226,7 @@ def main(args: Args) -> None:
         engine.wake(policy)
         metrics = evaluate(args, engine, val_set, pool, tokenizer)
         engine.sleep()
-        tracker.log(0, metrics, "before training  " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+        tracker.log(0, metrics, val_line("before training", metrics))
 
     for step in range(first_step, args.total_steps):
         timer, meter = Timer(), Meter()

@@ -6,10 +6,10 @@ Letters in shape comments:
     G  samples per prompt         H  hidden size
     S  responses (P * G)          V  vocabulary
 
-Index convention: `x[t]` describes token t. `logp[t]` is log p(token t | tokens before t), `mask[t]` says that the policy
-sampled token t (its stop token included). The shift from the model's "next token" output happens in one place,
-`policy.Policy.forward`.
+Index convention: `x[t]` describes token t. `logp[t]` is log p(token t | tokens before t), `mask[t]` says that the
+policy sampled token t (its stop token included). The shift from the model's "next token" output happens in one
+place, `policy.Policy.forward`.
 
-A module that has flags owns a dataclass beside the code it configures (`RolloutConfig`, `OptimConfig`, `DataConfig`, ...)
-and the scripts nest it. vLLM is imported inside functions only, so every module can be imported on any machine.
+A module that has flags owns a dataclass beside the code it configures (`RolloutConfig`, `OptimConfig`, ...) and the
+scripts nest it. vLLM is imported inside functions only, so every module can be imported on any machine.
 """

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 from common.dist import World
 from common.kernels import choose_attention, linear_logp
@@ -198,6 +199,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
 
     source = None
     if world.is_main:
+        transformers_logging.disable_progress_bar()
         source = AutoModelForCausalLM.from_pretrained(path, dtype="auto", config=hf_config, **options)
         source.tie_weights()
     # non-persistent buffers (rotary frequencies) are in no checkpoint and garbage after to_empty: send them too

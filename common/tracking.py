@@ -170,7 +170,14 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
     phases = [(k.removeprefix("timing_s/"), v) for k, v in metrics.items() if k.startswith("timing_s/")]
     seconds = " ".join(f"{phase} {s:.1f}" for phase, s in phases if phase != "step" and s >= 0.05)
     width = len(str(total_steps))
-    return f"step {step:>{width}}/{total_steps}  {numbers}  |  {metrics['timing_s/step']:.1f} s: {seconds}"
+    line = f"step {step:>{width}}/{total_steps}  {numbers}  |  {metrics['timing_s/step']:.1f} s: {seconds}"
+    return f"{line}\n{val_line(f'after step {step}', metrics)}" if any(k.startswith("val-") for k in metrics) else line
+
+
+def val_line(when: str, metrics: dict[str, float]) -> str:
+    """The validation results in one line."""
+    results = [f"{k.removeprefix('val-core/')} {v:.3f}" for k, v in metrics.items() if k.startswith("val-core/")]
+    return f"validation {when}:  " + "  ".join(results)
 
 
 def say(world: World, text: str) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,7 +60,9 @@ class VLLMEngine(Engine):
             gc.collect()
             torch.cuda.empty_cache()
         with _unchanged_process():
-            from vllm import LLM
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # deprecations inside vLLM
+                from vllm import LLM
 
             self.llm = LLM(
                 model=model,

@@ -168,20 +168,19 @@ class Worker:
             [sys.executable, "-m", "rewards.pool", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, start_new_session=True)
         self.lock = threading.Lock()
-        reply = self.ask(scorer_args, START_S)
+        reply = self.ask(pickle.dumps(scorer_args), START_S)
         if "failure" in reply:
             self.kill()
             raise RuntimeError(f"a reward worker could not start ({reply['failure']}):\n{reply['text']}")
 
-    def ask(self, request: tuple, timeout_s: float) -> dict:
-        body = pickle.dumps(request)
+    def ask(self, request: bytes, timeout_s: float) -> dict:
         timer = threading.Timer(timeout_s, self.expire)
         timer.daemon = True
         self.busy, self.expired = True, False
         timer.start()
         line = b""
         try:
-            self.process.stdin.write(struct.pack("Q", len(body)) + body)
+            self.process.stdin.write(struct.pack("Q", len(request)) + request)
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         except BrokenPipeError:
@@ -194,7 +193,11 @@ class Worker:
             where = (line + self.process.stdout.read()).decode(errors="replace")
             return {"failure": "timeout", "text": f"no score after {timeout_s:g} s\n{where}"}
         if line.endswith(b"\n"):
-            return json.loads(line)
+            try:
+                return json.loads(line)
+            except ValueError:
+                self.kill()
+                return {"failure": "crash", "text": f"the worker process was killed: its reply was {line!r:.200}"}
         self.kill()
         code = self.process.returncode
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -258,14 +261,14 @@ class RewardPool:
                extra_info: dict | None = None) -> None:
         if index in self.pending or index in self.replies:
             raise ValueError(f"sample {index} was submitted twice")
-        job = (data_source, solution_str, ground_truth, extra_info)
         if self.scorer is not None:
-            self.replies[index] = self.scorer(*job)
+            self.replies[index] = self.scorer(data_source, solution_str, ground_truth, extra_info)
             return
+        request = pickle.dumps((data_source, solution_str, ground_truth, extra_info))
         with self.changed:
             self.raise_if_broken()
             self.pending.add(index)
-        self.jobs.put((index, job))
+        self.jobs.put((index, request))
 
     def results(self) -> Scores:
         """Scores of everything submitted since the last call. Raises RuntimeError where the flags say stop."""
@@ -306,7 +309,7 @@ class RewardPool:
             if worker is None or worker.process.poll() is not None:  # also one that died while idle
                 try:
                     worker = self.workers[threading.current_thread()] = Worker(self.scorer_args)
-                except RuntimeError as error:
+                except (RuntimeError, OSError) as error:  # OSError: no process or no memory to be had
                     with self.changed:
                         self.broken = str(error)
                         self.changed.notify_all()

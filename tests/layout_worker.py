@@ -1,4 +1,5 @@
-"""Run by test_layout.py under torchrun: gradients of one mini-batch through the scripts' own path, for many layouts."""
+"""Run by test_layout.py under torchrun: gradients of one mini-batch through the scripts' own path, for many layouts;
+unsharded weights and clipped steps on these ranks."""
 
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from common import dist, losses
 from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost
-from common.policy import ModelConfig, Policy, load_policy, read_config
+from common.policy import ModelConfig, Policy, load_policy, optimizer_step, read_config
 
 
 @dataclass
@@ -94,6 +95,23 @@ def weigh_each(microbatches, *options):
         microbatch.weight /= len(microbatches)
 
 
+def weights(policy: Policy, bucket_mb: float = 1.0) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, bucket_mb)}
+
+
+def clipped_step(policy: Policy, world: dist.World) -> dict:
+    """One step of SGD with the last gradient, then one whose gradient is infinite on the last rank alone."""
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    parameters = list(policy.parameters())
+    found = {"norm": optimizer_step(policy, optimizer, lr=0.1, max_grad_norm=0.5), "stepped": weights(policy)}
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if world.rank == world.size - 1:
+        parameters[0].grad.to_local()[0, 0] = torch.inf
+    found |= {"bad_norm": optimizer_step(policy, optimizer, 0.1, 0.5), "after_bad": weights(policy)}
+    return found | {"version": policy.version, "grads_left": sum(p.grad is not None for p in parameters)}
+
+
 def main(folder: Path) -> None:
     world = dist.init()
     todo = torch.load(folder / "todo.pt", weights_only=False)
@@ -107,8 +125,9 @@ def main(folder: Path) -> None:
             policy, world, hf_config, step, order, budget, aggregation, variant == "skip",
             wrong.get(variant, losses.set_weights),
         )
-    if world.is_main:
-        torch.save(results, folder / f"gradients_{world.size}.pt")
+    found = {"gradients": results, "weights": {mb: weights(policy, mb) for mb in todo["bucket_mb"]}}
+    found |= clipped_step(policy, world)
+    torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
     dist.shutdown()
 
 

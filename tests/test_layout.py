@@ -1,7 +1,8 @@
 """The gradient of a mini-batch does not depend on how it was cut: ranks, token budgets, order, skipped responses.
 
 Real gloo ranks and FSDP2, through the lines of grpo.py (tests/layout_worker.py). The oracle knows no packing: the plain
-transformers model in float64, one response at a time, the loss a loop over tokens.
+transformers model in float64, one response at a time, the loss a loop over tokens. Also what else ranks may not change:
+the unsharded weights, and one clipped step.
 """
 
 import itertools
@@ -17,19 +18,20 @@ from tests.conftest import launch
 from tests.layout_worker import Step
 
 VOCAB = 53                              # rows that no number of ranks divides
-TOLERANCE = 1e-6                        # ||g - oracle|| / ||oracle|| over all weights; reached: 4e-7, float32's own error
+TOLERANCE = 1e-6                        # ||g - oracle|| / ||oracle|| of all weights; reached: 4e-7, float32's own
 LAYOUT_TOLERANCE = 3e-7                 # the same between two layouts in float32; reached: 1e-7
 BUDGETS = (10_000, 40, 1)               # everything in one micro-batch, a few, every response alone
 NUM_RESPONSES = 14
+BUCKETS_MB = (1e-9, 0.01, 256.0)        # each weight by itself, a few at a time, all at once
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A random Llama whose weights' rows do not divide by the ranks: vocabulary 37, MLP 50."""
+    """A random Llama whose weights' rows do not divide by the ranks: vocabulary 53; MLP 9, of which rank 3 of 4 has none."""
     folder = tmp_path_factory.mktemp("odd_llama")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=24, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=9, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.08,
     )).save_pretrained(folder)
     return str(folder)
@@ -126,21 +128,26 @@ def make_layouts() -> list[tuple]:
     straight, few = list(range(NUM_RESPONSES)), [2, 0, 1]
     layouts = [("main", budget, order, aggregation, "") for budget, order, aggregation in
                itertools.product(BUDGETS, (straight, shuffled(NUM_RESPONSES)), AGGREGATIONS)]
-    layouts += [("main", 40, straight, aggregation, variant) for aggregation in AGGREGATIONS
-                for variant in ("skip", "local", "each")]
-    layouts += [("few", budget, few, aggregation, variant) for budget in (10_000, 1) for aggregation in AGGREGATIONS
-                for variant in ("", "skip")]
+    layouts += [("main", 40, straight, aggregation, "skip") for aggregation in AGGREGATIONS]
+    layouts += [("main", 40, straight, aggregation, "each") for aggregation in ("token-mean", "token-sum")]
+    layouts += [("few", 10_000, few, aggregation, variant) for aggregation in AGGREGATIONS
+                for variant in ("", "skip", "local")]
+    layouts.append(("few", 1, few, "token-mean", ""))                   # 2 ranks: one runs 2 of the 3, one a dummy
     layouts += [("kl and entropy", budget, shuffled(NUM_RESPONSES), "token-mean", "") for budget in BUDGETS]
-    return [*layouts, ("constant", 40, straight, "token-mean", "skip")]
+    layouts.append(("constant", 40, straight, "token-mean", "skip"))
+    return [*layouts, layouts[0]]                                       # the last one is what the step is made of
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda n: f"{n}_ranks")
 def run(request, model, steps, tmp_path_factory):
-    """Every layout on this many ranks, in one launch: (layout) -> gradient, micro-batches a rank, dummies."""
-    folder = tmp_path_factory.mktemp("layout")
-    torch.save({"model": model, "steps": steps, "layouts": make_layouts()}, folder / "todo.pt")
-    launch("tests/layout_worker.py", folder, ranks=request.param, timeout=170)
-    return request.param, torch.load(folder / f"gradients_{request.param}.pt")
+    """All on this many ranks, in one launch: their number, {layout: (gradient, micro-batches a rank, dummies)}, and all
+    that each rank found."""
+    folder, ranks = tmp_path_factory.mktemp("layout"), request.param
+    todo = {"model": model, "steps": steps, "layouts": make_layouts(), "bucket_mb": BUCKETS_MB}
+    torch.save(todo, folder / "todo.pt")
+    launch("tests/layout_worker.py", folder, ranks=ranks, timeout=170)
+    found = [torch.load(folder / f"found_{ranks}_{rank}.pt") for rank in range(ranks)]
+    return ranks, found[0]["gradients"], found
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +222,40 @@ def test_a_mini_batch_without_anything_to_train_has_gradient_zero(run):
 
 def test_local_denominators_would_be_noticed(run, expected):
     """Negative control: the same numbers with each rank's own counts are wrong by many orders of magnitude."""
-    found = {key[3]: error for key, error in errors(run, expected, "main", "local").items()}
-    for aggregation, error in found.items():
+    for (_, _, _, aggregation, _), error in errors(run, expected, "few", "local").items():      # 3 responses: uneven
         exact = run[0] == 1 or aggregation == "token-sum"               # there is nothing to divide by
         assert error < TOLERANCE if exact else error > 0.02, (aggregation, error)
 
 
 def test_a_denominator_per_micro_batch_would_be_noticed(run, expected):
-    found = {key[3]: error for key, error in errors(run, expected, "main", "each").items()}
-    assert all(error > 0.02 for error in found.values()), (run[0], found)
+    found = errors(run, expected, "main", "each")
+    assert len(found) == 2
+    assert all(error > 0.02 for error in found.values()), found
+
+
+def test_weights_unshard_to_what_was_loaded(run, model):
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert loaded.pop("lm_head.weight") is not None                     # tied: sent once
+    for found in run[2]:
+        for weights in found["weights"].values():
+            assert weights.keys() == loaded.keys()
+            assert all(torch.equal(weights[name], loaded[name]) for name in loaded)
+
+
+def test_the_norm_is_global_and_clips(run, expected):
+    """SGD, whose step shows the clipped gradient: 0.1 * 0.5 / norm."""
+    want = expected["main", "token-mean"]
+    norm = float(sum(w.square().sum() for w in want.values()).sqrt())
+    assert norm > 1
+    for found in run[2]:
+        assert found["norm"] == pytest.approx(norm, rel=TOLERANCE)
+        before = found["weights"][256.0]
+        change = {name: (before[name] - found["stepped"][name]) * norm / 0.1 / 0.5 for name in before}
+        assert relative_error(change, want) < 1e-4                      # weights of 0.1 to 1 round changes of 1e-4
+
+
+def test_one_ranks_infinite_gradient_changes_no_rank(run):
+    for found in run[2]:
+        assert found["bad_norm"] == torch.inf
+        assert all(torch.equal(found["after_bad"][name], tensor) for name, tensor in found["stepped"].items())
+        assert (found["version"], found["grads_left"]) == (1, 0)

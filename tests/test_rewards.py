@@ -40,6 +40,12 @@ def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
         time.sleep(60)
     if solution_str == "slow":
         time.sleep(0.3)
+    if solution_str == "forge":  # writes into the worker's own pipes
+        for descriptor in range(3, 20):
+            try:
+                os.write(descriptor, b"{forged}\\n")
+            except OSError:
+                pass
     if solution_str == "print":
         print("{" * 100, flush=True)
         os.write(1, b"raw bytes")
@@ -151,7 +157,8 @@ def test_pool_scores_in_order_of_index(misbehave):
 
 
 def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
-    failures = {"loop": "timeout", "regex": "timeout", "exit": "crash", "segfault": "crash", "sys.exit": "exception",
+    failures = {"loop": "timeout", "regex": "timeout", "exit": "crash", "segfault": "crash", "forge": "crash",
+                "sys.exit": "exception",
                 "raise": "exception", "other": "exception", "return float('nan')": "invalid", "return '1'": "invalid",
                 "return float('inf')": "invalid", "return None": "invalid", "return {'acc': 1}": "invalid",
                 "return 1 / 0": "exception"}
@@ -165,7 +172,7 @@ def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
         assert pool.results().scores == [1.0] * 4
     assert results.failures == [failures.get(response) for response in responses]
     assert results.scores == [0.0 if response in failures else 3.5 for response in responses]
-    assert (results.num_timeouts, results.num_errors) == (2, 11)
+    assert (results.num_timeouts, results.num_errors) == (2, 12)
     text = caplog.text
     assert text.count("no score after 0.7 s") == 1                     # the first of each kind, in full
     assert "misbehave.py" in text[text.index("no score after"):][:400]  # with the place where it hung
