@@ -83,7 +83,7 @@ quickstart: setup model data ## train a real chat model with GRPO on this machin
 	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --model $(MODEL) \
 		--train-data $(DATA)/train.parquet --val-data $(DATA)/test.parquet --run-dir $(RUN) \
 		--data.max-prompt-length 160 --rollout.max-response-length 40 --rollout.max-num-seqs 64 \
-		--total-steps 25 --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 2048 \
+		--total-steps 25 --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 2048 --policy.share-prompt \
 		--optim.lr 3e-5 --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 \
 		--eval-every 10 --eval-samples 4 --reward.num-workers 1 --save.every 10 --save.keep 1 $(ENGINE_FLAGS) $(ARGS)
 	.venv/bin/python -m common.view $(RUN)

@@ -270,6 +270,7 @@ def main(args: Args) -> None:
         plan = plan_step(
             lengths, sequence_cost(lengths, hf_config), args.minibatches_per_step, world.size, args.max_tokens_per_gpu,
             seed=dist.seed_of(args.seed, step, "minibatches"), trained=trained,
+            groups=np.arange(P * G) // G if args.policy.share_prompt else None, prompt_lengths=prompt_lengths.numpy(),
         )
         batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index])))
         batch = exchange(batch, plan.rank[batch.index])

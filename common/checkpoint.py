@@ -29,6 +29,10 @@ class SaveConfig:
     resume: bool = True
     """Continue from the newest complete checkpoint of the run folder, if there is one."""
 
+    def __post_init__(self):
+        if self.every < 0 or self.keep < 1:
+            raise ValueError(f"--save.every {self.every} must be at least 0, --save.keep {self.keep} at least 1")
+
 
 def save(run_dir: str, step: int, policy: Policy, optimizer: torch.optim.Optimizer, state: dict[str, Any], world: World,
          keep: int) -> Path:

@@ -198,21 +198,27 @@ CPU_UPCAST_BELOW = 160        # tokens: there sdpa's bfloat16 backward is up to 
 def packed_sdpa(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None, **kwargs,
+    cu_seq_lens_q: Tensor | None = None, prefix_of: list[int] | None = None, **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D]."""
+    """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
+
+    `prefix_of[i]` >= 0: sequence i goes on after sequence `prefix_of[i]`, whose keys and values it sees too."""
     _check_packed("packed_sdpa", query, cu_seq_lens_q, kwargs)
     lengths = cu_seq_lens_q.diff().tolist()
     if sum(lengths) != query.shape[2]:
         raise ValueError(f"cu_seq_lens cover {sum(lengths)} tokens, the packed row has {query.shape[2]}")
     gqa = query.shape[1] != key.shape[1]
     out = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        length = q.shape[2]
+    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+    for q, k, v, prefix in zip(queries, keys, values, prefix_of or [-1] * len(lengths), strict=True):
+        if prefix >= 0:
+            k, v = torch.cat((keys[prefix], k), dim=2), torch.cat((values[prefix], v), dim=2)
+        length = k.shape[2]
         if length < CPU_UPCAST_BELOW and q.dtype == torch.bfloat16 and q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()
         windowed = sliding_window is not None and length > sliding_window
-        mask = _causal_mask(length, sliding_window, q.device) if windowed or softcap is not None else None
+        masked = windowed or softcap is not None or prefix >= 0
+        mask = _causal_mask(length, sliding_window, q.device)[-q.shape[2]:] if masked else None
         if softcap is None:
             out.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scaling,
                                                       enable_gqa=gqa))

@@ -261,14 +261,17 @@ class Plan:
 
 
 def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world_size: int, max_tokens: int,
-              seed: int, trained: np.ndarray | None = None) -> Plan:
+              seed: int, trained: np.ndarray | None = None, groups: np.ndarray | None = None,
+              prompt_lengths: np.ndarray | None = None) -> Plan:
     """Deal a step's responses to mini-batches, ranks and micro-batches; depends on nothing but its arguments.
 
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one (the caller checks that they do
     not). In each, cost is balanced over ranks, and all ranks get the same number of micro-batches, the fewest found
     that keep to `max_tokens`. Only a sequence longer than that by itself exceeds it, alone in its micro-batch.
     The i-th micro-batch of a rank is its i-th dearest, because in each one all ranks wait for the slowest.
-    Responses where `trained` [S] is False keep their place in a mini-batch, but no rank runs them (rank -1)."""
+    With `groups` and `prompt_lengths` [S], a group's responses stay together as far as they fit, and their prompt is
+    counted once (--policy.share-prompt). Responses where `trained` [S] is False keep their place in a mini-batch, but
+    no rank runs them (rank -1)."""
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
     if lengths.ndim != 1 or lengths.shape != costs.shape or not 1 <= num_minibatches <= len(lengths):
         raise ValueError(f"lengths {lengths.shape} and costs {costs.shape} must be [S], {num_minibatches=} from 1 to S")
@@ -283,15 +286,42 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
         members.sort()
         idle.append(members[~trained[members]])
         members = members[trained[members]]
-        shares = [members[items] for items in partition(costs[members], world_size)]            # by rank
-        over = [lengths[share] > max_tokens for share in shares]
-        count = max(1, *(int(o.sum() - -lengths[share[~o]].sum() // max_tokens) for share, o in zip(shares, over)))
-        packed = [_pack(lengths[share], costs[share], count, max_tokens) for share in shares]   # [rank][micro-batch]
+        units = _units(members, lengths, groups, prompt_lengths, max_tokens)                    # what stays together
+        tokens = np.array([count for count, _ in units], dtype=np.int64)
+        cost = np.array([costs[unit].sum() * count / lengths[unit].sum() for count, unit in units])
+        shares = partition(cost, world_size)                                                    # units, by rank
+        over = [tokens[share] > max_tokens for share in shares]
+        count = max(1, *(int(o.sum() - -tokens[share[~o]].sum() // max_tokens) for share, o in zip(shares, over)))
+        packed = [_pack(tokens[share], cost[share], count, max_tokens) for share in shares]     # [rank][micro-batch]
         if (most := max(map(len, packed))) > count:             # then first-fit did not fit, and it fits in `most`
-            packed = [_pack(lengths[share], costs[share], most, max_tokens) for share in shares]
-        rank_of[np.concatenate(shares)] = np.repeat(range(world_size), [len(share) for share in shares])
-        minibatches.append([[share[items] for share, items in zip(shares, row)] for row in zip(*packed)])
+            packed = [_pack(tokens[share], cost[share], most, max_tokens) for share in shares]
+        planned = [[_members(units, share[items]) for share, items in zip(shares, row)] for row in zip(*packed)]
+        for row in planned:
+            for rank, responses in enumerate(row):
+                rank_of[responses] = rank
+        minibatches.append(planned)
     return Plan(rank_of, minibatches, idle)
+
+
+def _units(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray | None, prompt_lengths: np.ndarray | None,
+           max_tokens: int) -> list[tuple[int, np.ndarray]]:
+    """(tokens, responses) of what stays together: each response by itself, or a group as far as it fits the budget."""
+    if groups is None:
+        return [(int(lengths[i]), members[n : n + 1]) for n, i in enumerate(members)]
+    units: list[tuple[int, list[int]]] = []
+    last = None
+    for i in members[np.argsort(groups[members], kind="stable")]:
+        own = int(lengths[i] - prompt_lengths[i])
+        if groups[i] == last and units[-1][0] + own <= max_tokens:
+            units[-1] = (units[-1][0] + own, [*units[-1][1], i])
+        else:
+            units.append((int(lengths[i]), [i]))
+        last = groups[i]
+    return [(tokens, np.array(unit, dtype=np.int64)) for tokens, unit in units]
+
+
+def _members(units: list[tuple[int, np.ndarray]], chosen: np.ndarray) -> np.ndarray:
+    return np.sort(np.concatenate([units[n][1] for n in chosen])) if len(chosen) else np.zeros(0, dtype=np.int64)
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.ProcessGroup | None = None) -> Batch:

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,9 @@ class ModelConfig:
     """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory for about a third more compute."""
+    share_prompt: bool = False
+    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
+    Needs --policy.attention packed_sdpa, the one that CPUs use."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
@@ -61,6 +65,10 @@ def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
         raise ValueError(f"cannot read a model config from {path} (--model): {error}") from error
     if hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
         raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another --model")
+    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+    saved_as = hf_config.architectures or [causal_lm]
+    if causal_lm and not any(n == causal_lm or n.endswith(("ForCausalLM", "LMHeadModel")) for n in saved_as):
+        raise ValueError(f"{path} holds a {saved_as[0]}, must be a {causal_lm}: choose another --model")
     if not hasattr(hf_config, "hidden_size"):
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point --model to its language model")
     return hf_config
@@ -72,6 +80,7 @@ class Policy(nn.Module):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
+        self.share_prompt = False
         self.version = 0  # of the weights: grows with every optimizer step, so the engine knows when it is stale
 
     def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
@@ -80,18 +89,26 @@ class Policy(nn.Module):
         Returns logp [T] and entropy [T], float32, 0 where `batch.mask` is False. The shift from "next token" to
         "this token" is here and nowhere else: position t is scored by the hidden state of t - 1.
         """
+        sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
+        if self.share_prompt:
+            run, row, cu_seqlens, prefix_of = share_prompts(batch)
+            tokens, positions, before = batch.tokens[run], batch.position_ids[run], row[sampled - 1]
+            extra = {"prefix_of": prefix_of}
+        else:
+            tokens, positions, cu_seqlens, before = batch.tokens, batch.position_ids, batch.cu_seqlens, sampled - 1
+            extra = {}
         hidden = self.lm.base_model(
-            input_ids=batch.tokens[None],
-            position_ids=batch.position_ids[None],
-            cu_seq_lens_q=batch.cu_seqlens,
-            cu_seq_lens_k=batch.cu_seqlens,
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens,
             max_length_q=batch.max_seqlen,
             max_length_k=batch.max_seqlen,
             use_cache=False,
+            **extra,
         ).last_hidden_state[0]                                                                  # [T, H]
-        sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
         logp, entropy = linear_logp(
-            hidden[sampled - 1],
+            hidden[before],
             self.lm.get_output_embeddings().weight,
             batch.tokens[sampled],
             temperature=temperature,
@@ -126,6 +143,35 @@ class Policy(nn.Module):
                 yield from _gather(bucket, dtype)
                 bucket, size = [], 0
         yield from _gather(bucket, dtype)
+
+
+def share_prompts(batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """A layout in which equal prompts appear once, each response a sequence that goes on after its prompt.
+
+    Returns run [T'], the tokens of `batch` to run; row [T], where in `run` each token of `batch` is found;
+    cu_seqlens [segments + 1] and, per segment, the number of the segment that is its prompt (-1: it is one).
+    """
+    tokens, bounds, device = batch.tokens.tolist(), batch.cu_seqlens.tolist(), batch.tokens.device
+    first = torch.where(batch.mask, batch.position_ids, len(tokens)).tolist()
+    segments: dict[tuple[int, ...], tuple[int, int]] = {}           # prompt -> its segment, its start in `run`
+    run, row, ends, prefix_of = [], [], [0], []
+    for start, end in pairwise(bounds):
+        split = start + min(end - start, *first[start:end])                 # where the policy's first token is
+        prompt = tuple(tokens[start:split])
+        if prompt not in segments:
+            segments[prompt] = (len(prefix_of), len(run))
+            run += range(start, split)
+            ends.append(len(run))
+            prefix_of.append(-1)
+        segment, begin = segments[prompt]
+        row += range(begin, begin + len(prompt))
+        if split < end:
+            row += range(len(run), len(run) + end - split)
+            run += range(split, end)
+            ends.append(len(run))
+            prefix_of.append(segment)
+    run, row = torch.tensor(run, device=device), torch.tensor(row, device=device)
+    return run, row, torch.tensor(ends, dtype=torch.int32, device=device), prefix_of
 
 
 def _gather(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -176,6 +222,8 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     attention = config.attention
     if attention == "auto":
         attention, _ = choose_attention(world.device, hf_config)
+    if config.share_prompt and attention != "packed_sdpa":
+        raise ValueError(f"--policy.share-prompt needs --policy.attention packed_sdpa, here it is {attention}")
     compute_dtype = getattr(torch, config.compute_dtype)
     master_dtype = compute_dtype if frozen else torch.float32
     options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
@@ -185,6 +233,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm).train()
+    policy.share_prompt = config.share_prompt
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if frozen:
@@ -200,7 +249,12 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     source = None
     if world.is_main:
         transformers_logging.disable_progress_bar()
-        source = AutoModelForCausalLM.from_pretrained(path, dtype="auto", config=hf_config, **options)
+        source, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", config=hf_config, output_loading_info=True, **options
+        )
+        if report["missing_keys"]:  # transformers would go on with random numbers
+            some = ", ".join(sorted(report["missing_keys"])[:3])
+            raise ValueError(f"{path} lacks weights, {some} among them: --model must be a complete causal LM")
         source.tie_weights()
     # non-persistent buffers (rotary frequencies) are in no checkpoint and garbage after to_empty: send them too
     tensors = dict(source.named_parameters()) | dict(source.named_buffers()) if source is not None else {}

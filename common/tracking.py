@@ -130,9 +130,12 @@ class Tracker:
         self.jsonl = self.run_dir / "metrics.jsonl"
         kept = []
         if state and self.jsonl.exists():
-            kept = [x for x in self.jsonl.read_text().splitlines() if json.loads(x)["step"] <= state["step"]]
+            whole, _, _ = self.jsonl.read_text().rpartition("\n")            # a kill may have cut the last line
+            kept = [x for x in whole.splitlines() if json.loads(x)["step"] <= state["step"]]
         if "jsonl" in self.on:
-            self.jsonl.write_text("".join(line + "\n" for line in kept))
+            temporary = self.jsonl.with_suffix(".partial")                   # a kill must not cost the old lines
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.rename(self.jsonl)
         if "wandb" in self.on:
             import wandb
 

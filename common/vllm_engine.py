@@ -49,7 +49,7 @@ class VLLMEngine(Engine):
                 "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30),
                 # whole prompts only: the CPU build cannot rewind a response's generator after a partial prefill
                 "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_model_len, 8192),
+                "max_num_batched_tokens": max(max_model_len, 2048),
             }
         else:
             options = {

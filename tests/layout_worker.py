@@ -24,6 +24,7 @@ class Step:
     masks: list[list[bool]]
     old_logps: list[list[float]]
     advantages: list[float]
+    samples_per_prompt: int
     temperature: float = 0.7
     clip_low: float = 0.2
     clip_high: float = 0.3
@@ -39,6 +40,7 @@ def gradient(policy: Policy, world: dist.World, hf_config, step: Step, order: li
 
     Response i of `step` gets the number `order[i]` and starts on the rank that this number is dealt to. The lines from
     `gather_numbers` to `backward` are those of grpo.py. `skip`: responses with advantage 0 run nowhere, only count.
+    Whether prompts are shared is a setting of `policy`.
     """
     numbers = torch.tensor(order)
     mine = [i for i in range(len(order)) if order[i] % world.size == world.rank]
@@ -49,13 +51,15 @@ def gradient(policy: Policy, world: dist.World, hf_config, step: Step, order: li
             masks=[step.masks[i] for i in mine], rollout_logps=[step.old_logps[i] for i in mine],
         )
         batch.old_logp = batch.rollout_logp
-    own = [(step.advantages[i], len(step.prompts[i]) + len(step.responses[i]), sum(step.masks[i])) for i in mine]
-    gathered = gather_numbers(torch.tensor(own, dtype=torch.float64).view(-1, 3), batch.index)              # [S, 3]
-    advantages, lengths, num_sampled = gathered.unbind(1)
-    lengths = lengths.numpy().astype(np.int64)
+    own = [(step.advantages[i], len(step.prompts[i]), len(step.responses[i]), sum(step.masks[i])) for i in mine]
+    gathered = gather_numbers(torch.tensor(own, dtype=torch.float64).view(-1, 4), batch.index)              # [S, 4]
+    advantages, prompt_lengths, response_lengths, num_sampled = gathered.unbind(1)
+    lengths = (prompt_lengths + response_lengths).numpy().astype(np.int64)
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
-    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained)
+    groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
+    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained,
+                     groups=groups, prompt_lengths=prompt_lengths.numpy())
     batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index.numpy()])))
     batch = exchange(batch, plan.rank[batch.index.numpy()])
     microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
@@ -74,7 +78,7 @@ def gradient(policy: Policy, world: dist.World, hf_config, step: Step, order: li
         if step.entropy_coef:
             loss = loss - step.entropy_coef * entropy
         (world.size * (loss * microbatch.weight).sum()).backward()
-    full = {name: parameter.grad.full_tensor() for name, parameter in policy.lm.named_parameters()}
+    full = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.lm.named_parameters()}
     num_dummies = sum(len(share) == 0 for shares in plan.minibatches[0] for share in shares)
     return full, len(microbatches), num_dummies
 
@@ -115,14 +119,16 @@ def clipped_step(policy: Policy, world: dist.World) -> dict:
 def main(folder: Path) -> None:
     world = dist.init()
     todo = torch.load(folder / "todo.pt", weights_only=False)
-    config = ModelConfig(compute_dtype="float32")
-    hf_config, policy = read_config(todo["model"], config), load_policy(todo["model"], config, world)
+    configs = {"": {}, "share": {"share_prompt": True}}
+    configs = {variant: ModelConfig(compute_dtype="float32", **flags) for variant, flags in configs.items()}
+    policies = {variant: load_policy(todo["model"], config, world) for variant, config in configs.items()}
+    hf_config, policy = read_config(todo["model"], configs[""]), policies[""]
     wrong = {"": losses.set_weights, "local": weigh_locally, "each": weigh_each}
     results = {}
     for name, budget, order, aggregation, variant in todo["layouts"]:
         step = todo["steps"][name]
         results[name, budget, tuple(order), aggregation, variant] = gradient(
-            policy, world, hf_config, step, order, budget, aggregation, variant == "skip",
+            policies.get(variant, policy), world, hf_config, step, order, budget, aggregation, variant == "skip",
             wrong.get(variant, losses.set_weights),
         )
     found = {"gradients": results, "weights": {mb: weights(policy, mb) for mb in todo["bucket_mb"]}}

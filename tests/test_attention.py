@@ -19,6 +19,8 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from common.kernels import choose_attention, packed_sdpa, packed_varlen, register_attention
+from common.packing import Batch
+from common.policy import Policy, share_prompts
 from tests import oracles
 
 LENGTHS = [5, 1, 13, 5, 8, 2]                                              # the window of 4 is shorter than most
@@ -223,3 +225,44 @@ def test_bfloat16_is_float32_rounded(lengths):
 
     for got, want in zip(run(torch.bfloat16), run(torch.float32)):
         assert float((got.float() - want).norm() / want.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_shared_prompt_changes_nothing(family):
+    """share_prompt runs equal prompts once: the same log-probs, entropies and gradients as every response by itself."""
+    config, extra = CONFIGS[family]
+    register_attention()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config(**SIZES | extra), attn_implementation="packed_sdpa", dtype=torch.float64)
+    long, short = torch.randint(61, (9,)).tolist(), torch.randint(61, (5,)).tolist()
+    responses = [torch.randint(61, (n,)).tolist() for n in (4, 1, 7, 0, 3, 2)]
+    batch = Batch.build([long, long, short, long, short, [3]], responses)
+    run, row, cu_seqlens, prefix_of = share_prompts(batch)
+    assert batch.tokens[run][row].tolist() == batch.tokens.tolist()
+    assert len(run) == 9 + 5 + 1 + 17 and cu_seqlens[-1] == len(run) and prefix_of.count(-1) == 3
+
+    found = []
+    for share in (False, True):
+        policy = Policy(model)
+        policy.share_prompt = share
+        policy.zero_grad()
+        logp, entropy = policy(batch, temperature=0.7, entropy_grad=True)
+        ((logp + 0.1 * entropy) * torch.arange(len(logp))).sum().backward()
+        found.append([logp.detach(), entropy.detach(), *(p.grad.clone() for p in policy.parameters())])
+    for apart, shared in zip(*found):
+        assert (apart - shared).norm() <= 1e-6 * apart.norm()           # transformers' norms are float32
+    assert found[0][0].abs().sum() > 1
+
+
+def test_a_prefix_that_is_not_seen_is_noticed():
+    """Negative control: without prefix_of the responses' attention differs."""
+    register_attention()
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 8)
+    cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32)
+    seen, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu_seqlens, prefix_of=[-1, 0])
+    whole, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=torch.tensor([0, 8], dtype=torch.int32))
+    apart, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu_seqlens)
+    assert torch.allclose(seen, whole, atol=1e-6)
+    assert not torch.allclose(apart, whole, atol=1e-2)

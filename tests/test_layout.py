@@ -27,7 +27,7 @@ BUCKETS_MB = (1e-9, 0.01, 256.0)        # each weight by itself, a few at a time
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A random Llama whose weights' rows do not divide by the ranks: vocabulary 53; MLP 9, of which rank 3 of 4 has none."""
+    """A random Llama whose weights' rows do not divide by the ranks: vocabulary 53; MLP 9, none on rank 3 of 4."""
     folder = tmp_path_factory.mktemp("odd_llama")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
@@ -90,13 +90,14 @@ def oracle(model):
     return Oracle(model)
 
 
-def make_step(oracle: Oracle, num_responses: int, seed: int) -> Step:
+def make_step(oracle: Oracle, num_responses: int, samples_per_prompt: int, seed: int) -> Step:
     """Ragged, with tool output, a response of one token, an empty one and one that was dropped; half of the tokens'
     ratios are outside the clip bounds, some above the dual clip's; a third of the advantages is 0. All numbers are
     float32's, so that nothing is rounded on the way in."""
     rng = random.Random(seed)
     lengths = [rng.randint(2, 12) for _ in range(num_responses)]
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))] for _ in lengths]
+    prompts = [prompts[i // samples_per_prompt] for i in range(num_responses)]
     responses = [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
     masks = [[rng.random() < 0.8 for _ in response] for response in responses]
     advantages = [0.0 if i % 3 == 2 else rng.choice([-1, 1]) * rng.randint(20, 120) / 64 for i in range(num_responses)]
@@ -110,28 +111,36 @@ def make_step(oracle: Oracle, num_responses: int, seed: int) -> Step:
             rows = oracle.log_probs(prompt, response, 0.7)
         log_ratios = [rng.choice([-0.7, -0.1, 0.1, 0.6, 1.3]) for _ in response]        # far from every bound
         old_logps.append([float((rows[j, token] - log_ratios[j]).float()) for j, token in enumerate(response)])
-    return Step(prompts, responses, masks, old_logps, advantages)
+    return Step(prompts, responses, masks, old_logps, advantages, samples_per_prompt)
 
 
 @pytest.fixture(scope="module")
 def steps(oracle):
-    step = make_step(oracle, NUM_RESPONSES, seed=3)
+    step = make_step(oracle, NUM_RESPONSES, 2, seed=3)
     return {"main": step, "kl and entropy": replace(step, kl_coef=0.3, entropy_coef=0.2),
-            "few": make_step(oracle, 3, seed=5), "constant": replace(step, advantages=[0.0] * NUM_RESPONSES)}
+            "few": make_step(oracle, 3, 3, seed=5), "constant": replace(step, advantages=[0.0] * NUM_RESPONSES)}
 
 
-def shuffled(n: int) -> list[int]:
-    return random.Random(n).sample(range(n), n)
+def shuffled(num_responses: int, samples_per_prompt: int = 2) -> list[int]:
+    """Other numbers for the responses; those of one prompt stay neighbours, as in a step."""
+    rng, order = random.Random(num_responses), []
+    groups = rng.sample(range(num_responses // samples_per_prompt), num_responses // samples_per_prompt)
+    for group in groups:
+        order += [group * samples_per_prompt + g for g in rng.sample(range(samples_per_prompt), samples_per_prompt)]
+    return order
 
 
 def make_layouts() -> list[tuple]:
     straight, few = list(range(NUM_RESPONSES)), [2, 0, 1]
-    layouts = [("main", budget, order, aggregation, "") for budget, order, aggregation in
-               itertools.product(BUDGETS, (straight, shuffled(NUM_RESPONSES)), AGGREGATIONS)]
+    layouts = [("main", budget, straight, "token-mean", "") for budget in BUDGETS]
+    layouts += [("main", budget, shuffled(NUM_RESPONSES), aggregation, "")
+                for budget, aggregation in itertools.product(BUDGETS, AGGREGATIONS)]
     layouts += [("main", 40, straight, aggregation, "skip") for aggregation in AGGREGATIONS]
     layouts += [("main", 40, straight, aggregation, "each") for aggregation in ("token-mean", "token-sum")]
     layouts += [("few", 10_000, few, aggregation, variant) for aggregation in AGGREGATIONS
                 for variant in ("", "skip", "local")]
+    layouts += [("main", budget, order, aggregation, "share") for budget in BUDGETS
+                for order, aggregation in ((straight, "token-mean"), (shuffled(NUM_RESPONSES), "seq-mean-token-mean"))]
     layouts.append(("few", 1, few, "token-mean", ""))                   # 2 ranks: one runs 2 of the 3, one a dummy
     layouts += [("kl and entropy", budget, shuffled(NUM_RESPONSES), "token-mean", "") for budget in BUDGETS]
     layouts.append(("constant", 40, straight, "token-mean", "skip"))
@@ -188,7 +197,7 @@ def test_the_step_is_a_hard_one(oracle, steps, expected):
 
 def test_gradient_is_the_same_for_every_layout(run, expected):
     found = errors(run, expected, "main", "") | errors(run, expected, "kl and entropy", "")
-    assert len(found) == len(BUDGETS) * (2 * len(AGGREGATIONS) + 1)
+    assert len(found) == len(BUDGETS) * (1 + len(AGGREGATIONS) + 1)
     print(f"\n{run[0]} ranks: worst relative gradient error {max(found.values()):.1e} of {len(found)} layouts")
     assert max(found.values()) < TOLERANCE, max(found, key=found.get)
     for aggregation in AGGREGATIONS:
@@ -200,6 +209,15 @@ def test_gradient_is_the_same_for_every_layout(run, expected):
     num_microbatches = [run[1]["main", budget, tuple(range(NUM_RESPONSES)), "token-mean", ""][1] for budget in BUDGETS]
     assert num_microbatches[0] == 1
     assert num_microbatches[0] < num_microbatches[1] < num_microbatches[2]
+
+
+def test_shared_prompts_change_nothing(run, expected):
+    """--policy.share-prompt: the prompt of a group is computed once where its responses are in one micro-batch."""
+    found = errors(run, expected, "main", "share")
+    assert len(found) == 2 * len(BUDGETS)
+    assert max(found.values()) < TOLERANCE, max(found, key=found.get)
+    shared, plain = (run[1]["main", 40, tuple(range(NUM_RESPONSES)), "token-mean", v][1] for v in ("share", ""))
+    assert 1 < shared < plain or run[0] > 1                             # fewer tokens: the budget holds more responses
 
 
 def test_responses_that_only_count_change_nothing(run, expected):

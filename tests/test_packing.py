@@ -462,3 +462,28 @@ def test_exchange_refuses_unknown_ranks():
     for destination in ([0], [0, 1], [-1, 0]):
         with pytest.raises(ValueError, match="must name a rank below 1 for 2 responses"):
             exchange(batch, destination)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("max_tokens", [1, 60, 10_000])
+def test_groups_stay_together_and_their_prompt_counts_once(world_size, max_tokens):
+    rng = np.random.default_rng(0)
+    prompts, groups = rng.integers(5, 30, 7).repeat(4), np.arange(28) // 4
+    lengths = prompts + rng.integers(1, 12, 28)
+    costs = lengths.astype(float)
+    plan = plan_step(lengths, costs, 1, world_size, max_tokens, 0, groups=groups, prompt_lengths=prompts)
+    cuts = 0
+    seen = []
+    for row in plan.minibatches[0]:
+        for rank, responses in enumerate(row):
+            seen += responses.tolist()
+            assert (plan.rank[responses] == rank).all()
+            held = set(groups[responses].tolist())
+            cuts += len(held)
+            tokens = sum(int(prompts[4 * g]) for g in held) + int((lengths - prompts)[responses].sum())
+            assert tokens <= max_tokens or len(responses) == 1
+    assert sorted(seen) == list(range(28))
+    whole = [int(prompts[4 * g] + (lengths - prompts)[4 * g : 4 * g + 4].sum()) for g in range(7)]
+    if max(whole) <= max_tokens:
+        assert cuts == 7                                        # no group is in two places
+    assert (cuts == 28) == (max_tokens == 1)

@@ -1,0 +1,79 @@
+"""Run by test_checkpoint.py and test_tracking.py under torchrun: `rank_worker.py TASK FOLDER`."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common import checkpoint, dist
+from common.policy import ModelConfig, OptimConfig, Policy, load_policy, make_optimizer, optimizer_step
+from common.tracking import Meter
+
+STATE = {"step": 2, "sampler": {"epoch": 1, "position": 5}, "tracker": {"step": 2, "wandb_id": None}}
+
+
+def start(model: str, world: dist.World) -> tuple[Policy, torch.optim.Optimizer]:
+    policy = load_policy(model, ModelConfig(compute_dtype="float32"), world)
+    return policy, make_optimizer(policy, OptimConfig(weight_decay=0.1))
+
+
+def train(policy: Policy, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps with made-up gradients, the same on any number of ranks."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in policy.parameters():
+            full = torch.randn(parameter.shape, generator=generator)
+            shares, rank = full.chunk(parameter.device_mesh.size()), parameter.device_mesh.get_rank()   # FSDP2's cut
+            parameter.grad = torch.zeros_like(parameter)
+            if rank < len(shares):
+                parameter.grad.to_local().copy_(shares[rank])
+        optimizer_step(policy, optimizer, lr=0.01 * (step + 1), max_grad_norm=3.0)
+
+
+def everything(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and optimizer state, unsharded, in a fixed order."""
+    found = {}
+    for name, parameter in policy.lm.named_parameters():
+        found[name] = parameter.detach().full_tensor().clone()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name} {key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return found
+
+
+def checkpoints(folder: Path, world: dist.World) -> None:
+    """Load what one rank saved, then save on these ranks."""
+    policy, optimizer = start(str(folder / "model"), world)
+    loaded = checkpoint.load_latest(str(folder / "by_one"), policy, optimizer)
+    results = {"state": loaded, "loaded": everything(policy, optimizer)}
+    train(policy, optimizer, range(2, 4))
+    results["trained"] = everything(policy, optimizer)
+    checkpoint.save(str(folder / "by_many"), 4, policy, optimizer, STATE | {"step": 4}, world, keep=2)
+    if world.is_main:
+        torch.save(results, folder / "results.pt")
+
+
+def meters(folder: Path, world: dist.World) -> None:
+    torch.save(fill_meter(world.rank).reduce(), folder / f"metrics_{world.rank}.pt")
+
+
+def fill_meter(rank: int) -> Meter:
+    """Rank 0 adds 1 2 3 and 10, rank 1 adds 4 and nothing."""
+    meter = Meter()
+    meter.mean("mean", [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])][rank])
+    meter.mean("mean", [torch.tensor([10.0]), torch.tensor([])][rank])
+    meter.mean("masked", torch.tensor([5.0, 7.0, 100.0]), torch.tensor([True, rank == 0, False]))
+    meter.mean("flags", torch.tensor([True, False, False, rank == 1]))
+    meter.mean("nothing", torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+    meter.total("total", torch.tensor(3.0 + rank, requires_grad=True), per=2.0)
+    meter.total("total", 5.0, per=2.0)
+    meter.max("max", torch.tensor([-9.0, -3.0 - rank]))
+    meter.max("max", torch.tensor([-5.0, -8.0]))
+    meter.max("only rank 0", [torch.tensor([-2.5]), torch.tensor([])][rank])
+    return meter
+
+
+if __name__ == "__main__":
+    world = dist.init()
+    {"checkpoints": checkpoints, "meters": meters}[sys.argv[1]](Path(sys.argv[2]), world)
+    dist.shutdown()
