@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup model data quickstart test lint
+.PHONY: help setup model data quickstart seeds test lint
 
 PYTHON ?= python3
 MODEL := models/SmolLM2-135M-Instruct
@@ -88,6 +88,12 @@ quickstart: setup model data ## train a real chat model with GRPO on this machin
 		--eval-every 10 --eval-samples 4 --reward.num-workers 1 --save.every 10 --save.keep 1 $(ENGINE_FLAGS) $(ARGS)
 	.venv/bin/python -m common.view $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (metrics, curve, rollouts, checkpoints) $(RUN)"
+
+seeds: ## the quickstart with three seeds (20 minutes), its table and docs/quickstart.png
+	@for seed in 1 2 3; do $(MAKE) --no-print-directory quickstart RUN=runs/seed$$seed ARGS="--seed $$seed"; done
+	mkdir -p docs
+	.venv/bin/python -m common.view runs/seed1 runs/seed2 runs/seed3 --out docs/quickstart.png
+	.venv/bin/python -m tests.bench.quickstart_table runs/seed1 runs/seed2 runs/seed3 | tee docs/quickstart.md
 
 lint: setup ## ruff
 	@.venv/bin/ruff check .

@@ -79,6 +79,8 @@ class Args:
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
     ] = "token-mean"
     """From token losses to one number, over the global mini-batch. The GRPO paper's own is seq-mean-token-mean."""
+    advantage: Literal["group", "passk"] = "group"
+    """group: reward relative to the group's mean. passk: only the best response of a group counts, by its lead."""
     no_norm_by_std: bool = False
     """Do not divide advantages by the group's standard deviation (Dr.GRPO)."""
     kl_loss_coef: float = 0.0
@@ -142,14 +144,28 @@ def check(args: Args, world: dist.World) -> None:
         )
 
 
-def compute_advantages(rewards: Tensor, norm_by_std: bool) -> Tensor:
+def group_advantages(rewards: Tensor, norm_by_std: bool) -> Tensor:
     """Group-normalised advantages (Shao et al. 2024, sec. 4.1): rewards [P, G] -> [P, G]. NaN (no reward): 0."""
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)                                    # [P, G]
-    if norm_by_std:
-        num_scored = rewards.isfinite().sum(dim=1, keepdim=True)                                # [P, 1]
-        std = (centred.nan_to_num().square().sum(dim=1, keepdim=True) / (num_scored - 1).clamp(min=1)).sqrt()
-        centred = centred / (std + 1e-6)
-    return centred.nan_to_num()
+    return (centred / (group_std(rewards) + 1e-6) if norm_by_std else centred).nan_to_num()
+
+
+def passk_advantages(rewards: Tensor, norm_by_std: bool) -> Tensor:
+    """Pass@k objective: the best response of a group gets its lead over the second best, the others 0 (a tie: all 0)."""
+    top, who = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)                                # [P, 2]
+    lead = (top[:, :1] - top[:, 1:]).nan_to_num(posinf=0.0)                                     # [P, 1]
+    advantages = torch.zeros_like(rewards).scatter(1, who[:, :1], lead)                         # [P, G]
+    return advantages / (group_std(rewards) + 1e-6) if norm_by_std else advantages
+
+
+def group_std(rewards: Tensor) -> Tensor:
+    """Unbiased standard deviation of each group's rewards, NaN left out: [P, G] -> [P, 1]."""
+    squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).nan_to_num().square()            # [P, G]
+    num_scored = rewards.isfinite().sum(dim=1, keepdim=True)                                    # [P, 1]
+    return (squares.sum(dim=1, keepdim=True) / (num_scored - 1).clamp(min=1)).sqrt()
+
+
+ADVANTAGES = {"group": group_advantages, "passk": passk_advantages}
 
 
 def score_later(pool: RewardPool, tokenizer, prompts: list[Prompt], i: int, response: Response) -> None:
@@ -289,7 +305,7 @@ def main(args: Args) -> None:
                     microbatch.ref_logp = reference.score(microbatch, sampling.temperature)     # [T]
 
         # 4 advantages
-        advantages = compute_advantages(rewards.view(P, G), not args.no_norm_by_std).flatten()  # [S]
+        advantages = ADVANTAGES[args.advantage](rewards.view(P, G), not args.no_norm_by_std).flatten()     # [S]
         for microbatch in chain(*minibatches):
             per_response = advantages.float().to(world.device)[microbatch.index]
             microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask      # [T]
@@ -303,6 +319,7 @@ def main(args: Args) -> None:
                 losses.set_weights(microbatches, args.aggregation, norm_length, response_lengths[idle])
                 for microbatch in microbatches:                                                 # as many on every rank
                     logp, entropy = policy(microbatch, sampling.temperature, args.entropy_coef != 0)   # [T], [T]
+                    losses.check_finite("logp", logp.detach(), microbatch)
                     old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                     loss, stats = loss_fn(logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens)
                     if args.correct_rollout:

@@ -101,13 +101,35 @@ def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
 
 def test_advantages_by_hand():
     rewards = torch.tensor([[1, 0, 0, 1], [2, 2, 2, 2], [0, 3, torch.nan, 0]], dtype=torch.float64)
-    got = grpo.compute_advantages(rewards, norm_by_std=True)
+    got = grpo.group_advantages(rewards, norm_by_std=True)
     first = 0.5 / (1 / 3**0.5 + 1e-6)                   # mean 1/2, unbiased std sqrt(4 * 0.25 / 3)
     third = 3**0.5 + 1e-6                               # mean 1 of the three that have a reward, std sqrt(6 / 2)
     want = [[first, -first, -first, first], [0.0] * 4, [-1 / third, 2 / third, 0.0, -1 / third]]
     assert torch.allclose(got, torch.tensor(want, dtype=torch.float64), atol=1e-12)
-    plain = grpo.compute_advantages(rewards, norm_by_std=False)
+    plain = grpo.group_advantages(rewards, norm_by_std=False)
     assert plain[0].tolist() == [0.5, -0.5, -0.5, 0.5] and plain[2].tolist() == [-1.0, 2.0, 0.0, -1.0]
+
+
+def test_passk_advantages_by_hand():
+    nan = torch.nan
+    rewards = torch.tensor([[0.2, 1.0, 0.5], [1, 1, 0], [nan, 0, 2], [3, nan, nan]], dtype=torch.float64)
+    got = grpo.passk_advantages(rewards, norm_by_std=False)
+    want = [[0, 0.5, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0]]               # one scored response has nobody to lead
+    assert torch.allclose(got, torch.tensor(want, dtype=torch.float64))
+    normed = grpo.passk_advantages(rewards, norm_by_std=True)
+    assert normed[2, 2] == pytest.approx(2 / (2**0.5 + 1e-6)) and normed[0, 1] == pytest.approx(
+        0.5 / (float(torch.tensor([0.2, 1.0, 0.5], dtype=torch.float64).std()) + 1e-6))
+
+
+def test_soft_overlong_piecewise():
+    """DAPO's own numbers: 16,384 expected tokens, a buffer of 4,096, so the longest response is 20,480."""
+    from rewards.format import soft_overlong
+
+    values = [soft_overlong(n, 20_480, 4_096) for n in (1, 16_384, 17_408, 18_432, 20_480, 30_000)]
+    assert values == [0, 0, -0.25, -0.5, -1, -1]
+    assert soft_overlong(18_432, 20_480, 4_096, factor=0.5) == -0.25
+    with pytest.raises(ValueError, match="overlong buffer 0 must be above 0"):
+        soft_overlong(1, 10, 0)
 
 
 @pytest.mark.parametrize(
