@@ -151,7 +151,7 @@ def group_advantages(rewards: Tensor, norm_by_std: bool) -> Tensor:
 
 
 def passk_advantages(rewards: Tensor, norm_by_std: bool) -> Tensor:
-    """Pass@k objective: the best response of a group gets its lead over the second best, the others 0 (a tie: all 0)."""
+    """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
     top, who = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)                                # [P, 2]
     lead = (top[:, :1] - top[:, 1:]).nan_to_num(posinf=0.0)                                     # [P, 1]
     advantages = torch.zeros_like(rewards).scatter(1, who[:, :1], lead)                         # [P, G]

@@ -105,6 +105,16 @@ def test_other_numbers_of_ranks(model, world, tmp_path):
         assert torch.allclose(results["trained"][name], tensor, rtol=1e-5, atol=1e-6), name
 
 
+def test_the_newest_is_loaded(model, world, tmp_path):
+    policy, optimizer = start(model, world)
+    for step in range(1, 4):
+        train(policy, optimizer, range(step - 1, step))
+        checkpoint.save(str(tmp_path), step, policy, optimizer, STATE | {"step": step}, world, keep=3)
+    fresh, fresh_optimizer = start(model, world)
+    assert checkpoint.load_latest(str(tmp_path), fresh, fresh_optimizer)["step"] == 3
+    assert_same(everything(fresh, fresh_optimizer), everything(policy, optimizer))
+
+
 @pytest.fixture
 def four(trained, world, tmp_path):
     """Checkpoints of steps 1 to 4."""
@@ -229,7 +239,10 @@ def test_export_in_several_files(trained, exported, model, world, tmp_path):
     checkpoint.export(trained[0], exported[1], model, tmp_path / "model", world, file_gb=2048 / 2**30)
     files = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(files) > 2
-    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    pairs = [pair for file in files for pair in load_file(file).items()]
+    weights = dict(pairs)
+    assert len(pairs) == len(weights)                                   # each in one file only
+    assert all(file.stat().st_size < 2 * 4096 + 53 * 24 * 2 for file in files)
     assert_same(weights, {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
