@@ -288,8 +288,8 @@ def main(args: Args) -> None:
             seed=dist.seed_of(args.seed, step, "minibatches"), trained=trained,
             groups=np.arange(P * G) // G if args.policy.share_prompt else None, prompt_lengths=prompt_lengths.numpy(),
         )
-        batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index])))
-        batch = exchange(batch, plan.rank[batch.index])
+        batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index.numpy()])))
+        batch = exchange(batch, plan.rank[batch.index.numpy()])
         batch.mask &= rewards.isfinite()[batch.index][batch.sequence_ids]                       # no reward, no loss
         batch = batch.to(world.device)
         minibatches = [[batch.microbatch(shares[world.rank]) for shares in planned] for planned in plan.minibatches]

@@ -21,7 +21,7 @@ from common.policy import Policy
 @dataclass
 class SaveConfig:
     every: int = 0
-    """Steps between checkpoints; 0: none."""
+    """Steps between checkpoints; the last step is saved in any case. 0: only that."""
     keep: int = 2
     """Newest checkpoints that stay on disk."""
     hf: bool = True
@@ -79,8 +79,11 @@ def load_latest(run_dir: str, policy: Policy, optimizer: torch.optim.Optimizer) 
     if not found:
         return {}
     model_state, optimizer_state = get_state_dict(policy, optimizer)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=found[-1])
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for group, flags in zip(optimizer.param_groups, settings):
+        group.update(flags)  # betas and weight decay are what today's flags say
     return json.loads((found[-1] / "manifest.json").read_text())["state"]
 
 

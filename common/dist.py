@@ -56,7 +56,9 @@ def init(timeout_s: float = 1800.0) -> World:
 
 
 def shutdown() -> None:
+    """Leave together: a rank that goes while its peers still talk can abort them (gloo)."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
