@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
-from tests.conftest import MODEL, TRAIN, VAL, launch
+from tests.conftest import MODEL, ROOT, TRAIN, VAL, launch
 
 DATA = ("--train-data", str(TRAIN), "--val-data", str(VAL), "--data.max-prompt-length", "200")
 TINY = (*DATA[:2], *DATA[4:], "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4",
@@ -179,3 +179,20 @@ def test_a_run_with_every_gradient_broken_stops(tiny_llama, tmp_path):
     done = launch("grpo.py", "--model", tiny_llama, *flags, check=False)
     assert done.returncode != 0
     assert re.search(r"gradient norm was not finite|must be finite|not finite|nan", done.stderr, re.I)
+
+
+def test_the_readmes_fork_runs(tiny_llama, tmp_path):
+    """Exactly the README's change, applied to a copy of grpo.py, trains and changes the gradient."""
+    readme = (ROOT / "README.md").read_text().split("## Fork it")[1]
+    (change,) = re.findall(r"```python\n(.*?)```", readme, re.S)[:1]
+    source = (ROOT / "grpo.py").read_text()
+    (line,) = re.findall(r"^        advantages = .*\n", source, re.M)
+    assert change.count("\n") < 10
+    (tmp_path / "mine.py").write_text(source.replace(line, line + change))
+    for script, run in (("grpo.py", "theirs"), (str(tmp_path / "mine.py"), "mine")):
+        flags = (*TINY, "--total-steps", "1", "--run-dir", str(tmp_path / run), "--run-constant-groups",
+                 "--reward.function", f"{ROOT / 'tests/reward_by_length.py'}:compute_score")
+        launch(script, "--model", tiny_llama, *flags)
+    theirs, mine = metrics_of(tmp_path / "theirs")[0], metrics_of(tmp_path / "mine")[0]
+    assert theirs["critic/rewards/mean"] == mine["critic/rewards/mean"]
+    assert 0 < mine["actor/grad_norm"] < theirs["actor/grad_norm"]
