@@ -87,7 +87,7 @@ quickstart: setup model data ## train a real chat model with GRPO on this machin
 		--optim.lr 3e-5 --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 \
 		--eval-every 10 --eval-samples 4 --reward.num-workers 1 --save.every 10 --save.keep 1 $(ENGINE_FLAGS) $(ARGS)
 	.venv/bin/python -m common.view $(RUN)
-	echo "model $(MODEL) · data $(DATA) · run (metrics, curve, rollouts, checkpoints) $(RUN)"
+	echo "model $(MODEL) · data $(DATA) · run (curves.png, metrics.jsonl, trained model, checkpoint) $(RUN)"
 
 seeds: ## the quickstart with three seeds (20 minutes), its table and docs/quickstart.png
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory quickstart RUN=runs/seed$$seed ARGS="--seed $$seed"; done

@@ -59,10 +59,9 @@ class VLLMEngine(Engine):
             }
             gc.collect()
             torch.cuda.empty_cache()
-        with _unchanged_process():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # deprecations inside vLLM
-                from vllm import LLM
+        with _unchanged_process(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
+            from vllm import LLM
 
             self.llm = LLM(
                 model=model,
