@@ -237,7 +237,7 @@ def main(args: Args) -> None:
     if state:
         first_step = state["step"]
         sampler.load_state_dict(state["sampler"])
-        say(world, f"resumed {args.run_dir} after step {first_step} of {args.total_steps}; --save.no-resume starts anew")
+        say(world, f"resumed after step {first_step} of {args.run_dir}; --save.no-resume starts anew")
     elif val_set is not None:
         engine.wake(policy)
         metrics = evaluate(args, engine, val_set, pool, tokenizer)
