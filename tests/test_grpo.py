@@ -75,7 +75,7 @@ def test_ranks_do_not_change_the_run(tiny_llama, tmp_path):
     for a, b in zip(one, two, strict=True):
         for name in a:
             if not timing.search(name):
-                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-7), name
+                assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
     assert one[0]["actor/entropy"] > 1 and one[0]["actor/kl_loss"] >= 0 and one[1]["actor/kl_loss"] > 0
     a, b = weights_of(tmp_path / "1"), weights_of(tmp_path / "2")
     assert all(torch.allclose(a[name].float(), b[name].float(), atol=1e-3) for name in a)
