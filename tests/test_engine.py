@@ -222,7 +222,7 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
     monkeypatch.setattr("common.rollout._installed", lambda name: ["0.11.2"])
-    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the tested range 0.26 to 0.32"):
+    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range 0.26 to 0.32"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
     monkeypatch.setattr("common.rollout._installed", lambda name: [])
     with pytest.raises(ValueError, match=r"vLLM is not installed: install a version from 0.26 to 0.32"):
