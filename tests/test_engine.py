@@ -119,7 +119,6 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
     engine, good = awake
     engine.generate(prompts, range(len(prompts)), SAMPLING)
     engine.sleep()
-    embedding = policy.lm.get_input_embeddings().weight
     with torch.no_grad():
         for name, p in policy.lm.named_parameters():
             if "v_proj" in name:
@@ -136,7 +135,6 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
             if "v_proj" in name:
                 p.to_local().mul_(-1)
     policy.version += 1
-    assert embedding is not None
     assert kept > 2 * max(reset, good["sync/probe_prob_diff"])
 
 

@@ -173,12 +173,23 @@ def test_a_port_in_use_is_named(tiny_llama, tmp_path):
     assert f"port {port} (MASTER_PORT) is in use" in done.stderr
 
 
-def test_a_run_with_every_gradient_broken_stops(tiny_llama, tmp_path):
-    """A learning rate of infinity makes weights NaN: the next steps are skipped, counted, and the run ends."""
-    flags = (*TINY, "--run-dir", str(tmp_path), "--max-skipped-steps", "1", "--optim.lr", "inf", "--total-steps", "4")
+def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny_llama, tmp_path):
+    """An entropy bonus that overflows: the first step changes nothing and is counted, the second ends the run."""
+    flags = (*TINY, "--run-dir", str(tmp_path), "--max-skipped-steps", "2", "--entropy-coef", "1e38")
+    done = launch("grpo.py", "--model", tiny_llama, *flags, "--total-steps", "4", check=False)
+    assert done.returncode not in (0, 2)
+    assert "step 2: the gradient norm was not finite 2 times in a row (--max-skipped-steps)" in done.stderr
+    assert [row["actor/skipped_steps"] for row in metrics_of(tmp_path)] == [1]
+
+
+def test_broken_weights_are_refused_with_the_sample(tiny_llama, tmp_path):
+    """A learning rate of infinity makes the weights NaN: the next rollout is refused before it is trained on."""
+    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.lr", "inf", "--run-constant-groups")
+    flags += ("--reward.function", f"{ROOT / 'tests/reward_by_length.py'}:compute_score")
     done = launch("grpo.py", "--model", tiny_llama, *flags, check=False)
-    assert done.returncode != 0
-    assert re.search(r"gradient norm was not finite|must be finite|not finite|nan", done.stderr, re.I)
+    assert done.returncode == 2
+    assert re.search(r"error: sample \d+, token \d+: rollout log-prob is nan", done.stderr)
+    assert len(metrics_of(tmp_path)) == 1
 
 
 def test_the_readmes_fork_runs(tiny_llama, tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import grpo
 from common import dist
 from common.data import DataConfig, load_prompts
-from common.policy import ModelConfig, load_policy, make_optimizer, read_config
+from common.policy import ModelConfig, load_policy, read_config
 from common.rollout import RolloutConfig, Sampling, make_engine, stop_tokens
 from rewards.pool import RewardPool
 
@@ -37,7 +37,6 @@ def main(args: Args) -> None:
     hf_config, stops = read_config(args.model, model_config), stop_tokens(args.model, tokenizer)
     engine = make_engine(args.model, hf_config, config, model_config, world, [asked[0].tokens], stops, 512, 0)
     policy = load_policy(args.model, model_config, world)
-    optimizer = make_optimizer(policy, grpo.OptimConfig())
     pool = RewardPool(num_workers=1)
     engine.wake(policy)
 
@@ -74,7 +73,6 @@ def main(args: Args) -> None:
         rows.append(rates | {"ratio": rates["loop"] / rates["bare"]})
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     print(json.dumps({"bench": "rollout", "unit": "response tokens/s", **result, "pairs": rows}))
-    assert optimizer is not None
     pool.close()
     engine.close()
     dist.shutdown()
