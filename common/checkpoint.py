@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from common.dist import World
-from common.policy import Policy
+from common.policy import PackedModel, Policy
 
 
 @dataclass
@@ -34,8 +34,10 @@ class SaveConfig:
             raise ValueError(f"--save.every {self.every} must be at least 0, --save.keep {self.keep} at least 1")
 
 
-def save(run_dir: str, step: int, policy: Policy, optimizer: torch.optim.Optimizer, state: dict[str, Any], world: World,
-         keep: int) -> Path:
+Parts = dict[str, tuple[PackedModel, torch.optim.Optimizer]]  # "policy", and what else is trained
+
+
+def save(run_dir: str, step: int, parts: Parts, state: dict[str, Any], world: World, keep: int) -> Path:
     """RUN_DIR/checkpoints/step_N: written beside its final name, a manifest last, then renamed; then old ones go."""
     root = Path(run_dir) / "checkpoints"
     final, temporary = root / f"step_{step:06d}", root / f".step_{step:06d}.partial"
@@ -43,8 +45,8 @@ def save(run_dir: str, step: int, policy: Policy, optimizer: torch.optim.Optimiz
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+    dcp.save({name: dict(zip(("model", "optimizer"), get_state_dict(*part))) for name, part in parts.items()},
+             checkpoint_id=temporary)
     if world.is_main:
         files = {p.name: p.stat().st_size for p in temporary.iterdir()}
         manifest = {"step": step, "world_size": world.size, "state": state, "files": files}
@@ -72,18 +74,21 @@ def complete_checkpoints(run_dir: str) -> list[Path]:
     return found
 
 
-def load_latest(run_dir: str, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill policy and optimizer from the newest complete checkpoint, made on any number of ranks; returns the state
+def load_latest(run_dir: str, parts: Parts) -> dict[str, Any]:
+    """Fill models and optimizers from the newest complete checkpoint, made on any number of ranks; returns the state
     that was saved with it, or {} if there is none."""
     found = complete_checkpoints(run_dir)
     if not found:
         return {}
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=found[-1])
-    set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    for group, flags in zip(optimizer.param_groups, settings):
-        group.update(flags)  # betas and weight decay are what today's flags say
+    states = {name: dict(zip(("model", "optimizer"), get_state_dict(*part))) for name, part in parts.items()}
+    settings = {name: [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                for name, (_, optimizer) in parts.items()}
+    dcp.load(states, checkpoint_id=found[-1])
+    for name, (model, optimizer) in parts.items():
+        set_state_dict(model, optimizer, model_state_dict=states[name]["model"],
+                       optim_state_dict=states[name]["optimizer"])
+        for group, flags in zip(optimizer.param_groups, settings[name]):
+            group.update(flags)  # betas and weight decay are what today's flags say
     return json.loads((found[-1] / "manifest.json").read_text())["state"]
 
 

@@ -6,6 +6,9 @@ never read, and a loss is 0 there. Statistics are per token, to be averaged over
 """
 
 from collections import namedtuple
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -46,7 +49,8 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (x.double() - mean) * scale, 0).to(x.dtype)
 
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+AGGREGATIONS = get_args(Aggregation)
 
 
 def set_weights(microbatches: list, aggregation: str, norm_length: float | None = None, idle: Tensor | None = None):
@@ -213,24 +217,48 @@ def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_h
     return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
 
 
-LossDefaults = namedtuple("LossDefaults", "clip_low clip_high aggregation")         # a bound of None: has no such bound
+LossDefaults = namedtuple("LossDefaults", "clip_low clip_high clip_dual aggregation")     # None: has no such bound
 POLICY_LOSSES, LOSS_DEFAULTS = {}, {}
 for _name, _function, *_defaults in (
-    ("ppo", ppo, 0.2, 0.2, "token-mean"),
-    ("grpo", ppo, 0.2, 0.2, "token-mean"),
-    ("dapo", ppo, 0.2, 0.28, "token-mean"),
-    ("dr_grpo", ppo, 0.2, 0.2, "seq-mean-token-sum-norm"),
-    ("gspo", gspo, 3e-4, 4e-4, "seq-mean-token-mean"),
-    ("gmpo", gmpo, 0.4, 0.4, "seq-mean-token-mean"),
-    ("cispo", cispo, 1.0, 0.28, "token-mean"),
-    ("sapo", sapo, None, None, "seq-mean-token-mean"),
-    ("clip_cov", clip_cov, 0.2, 0.2, "token-mean"),
-    ("kl_cov", kl_cov, None, None, "token-mean"),
-    ("dppo_tv", dppo_tv, 0.2, 0.2, "token-mean"),
-    ("dppo_kl", dppo_kl, 0.2, 0.2, "token-mean"),
-    ("reinforce", reinforce, None, None, "token-mean"),
+    ("ppo", ppo, 0.2, 0.2, 3.0, "token-mean"),
+    ("grpo", ppo, 0.2, 0.2, 3.0, "token-mean"),
+    ("dapo", ppo, 0.2, 0.28, 3.0, "token-mean"),
+    ("dr_grpo", ppo, 0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
+    ("gspo", gspo, 3e-4, 4e-4, None, "seq-mean-token-mean"),
+    ("gmpo", gmpo, 0.4, 0.4, None, "seq-mean-token-mean"),
+    ("cispo", cispo, 1.0, 0.28, None, "token-mean"),
+    ("sapo", sapo, None, None, None, "seq-mean-token-mean"),
+    ("clip_cov", clip_cov, 0.2, 0.2, None, "token-mean"),
+    ("kl_cov", kl_cov, None, None, None, "token-mean"),
+    ("dppo_tv", dppo_tv, 0.2, 0.2, None, "token-mean"),
+    ("dppo_kl", dppo_kl, 0.2, 0.2, None, "token-mean"),
+    ("reinforce", reinforce, None, None, None, "token-mean"),
 ):
     POLICY_LOSSES[_name], LOSS_DEFAULTS[_name] = _function, LossDefaults(*_defaults)
+
+
+def resolve_loss(name: str, clip_low: float | None, clip_high: float | None, clip_dual: float | None,
+                 aggregation: str | None) -> LossDefaults:
+    """What the user gave, else the paper's. Raises ValueError for a bound that the loss does not have, or one that
+    cannot be meant."""
+    given, default = LossDefaults(clip_low, clip_high, clip_dual, aggregation), LOSS_DEFAULTS[name]
+    for field, value, own in zip(given._fields, given, default):
+        if value is not None and own is None:
+            raise ValueError(f"--{field.replace('_', '-')} {value}: the loss {name} has no such bound; leave it out")
+    chosen = LossDefaults(*(own if value is None else value for value, own in zip(given, default)))
+    low, high, dual, _ = chosen
+    if low is not None and not 0 <= low <= 1:
+        raise ValueError(f"--clip-low {low} must be in [0, 1]")
+    if high is not None and high < (low if low < 1 else 0):
+        raise ValueError(f"--clip-high {high} must be at least --clip-low {low} (or 0, if that is 1: no lower bound)")
+    if dual is not None and dual <= 1:
+        raise ValueError(f"--clip-dual {dual} must be above 1")
+    return chosen
+
+
+def make_loss(name: str, chosen: LossDefaults) -> Callable:     # the signature that all losses share, bounds filled in
+    dual = {} if chosen.clip_dual is None else {"dual_clip": chosen.clip_dual}
+    return partial(POLICY_LOSSES[name], clip_low=chosen.clip_low, clip_high=chosen.clip_high, **dual)
 
 
 # --------------------------------------------------------------------------- token selection over a whole mini-batch
@@ -248,6 +276,19 @@ def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, clip_low
 def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, *, fraction=2e-4) -> list[Tensor]:
     """The `fraction` of all tokens that has the largest cov, `seed` deciding among equals: [T] bools."""
     return _select(microbatches, covariances(microbatches, logps), [b.mask for b in microbatches], seed, fraction)
+
+
+SELECTED = ("clip_cov", "kl_cov")                       # losses that choose tokens over a whole mini-batch first
+
+
+def select(name: str, microbatches: list, score: Callable, seed: int, chosen: LossDefaults) -> list[dict[str, Tensor]]:
+    """Per micro-batch what the loss takes besides the usual: its chosen tokens, or nothing. `score(microbatch)` gives
+    the current log-probs and is called only if they are needed: on all ranks or on none."""
+    if name not in SELECTED:
+        return [{}] * len(microbatches)
+    bounds = (chosen.clip_low, chosen.clip_high) if name == "clip_cov" else ()
+    choose = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[name]
+    return [{"selected": x} for x in choose(microbatches, [score(b) for b in microbatches], seed, *bounds)]
 
 
 def covariances(microbatches: list, logps: list[Tensor]) -> list[Tensor]:
@@ -286,7 +327,14 @@ def _token_hash(seed: int, batch) -> Tensor:
     return torch.from_numpy((x >> np.uint64(12)).astype(np.float64)).to(batch.mask.device)
 
 
-# --------------------------------------------------------------------------- KL, value loss, GAE
+# --------------------------------------------------------------------------- rewards on tokens, KL, value loss, GAE
+
+def on_last_token(reward: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[S] -> [T]: each response's number on its last token with mask (a tool's token would lose it); 0 elsewhere."""
+    count = mask.long().cumsum(0)                                                       # [T] masked so far
+    last = mask & (count == expand(count[cu_seqlens[1:].long() - 1], cu_seqlens, len(mask)))
+    return torch.where(last, expand(reward, cu_seqlens, len(mask)), 0)
+
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Estimators of KL(pi || ref) from samples of pi (Schulman 2020), per token. A `+` at the end keeps the value and

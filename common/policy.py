@@ -1,4 +1,4 @@
-"""The trained model: loaded from a Hugging Face folder, sharded with FSDP2, run on packed tokens; its optimizer."""
+"""The trained models: loaded from a Hugging Face folder, sharded with FSDP2, run on packed tokens."""
 
 import math
 import os
@@ -10,10 +10,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
@@ -37,57 +39,41 @@ class ModelConfig:
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
 
-@dataclass
-class OptimConfig:
-    lr: float = 1e-6
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak at the last step."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from lr / warmup_steps."""
-    min_lr_frac: float = 0.0
-    """Learning rate at the last step as a share of the peak (linear and cosine)."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm at this value."""
+CAUSAL_LM, SCORED = ("ForCausalLM", "LMHeadModel"), ("ForSequenceClassification",)
 
 
-def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
-    """The folder's config. Raises ValueError before anything heavy if there is no causal LM in `path`."""
+def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tuple = CAUSAL_LM) -> PretrainedConfig:
+    """The folder's config. Raises ValueError before anything heavy if `path` (from `flag`) holds no such model."""
     if not (Path(path) / "config.json").is_file() and (os.path.isdir(path) or path.startswith((".", "/"))):
-        raise ValueError(f"{path} holds no config.json: --model must be a Hugging Face model folder or hub name")
+        raise ValueError(f"{path} holds no config.json: {flag} must be a Hugging Face model folder or hub name")
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read a model config from {path} (--model): {error}") from error
+        raise ValueError(f"cannot read a model config from {path} ({flag}): {error}") from error
     if hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
-        raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another --model")
+        raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
     saved_as = hf_config.architectures or [causal_lm]
-    if causal_lm and not any(n == causal_lm or n.endswith(("ForCausalLM", "LMHeadModel")) for n in saved_as):
-        raise ValueError(f"{path} holds a {saved_as[0]}, must be a {causal_lm}: choose another --model")
+    if causal_lm and not any(n == causal_lm or n.endswith(heads) for n in saved_as):
+        raise ValueError(f"{path} holds a {saved_as[0]}, must be a {causal_lm}: choose another {flag}")
     if not hasattr(hf_config, "hidden_size"):
-        raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point --model to its language model")
+        raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
     return hf_config
 
 
-class Policy(nn.Module):
-    """A causal LM on packed tokens. Sharded as a whole, so its output head is unsharded while `forward` runs."""
+class PackedModel(nn.Module):
+    """A transformer on packed tokens. Sharded as a whole, so its head is unsharded while `forward` runs."""
 
-    def __init__(self, lm: nn.Module):
+    def __init__(self):
         super().__init__()
-        self.lm = lm
         self.share_prompt = False
         self.version = 0  # of the weights: grows with every optimizer step, so the engine knows when it is stale
+        self.skipped_in_a_row = 0  # optimizer steps whose gradient norm was not finite
 
-    def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled.
+    def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The positions [N] of the tokens that the policy sampled, and the hidden states [N, H] that predict them.
 
-        Returns logp [T] and entropy [T], float32, 0 where `batch.mask` is False. The shift from "next token" to
-        "this token" is here and nowhere else: position t is scored by the hidden state of t - 1.
+        The shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1.
         """
         sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
         if self.share_prompt:
@@ -97,7 +83,7 @@ class Policy(nn.Module):
         else:
             tokens, positions, cu_seqlens, before = batch.tokens, batch.position_ids, batch.cu_seqlens, sampled - 1
             extra = {}
-        hidden = self.lm.base_model(
+        hidden = backbone(
             input_ids=tokens[None],
             position_ids=positions[None],
             cu_seq_lens_q=cu_seqlens,
@@ -107,8 +93,28 @@ class Policy(nn.Module):
             use_cache=False,
             **extra,
         ).last_hidden_state[0]                                                                  # [T, H]
+        return sampled, hidden[before]
+
+    def reshard(self) -> None:
+        """Free the unsharded weights, which FSDP2 would keep until a backward."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+class Policy(PackedModel):
+    """A causal LM: log-probs of what was sampled."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
+        and entropy [T], float32, 0 where `batch.mask` is False."""
+        sampled, hidden = self.hidden_before(self.lm.base_model, batch)
         logp, entropy = linear_logp(
-            hidden[before],
+            hidden,
             self.lm.get_output_embeddings().weight,
             batch.tokens[sampled],
             temperature=temperature,
@@ -120,11 +126,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
-        """Log-probs [T] without a gradient. Frees the unsharded weights, which FSDP2 would keep until a backward."""
+        """Log-probs [T] without a gradient."""
         logp, _ = self(batch, temperature)
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.reshard()
         return logp
 
     @torch.no_grad()
@@ -143,6 +147,28 @@ class Policy(nn.Module):
                 yield from _gather(bucket, dtype)
                 bucket, size = [], 0
         yield from _gather(bucket, dtype)
+
+
+class Critic(PackedModel):
+    """A backbone with a scalar head: value[t] is what the tokens before t are worth."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1, bias=False, dtype=torch.float32)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""
+        sampled, hidden = self.hidden_before(self.backbone, batch)
+        value = self.head(hidden.float())[:, 0]                                                 # [N]
+        return value.new_zeros(len(batch.tokens)).index_copy(0, sampled, value)                 # [T]
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        """Values [T] without a gradient."""
+        value = self(batch)
+        self.reshard()
+        return value
 
 
 def share_prompts(batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[int]]:
@@ -211,11 +237,45 @@ def head_options(config: PretrainedConfig) -> dict[str, float]:
 
 
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False) -> Policy:
-    """Rank 0 reads the folder; the others receive one tensor at a time and keep their shard.
-
-    Master weights are float32 (bfloat16 when `frozen` and the compute is bfloat16: nothing is accumulated in them).
-    """
+    """The causal LM of a Hugging Face folder, sharded. Master weights are float32 (bfloat16 when `frozen` and the
+    compute is bfloat16: nothing is accumulated in them)."""
     hf_config = read_config(path, config)
+    dtype, options = _prepare(hf_config, config, world, frozen)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **options)
+    lm.tie_weights()
+    if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
+        raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
+    policy = Policy(lm)
+    _shard(policy, lm, config, world, frozen)
+    source = _read(AutoModelForCausalLM, path, hf_config, options) if world.is_main else None
+    _fill(lm, source, world)
+    return policy
+
+
+def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = False) -> Critic:
+    """The backbone of a Hugging Face folder with a scalar head, sharded: a causal LM (the head starts at 0, so every
+    value does) or a reward model (`score.weight` of a *ForSequenceClassification with one label)."""
+    hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
+    dtype, options = _prepare(hf_config, config, world, frozen)
+    with torch.device("meta"):
+        critic = Critic(AutoModel.from_config(hf_config, dtype=dtype, **options))
+    _shard(critic, critic.backbone, config, world, frozen)
+    source = _read(AutoModel, path, hf_config, options) if world.is_main else None
+    _fill(critic.backbone, source, world)
+    head = torch.zeros(1, hf_config.hidden_size, device=world.device)
+    if world.is_main and any(name.endswith(SCORED) for name in hf_config.architectures or ()):
+        found = _stored_tensor(path, "score.weight")
+        if found.shape != head.shape:
+            raise ValueError(f"{path}: score.weight is {list(found.shape)}, must be {list(head.shape)}: one label")
+        head.copy_(found)
+    dist.broadcast(head, 0)
+    _copy_shard(critic.head.weight, head)
+    return critic
+
+
+def _prepare(hf_config: PretrainedConfig, config: ModelConfig, world: World, frozen: bool) -> tuple[torch.dtype, dict]:
+    """The master weights' dtype and options for transformers' constructors; dropout is taken out of `hf_config`."""
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if hasattr(hf_config, name):
             setattr(hf_config, name, 0.0)  # dropout would make the ratio differ from 1 on policy
@@ -224,85 +284,65 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
         attention, _ = choose_attention(world.device, hf_config)
     if config.share_prompt and attention != "packed_sdpa":
         raise ValueError(f"--policy.share-prompt needs --policy.attention packed_sdpa, here it is {attention}")
-    compute_dtype = getattr(torch, config.compute_dtype)
-    master_dtype = compute_dtype if frozen else torch.float32
-    options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(hf_config, dtype=master_dtype, **options)
-    lm.tie_weights()
-    if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
-        raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
-    policy = Policy(lm).train()
-    policy.share_prompt = config.share_prompt
+    dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
+    return dtype, {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
+
+
+def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, world: World, frozen: bool) -> None:
+    """FSDP2 on each block of `transformer`, then on the whole; memory for the shards. A critic's head stays float32."""
+    model.train()
+    model.share_prompt = config.share_prompt
     if config.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if frozen:
-        policy.requires_grad_(False)
-
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in lm.modules():
-        if type(module).__name__ in lm._no_split_modules:
+        model.requires_grad_(False)
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
+    for module in transformer.modules():
+        if type(module).__name__ in transformer._no_split_modules:
             fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
-    policy.to_empty(device=world.device)
+    if isinstance(model, Critic):
+        fully_shard(model.head, mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision)
+    model.to_empty(device=world.device)
 
-    source = None
-    if world.is_main:
-        transformers_logging.disable_progress_bar()
-        source, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", config=hf_config, output_loading_info=True, **options
-        )
-        if report["missing_keys"]:  # transformers would go on with random numbers
-            some = ", ".join(sorted(report["missing_keys"])[:3])
-            raise ValueError(f"{path} lacks weights, {some} among them: --model must be a complete causal LM")
-        source.tie_weights()
+
+def _read(cls: type, path: str, hf_config: PretrainedConfig, options: dict) -> nn.Module:
+    transformers_logging.disable_progress_bar()
+    source, report = cls.from_pretrained(path, dtype="auto", config=hf_config, output_loading_info=True, **options)
+    if report["missing_keys"]:  # transformers would go on with random numbers
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ValueError(f"{path} lacks weights, {some} among them: --model must be a complete causal LM")
+    source.tie_weights()
+    return source
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, source: nn.Module | None, world: World) -> None:
+    """Rank 0 has read the folder (`source`); the others receive one tensor at a time and keep their shard."""
     # non-persistent buffers (rotary frequencies) are in no checkpoint and garbage after to_empty: send them too
     tensors = dict(source.named_parameters()) | dict(source.named_buffers()) if source is not None else {}
-    with torch.no_grad():
-        for name, target in [*lm.named_parameters(), *lm.named_buffers()]:
-            full = torch.empty(target.shape, dtype=target.dtype, device=world.device)
-            if world.is_main:
-                full.copy_(tensors[name])
-            dist.broadcast(full, 0)
-            if isinstance(target, DTensor):
-                shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-                target.to_local().copy_(shard.to_local())
-            else:
-                target.copy_(full)
-    return policy
+    for name, target in [*module.named_parameters(), *module.named_buffers()]:
+        full = torch.empty(target.shape, dtype=target.dtype, device=world.device)
+        if world.is_main:
+            full.copy_(tensors[name])
+        dist.broadcast(full, 0)
+        _copy_shard(target, full)
 
 
-def make_optimizer(policy: Policy, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW in float32 over the shards; no weight decay on vectors (norms, biases)."""
-    decayed = [p for p in policy.parameters() if p.requires_grad and p.ndim >= 2]
-    others = [p for p in policy.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+@torch.no_grad()
+def _copy_shard(target: Tensor, full: Tensor) -> None:
+    if isinstance(target, DTensor):
+        shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(shard.to_local())
+    else:
+        target.copy_(full)
 
 
-def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate of `step` (from 0): a function of the step alone, so a resumed run needs no schedule state."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
-    shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-    floor = 1.0 if config.schedule == "constant" else config.min_lr_frac
-    return config.lr * (floor + (1.0 - floor) * shape[config.schedule])
-
-
-def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float) -> float:
-    """Clip, step, zero the gradients. Returns the global gradient norm before clipping.
-
-    A norm that is not finite changes nothing: the caller counts the skipped step.
-    """
-    parameters = [p for p in policy.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if norm.isfinite():
-        nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        policy.version += 1
-    optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+def _stored_tensor(path: str, name: str) -> Tensor:
+    """One tensor of a model folder's safetensors."""
+    folder = path if os.path.isdir(path) else snapshot_download(path, allow_patterns=["*.safetensors"])
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118, it is no dict
+                return tensors.get_tensor(name)
+    raise ValueError(f"{path} has no tensor {name} in its safetensors files")

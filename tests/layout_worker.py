@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from common import dist, losses
+from common.optim import OptimConfig, optimizer_step
 from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost
-from common.policy import ModelConfig, Policy, load_policy, optimizer_step, read_config
+from common.policy import ModelConfig, Policy, load_policy, read_config
 
 
 @dataclass
@@ -107,12 +108,13 @@ def clipped_step(policy: Policy, world: dist.World) -> dict:
     """One step of SGD with the last gradient, then one whose gradient is infinite on the last rank alone."""
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     parameters = list(policy.parameters())
-    found = {"norm": optimizer_step(policy, optimizer, lr=0.1, max_grad_norm=0.5), "stepped": weights(policy)}
+    half = OptimConfig(max_grad_norm=0.5)
+    found = {"norm": optimizer_step(policy, optimizer, 0.1, half), "stepped": weights(policy)}
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     if world.rank == world.size - 1:
         parameters[0].grad.to_local()[0, 0] = torch.inf
-    found |= {"bad_norm": optimizer_step(policy, optimizer, 0.1, 0.5), "after_bad": weights(policy)}
+    found |= {"bad_norm": optimizer_step(policy, optimizer, 0.1, half), "after_bad": weights(policy)}
     return found | {"version": policy.version, "grads_left": sum(p.grad is not None for p in parameters)}
 
 

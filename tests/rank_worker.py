@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from common import checkpoint, dist
-from common.policy import ModelConfig, OptimConfig, Policy, load_policy, make_optimizer, optimizer_step
+from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.policy import ModelConfig, Policy, load_policy
 from common.tracking import Meter
 
 STATE = {"step": 2, "sampler": {"epoch": 1, "position": 5}, "tracker": {"step": 2, "wandb_id": None}}
@@ -28,7 +29,7 @@ def train(policy: Policy, optimizer: torch.optim.Optimizer, steps: range) -> Non
             parameter.grad = torch.zeros_like(parameter)
             if rank < len(shares):
                 parameter.grad.to_local().copy_(shares[rank])
-        optimizer_step(policy, optimizer, lr=0.01 * (step + 1), max_grad_norm=3.0)
+        optimizer_step(policy, optimizer, 0.01 * (step + 1), OptimConfig(max_grad_norm=3.0))
 
 
 def everything(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -44,11 +45,11 @@ def everything(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Te
 def checkpoints(folder: Path, world: dist.World) -> None:
     """Load what one rank saved, then save on these ranks."""
     policy, optimizer = start(str(folder / "model"), world)
-    loaded = checkpoint.load_latest(str(folder / "by_one"), policy, optimizer)
+    loaded = checkpoint.load_latest(str(folder / "by_one"), {"policy": (policy, optimizer)})
     results = {"state": loaded, "loaded": everything(policy, optimizer)}
     train(policy, optimizer, range(2, 4))
     results["trained"] = everything(policy, optimizer)
-    checkpoint.save(str(folder / "by_many"), 4, policy, optimizer, STATE | {"step": 4}, world, keep=2)
+    checkpoint.save(str(folder / "by_many"), 4, {"policy": (policy, optimizer)}, STATE | {"step": 4}, world, keep=2)
     if world.is_main:
         torch.save(results, folder / "results.pt")
 

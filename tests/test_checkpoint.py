@@ -56,13 +56,13 @@ def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
 
 def test_round_trip_gives_back_every_byte(model, trained, world, tmp_path):
     """Weights, moments and step counts; then the next step is the same too."""
-    checkpoint.save(str(tmp_path), 2, *trained, STATE, world, keep=1)
+    checkpoint.save(str(tmp_path), 2, {"policy": trained}, STATE, world, keep=1)
     want = everything(*trained)
     assert len(want) == 4 * len(list(trained[0].parameters()))          # exp_avg, exp_avg_sq, step
     assert all(want[name].any() for name in want)
     policy, optimizer = start(model, world)
     assert not torch.equal(everything(policy, optimizer)["lm_head.weight"], want["lm_head.weight"])
-    assert checkpoint.load_latest(str(tmp_path), policy, optimizer) == STATE
+    assert checkpoint.load_latest(str(tmp_path), {"policy": (policy, optimizer)}) == STATE
     assert_same(everything(policy, optimizer), want)
     train(policy, optimizer, range(2, 3))
     again, again_optimizer = start(model, world)
@@ -72,14 +72,14 @@ def test_round_trip_gives_back_every_byte(model, trained, world, tmp_path):
 
 def test_saving_changes_nothing(model, trained, world, tmp_path):
     before = everything(*trained)
-    checkpoint.save(str(tmp_path), 2, *trained, STATE, world, keep=1)
+    checkpoint.save(str(tmp_path), 2, {"policy": trained}, STATE, world, keep=1)
     assert_same(everything(*trained), before)
 
 
 def test_nothing_to_load(model, world, tmp_path):
     policy, optimizer = start(model, world)
     before = everything(policy, optimizer)
-    assert checkpoint.load_latest(str(tmp_path), policy, optimizer) == {}
+    assert checkpoint.load_latest(str(tmp_path), {"policy": (policy, optimizer)}) == {}
     assert_same(everything(policy, optimizer), before)
 
 
@@ -88,7 +88,7 @@ def test_other_numbers_of_ranks(model, world, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     policy, optimizer = start(model, world)
     train(policy, optimizer, range(2))
-    checkpoint.save(str(tmp_path / "by_one"), 2, policy, optimizer, STATE, world, keep=1)
+    checkpoint.save(str(tmp_path / "by_one"), 2, {"policy": (policy, optimizer)}, STATE, world, keep=1)
     want = everything(policy, optimizer)
     launch("tests/rank_worker.py", "checkpoints", tmp_path, ranks=2, timeout=170)
     results = torch.load(tmp_path / "results.pt")
@@ -98,7 +98,8 @@ def test_other_numbers_of_ranks(model, world, tmp_path):
     manifest = json.loads((tmp_path / "by_many/checkpoints/step_000004/manifest.json").read_text())
     assert manifest["world_size"] == 2
     fresh, fresh_optimizer = start(model, world)
-    assert checkpoint.load_latest(str(tmp_path / "by_many"), fresh, fresh_optimizer) == STATE | {"step": 4}
+    state = checkpoint.load_latest(str(tmp_path / "by_many"), {"policy": (fresh, fresh_optimizer)})
+    assert state == STATE | {"step": 4}
     assert_same(everything(fresh, fresh_optimizer), results["trained"])
     train(policy, optimizer, range(2, 4))                               # two ranks trained as one does
     for name, tensor in everything(policy, optimizer).items():
@@ -109,9 +110,9 @@ def test_the_newest_is_loaded(model, world, tmp_path):
     policy, optimizer = start(model, world)
     for step in range(1, 4):
         train(policy, optimizer, range(step - 1, step))
-        checkpoint.save(str(tmp_path), step, policy, optimizer, STATE | {"step": step}, world, keep=3)
+        checkpoint.save(str(tmp_path), step, {"policy": (policy, optimizer)}, STATE | {"step": step}, world, keep=3)
     fresh, fresh_optimizer = start(model, world)
-    assert checkpoint.load_latest(str(tmp_path), fresh, fresh_optimizer)["step"] == 3
+    assert checkpoint.load_latest(str(tmp_path), {"policy": (fresh, fresh_optimizer)})["step"] == 3
     assert_same(everything(fresh, fresh_optimizer), everything(policy, optimizer))
 
 
@@ -119,7 +120,7 @@ def test_the_newest_is_loaded(model, world, tmp_path):
 def four(trained, world, tmp_path):
     """Checkpoints of steps 1 to 4."""
     for step in range(1, 5):
-        checkpoint.save(str(tmp_path), step, *trained, STATE | {"step": step}, world, keep=4)
+        checkpoint.save(str(tmp_path), step, {"policy": trained}, STATE | {"step": step}, world, keep=4)
     return tmp_path / "checkpoints"
 
 
@@ -129,7 +130,7 @@ def names(run_dir) -> list[str]:
 
 def test_only_the_newest_are_kept(four, trained, world):
     assert names(four.parent) == ["step_000001", "step_000002", "step_000003", "step_000004"]
-    checkpoint.save(str(four.parent), 5, *trained, STATE, world, keep=2)
+    checkpoint.save(str(four.parent), 5, {"policy": trained}, STATE, world, keep=2)
     assert sorted(path.name for path in four.iterdir()) == ["step_000004", "step_000005"]
     with pytest.raises(ValueError, match=r"--save.keep 0 at least 1"):
         checkpoint.SaveConfig(keep=0)
@@ -145,15 +146,15 @@ def test_what_a_kill_leaves_is_passed_over(four, trained):
     shutil.copytree(four / "step_000002", four / ".step_000009.partial")
     (four / "step_000002/.metadata").unlink()
     assert names(four.parent) == ["step_000001"]
-    assert checkpoint.load_latest(str(four.parent), *trained)["step"] == 1
+    assert checkpoint.load_latest(str(four.parent), {"policy": trained})["step"] == 1
 
 
 def test_an_unfinished_save_is_replaced(four, trained, world):
     (four / ".step_000005.partial").mkdir()
     (four / ".step_000005.partial/rubbish").write_text("half")
     (four / "step_000004/manifest.json").unlink()
-    checkpoint.save(str(four.parent), 5, *trained, STATE, world, keep=9)
-    checkpoint.save(str(four.parent), 4, *trained, STATE, world, keep=9)
+    checkpoint.save(str(four.parent), 5, {"policy": trained}, STATE, world, keep=9)
+    checkpoint.save(str(four.parent), 4, {"policy": trained}, STATE, world, keep=9)
     assert names(four.parent)[-2:] == ["step_000004", "step_000005"]
     assert not list(four.glob(".*"))
     assert not (four / "step_000005/rubbish").exists()
@@ -263,7 +264,7 @@ def flags(tiny_llama, tmp_path_factory) -> list[str]:
     return [
         "--model", tiny_llama, "--train-data", str(data), "--val-data", str(data), "--total-steps", str(TOTAL),
         "--prompts-per-step", str(PROMPTS), "--samples-per-prompt", str(SAMPLES), "--minibatches-per-step", "2",
-        "--kl-loss-coef", "0.1", "--eval-every", "0", "--eval-samples", "1", "--save.every", "2",
+        "--kl-loss-coef", "0.1", "--eval-every", "0", "--eval-n", "1", "--save.every", "2",
         "--policy.compute-dtype", "float32",
         "--optim.lr", "0.01", "--optim.schedule", "linear", "--optim.warmup-steps", "2",
         "--rollout.engine", "hf", "--rollout.max-response-length", "6", "--data.max-prompt-length", "100",

@@ -46,7 +46,7 @@ def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, ranks):
         "grpo.py", "--model", smollm, "--train-data", str(TRAIN), "--val-data", small_val, "--run-dir", str(tmp_path),
         "--data.max-prompt-length", "200", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2",
         "--rollout.max-response-length", "24", "--rollout.max-num-seqs", "16", "--rollout.kv-cache-gb", "0.25",
-        "--eval-samples", "0", "--optim.lr", "1e-5", "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048",
+        "--eval-n", "0", "--optim.lr", "1e-5", "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048",
         "--run-constant-groups", ranks=ranks,
     )
     rows = metrics_of(tmp_path)
@@ -135,7 +135,7 @@ def test_soft_overlong_piecewise():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--samples-per-prompt", "1"), "--samples-per-prompt 1 must be at least 2: a group of one has no baseline"),
+        (("--samples-per-prompt", "1"), "--samples-per-prompt 1: a group of one has no baseline, at least 2"),
         (("--minibatches-per-step", "5"), r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
         (("--clip-low", "1.5"), r"--clip-low 1.5 must be in \[0, 1\]"),
         (("--total-steps", "0"), "--total-steps 0 must be at least 1"),
@@ -175,10 +175,10 @@ def test_a_port_in_use_is_named(tiny_llama, tmp_path):
 
 def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny_llama, tmp_path):
     """An entropy bonus that overflows: the first step changes nothing and is counted, the second ends the run."""
-    flags = (*TINY, "--run-dir", str(tmp_path), "--max-skipped-steps", "2", "--entropy-coef", "1e38")
+    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.max-skipped-steps", "2", "--entropy-coef", "1e38")
     done = launch("grpo.py", "--model", tiny_llama, *flags, "--total-steps", "4", check=False)
     assert done.returncode not in (0, 2)
-    assert "step 2: the gradient norm was not finite 2 times in a row (--max-skipped-steps)" in done.stderr
+    assert "the gradient norm was not finite 2 times in a row (--optim.max-skipped-steps)" in done.stderr
     assert [row["actor/skipped_steps"] for row in metrics_of(tmp_path)] == [1]
 
 

@@ -17,6 +17,8 @@ from common.losses import (
     explained_variance,
     gae,
     kl_estimate,
+    on_last_token,
+    resolve_loss,
     segment_mean,
     segment_sum,
     select_clip_cov,
@@ -277,6 +279,22 @@ def gae_error(dtype, seed):
 @pytest.mark.parametrize("dtype", [F64, F32])
 def test_gae_matches_the_definition(dtype):
     assert max(gae_error(dtype, seed) for seed in range(3)) < TOLERANCE[dtype]
+
+
+def test_reward_goes_to_the_last_token_that_was_sampled():
+    """A tool's token, the prompt alone, and a response without a sampled token get nothing."""
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 3, 7, 9, 11], dtype=torch.int32)
+    got = on_last_token(torch.tensor([2.0, 3.0, 5.0, 7.0]), mask, cu_seqlens)
+    assert got.tolist() == [0, 0, 2, 0, 3, 0, 0, 0, 5, 0, 0]
+
+
+def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
+    assert resolve_loss("dapo", None, None, None, None) == (0.2, 0.28, 3.0, "token-mean")
+    assert resolve_loss("gspo", None, 1e-3, None, None) == (3e-4, 1e-3, None, "seq-mean-token-mean")
+    assert resolve_loss("cispo", None, None, None, "token-sum") == (1.0, 0.28, None, "token-sum")
+    with pytest.raises(ValueError, match=r"--clip-high 0.1: the loss kl_cov has no such bound"):
+        resolve_loss("kl_cov", None, 0.1, None, None)
 
 
 def test_gae_closed_forms():

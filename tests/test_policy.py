@@ -21,16 +21,9 @@ from transformers import (
 )
 
 from common import dist
+from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import Batch
-from common.policy import (
-    ModelConfig,
-    OptimConfig,
-    learning_rate,
-    load_policy,
-    make_optimizer,
-    optimizer_step,
-    read_config,
-)
+from common.policy import CAUSAL_LM, SCORED, ModelConfig, load_critic, load_policy, read_config
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 TOLERANCE = 5e-6                        # log-probs and entropies of up to 11 in float32; reached: 2e-6
@@ -239,7 +232,7 @@ def test_score_after_a_step_sees_the_new_weights(untied, world):
     before = policy.score(batch, 1.0)
     for parameter in policy.parameters():
         parameter.grad = parameter.detach().sin()
-    optimizer_step(policy, optimizer, lr=1.0, max_grad_norm=1e9)
+    optimizer_step(policy, optimizer, 1.0, OptimConfig(max_grad_norm=1e9))
     after = policy.score(batch, 1.0)
     model = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
     model.load_state_dict(dict(policy.full_tensors(torch.float32, 1.0)))
@@ -332,7 +325,7 @@ def test_adamw_step_by_hand(untied, world):
         picked = [float(matrix.grad.to_local()[3, 5]), float(vector.grad.to_local()[7])]
         norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads))
         assert norm > 10
-        assert optimizer_step(policy, optimizer, lr, max_grad_norm=1.0) == pytest.approx(norm, rel=1e-6)
+        assert optimizer_step(policy, optimizer, lr, OptimConfig(max_grad_norm=1.0)) == pytest.approx(norm, rel=1e-6)
         for k, decay in ((0, 0.5), (1, 0.0)):
             g = picked[k] / norm
             m[k], v[k] = 0.8 * m[k] + 0.2 * g, 0.9 * v[k] + 0.1 * g * g
@@ -355,7 +348,8 @@ def test_clipping_scales_the_whole_gradient(untied, world, max_grad_norm):
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad.to_local().copy_(grads[name])
     norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
-    assert optimizer_step(policy, optimizer, 1.0, max_grad_norm) == pytest.approx(norm, rel=1e-6)
+    config = OptimConfig(max_grad_norm=max_grad_norm)
+    assert optimizer_step(policy, optimizer, 1.0, config) == pytest.approx(norm, rel=1e-6)
     scale = min(1.0, max_grad_norm / norm)
     assert (scale == 1.0) == (max_grad_norm > 1)
     for name, after in policy.full_tensors(torch.float32, 1.0):
@@ -372,13 +366,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(untied, world, bad):
             parameter.grad = torch.full_like(parameter, value)
 
     fill(1.0)
-    assert math.isfinite(optimizer_step(policy, optimizer, 0.1, 1.0))
+    assert math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
     before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
     moments = {key: value.clone() for p in policy.parameters() for key, value in (
         (id(p), optimizer.state[p]["exp_avg"].to_local()), (-id(p), optimizer.state[p]["step"]))}
     fill(1.0)
     policy.lm.model.norm.weight.grad.to_local()[3] = bad
-    assert not math.isfinite(optimizer_step(policy, optimizer, 0.1, 1.0))
+    assert not math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
     assert policy.version == 1
     assert all(p.grad is None for p in policy.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.full_tensors(torch.float32, 1.0))
@@ -392,3 +386,70 @@ def test_tiny_llama_is_what_it_says(tiny_llama):
     config = read_config(tiny_llama, ModelConfig())
     assert (config.num_hidden_layers, config.tie_word_embeddings) == (2, True)
     assert isinstance(AutoModelForCausalLM.from_pretrained(tiny_llama), LlamaForCausalLM)
+
+
+# --------------------------------------------------------------------------- critic
+
+def test_critic_starts_at_zero_and_learns_what_transformers_computes(tiny_llama, world):
+    """value[t] is the head on the hidden state before t; gradients against autograd without FSDP."""
+    critic, batch = load_critic(tiny_llama, FLOAT32, world), make_batch(49152)
+    assert float(critic(batch).abs().max()) == 0
+    torch.manual_seed(1)
+    head = torch.randn(1, 32) / 5
+    with torch.no_grad():
+        critic.head.weight.to_local().copy_(head)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).model
+    want, up = torch.zeros(len(batch.tokens)), torch.randn(len(batch.tokens))
+    weight, total = head.clone().requires_grad_(), 0.0
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()):
+        hidden = model(input_ids=batch.tokens[None, start:end]).last_hidden_state[0]
+        for t in range(start, end):
+            if batch.mask[t]:
+                value = (hidden[t - 1 - start] * weight[0]).sum()
+                want[t] = value.detach()
+                total = total + up[t] * value
+    total.backward()
+    value = critic(batch)
+    assert torch.allclose(value, want, atol=2e-6) and want.abs().max() > 0.1
+    (value * up).sum().backward()
+    assert torch.allclose(critic.head.weight.grad.full_tensor(), weight.grad, atol=1e-5)
+    for name in ("layers.0.mlp.up_proj.weight", "embed_tokens.weight"):
+        got = dict(critic.backbone.named_parameters())[name].grad.full_tensor()
+        expected = dict(model.named_parameters())[name].grad
+        assert torch.allclose(got, expected, atol=1e-5) and expected.abs().max() > 1e-3
+    assert torch.equal(critic.score(batch), value.detach())
+
+
+def test_critic_from_a_reward_model_has_its_head(tmp_path, world):
+    torch.manual_seed(3)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).float()
+    model.save_pretrained(tmp_path / "rm")
+    critic, batch = load_critic(str(tmp_path / "rm"), FLOAT32, world), make_batch(53)
+    values = critic.score(batch)
+    checked = 0
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()):
+        if batch.mask[end - 1]:
+            with torch.no_grad():
+                score = model(input_ids=batch.tokens[None, start : end - 1]).logits[0, 0]
+            assert float(values[end - 1]) == pytest.approx(float(score), abs=2e-6)
+            checked += abs(float(score)) > 0.01
+    assert checked >= 3
+    LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=2)).save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"score.weight is \[2, 24\], must be \[1, 24\]: one label"):
+        load_critic(str(tmp_path / "two"), FLOAT32, world)
+    with pytest.raises(ValueError, match="must be a LlamaForCausalLM: choose another --model"):
+        read_config(str(tmp_path / "rm"), FLOAT32)
+    assert read_config(str(tmp_path / "rm"), FLOAT32, "--critic-model", CAUSAL_LM + SCORED).num_labels == 1
+
+
+def test_critic_shares_prompts(tiny_llama, world):
+    """The same values with each prompt computed once."""
+    shared = load_critic(tiny_llama, ModelConfig(compute_dtype="float32", share_prompt=True), world)
+    plain = load_critic(tiny_llama, FLOAT32, world)
+    prompt = [5, 6, 7, 8]
+    batch = Batch.build([prompt, prompt, [9, 4]], [[3, 4, 2], [8, 2], [7]])
+    with torch.no_grad():
+        for critic in (shared, plain):
+            critic.head.weight.to_local().copy_(torch.linspace(-1, 1, 32)[None])
+    assert torch.allclose(shared.score(batch), plain.score(batch), atol=2e-6)
+    assert plain.score(batch)[batch.mask].abs().min() > 1e-3

@@ -4,11 +4,11 @@ Where a rule is checked by a function of sources, a second test shows that the f
 """
 
 import ast
-import difflib
 import importlib
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,25 +121,26 @@ def test_every_flag_is_read():
 def test_a_flag_that_nobody_reads_is_found():
     source = SOURCES["grpo.py"].replace("class Args:\n", 'class Args:\n    never: int = 0\n    """No one."""\n', 1)
     assert Flags(SOURCES | {"grpo.py": source}).unread() == ["grpo.py Args.never"]
-    source = SOURCES["common/policy.py"].replace("config.warmup_steps", "0")
-    assert Flags(SOURCES | {"common/policy.py": source}).unread() == ["common/policy.py OptimConfig.warmup_steps"]
-    source = SOURCES["grpo.py"].replace("args.save.hf", "True")
-    assert Flags(SOURCES | {"grpo.py": source}).unread() == ["common/checkpoint.py SaveConfig.hf"]
+    source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
+    assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
+    sources = {file: text.replace("args.save.hf", "True") for file, text in SOURCES.items()}
+    assert Flags(sources).unread() == ["common/checkpoint.py SaveConfig.hf"]
     source = SOURCES["rewards/pool.py"].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {"rewards/pool.py": source}).unread() == ["rewards/pool.py RewardConfig.max_error_frac"]
 
 
 def test_every_flag_has_its_help():
     assert Flags(SOURCES).undocumented() == []
-    source = SOURCES["common/policy.py"].replace('    """Peak learning rate of AdamW."""\n', "", 1)
-    assert Flags({"common/policy.py": source}).undocumented() == ["common/policy.py OptimConfig.lr"]
+    source = SOURCES["common/optim.py"].replace('    """Peak learning rate of AdamW."""\n', "", 1)
+    assert Flags({"common/optim.py": source}).undocumented() == ["common/optim.py OptimConfig.lr"]
 
 
 def help_of(text: str) -> dict[str, tuple[str, str]]:
     """Flag -> its type and help, of a script's Args."""
     body = next(x for x in ast.parse(text).body if isinstance(x, ast.ClassDef) and x.name == "Args").body
     return {ast.unparse(node.target): (ast.unparse(node.annotation), ast.get_source_segment(text, following))
-            for node, following in itertools.pairwise(body) if isinstance(node, ast.AnnAssign)}
+            for node, following in itertools.pairwise(body)
+            if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr)}
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "grpo.py"])
@@ -188,16 +189,18 @@ def test_main_is_flat(script):
 
 @pytest.mark.parametrize("script", [name for name in CHANGED_LINES if name in SCRIPTS])
 def test_few_lines_differ_from_grpo(script):
-    diff = difflib.unified_diff(SCRIPTS["grpo.py"].splitlines(), SCRIPTS[script].splitlines(), n=0, lineterm="")
-    changed = [line for line in diff if line.startswith("+") and not line.startswith("+++")]
-    assert len(changed) <= CHANGED_LINES[script]
+    """As `diff grpo.py SCRIPT` counts them: lines that are new in the script."""
+    done = subprocess.run(["diff", ROOT / "grpo.py", ROOT / script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    changed = [line for line in done.stdout.splitlines() if line.startswith(">")]
+    assert 20 < len(changed) <= CHANGED_LINES[script]
 
 
 def test_line_budgets():
     lines = {file: len(text.splitlines()) for file, text in SOURCES.items()}
     over = {file: n for file, n in lines.items() if n > (450 if file in SCRIPTS else 400) and file not in REWARDS}
     assert over == {}, "a script has at most 450 lines, a file of common/ 400"
-    assert sum(lines[file] for file in COMMON) <= 3000
+    assert sum(lines[file] for file in COMMON) <= 4500
 
 
 # --------------------------------------------------------------------------- imports
@@ -264,12 +267,12 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
         text = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
     elif file.suffix == ".py":
         text = ast.get_docstring(ast.parse(text))
-    known = variables(text)
-    lines = re.sub(r"\\+\n\s*", " ", text).splitlines()
+    text = re.sub(r"\\+\n\s*", " ", text)
+    known, lines = variables(text), text.splitlines()
     scripts = "|".join(map(re.escape, [*SCRIPTS, "-m common.view"]))
     found = []
     for line in lines:
-        match = re.search(rf"(?:python3?|torchrun)\b[^#|;&]*?[ /\"]({scripts})(?= |$)(.*)", line)
+        match = re.search(rf"(?:python3?|torchrun|train)\b[^#|;&]*?[ /\"]({scripts})(?= |$)(.*)", line)
         if match:
             flags = re.split(r"\s(?:>|2>|\||&&|;)", expand(match[2], known))[0]
             found.append((match[1], shlex.split(flags, comments=True)))

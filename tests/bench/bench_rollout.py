@@ -5,14 +5,13 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import tyro
 from transformers import AutoTokenizer
 
-import grpo
 from common import dist
 from common.data import DataConfig, load_prompts
+from common.experience import Asked
 from common.policy import ModelConfig, load_policy, read_config
 from common.rollout import RolloutConfig, Sampling, make_engine, stop_tokens
 from rewards.pool import RewardPool
@@ -32,10 +31,10 @@ def main(args: Args) -> None:
     world, model_config = dist.init(), ModelConfig()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = load_prompts([args.data], tokenizer, DataConfig(max_prompt_length=256))[: args.prompts]
-    asked = [prompt for prompt in prompts for _ in range(args.samples)]
-    config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=len(asked))
+    requests = [prompt for prompt in prompts for _ in range(args.samples)]
+    config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=len(requests))
     hf_config, stops = read_config(args.model, model_config), stop_tokens(args.model, tokenizer)
-    engine = make_engine(args.model, hf_config, config, model_config, world, [asked[0].tokens], stops, 512, 0)
+    engine = make_engine(args.model, hf_config, config, model_config, world, [requests[0].tokens], stops, 512, 0)
     policy = load_policy(args.model, model_config, world)
     pool = RewardPool(num_workers=1)
     engine.wake(policy)
@@ -46,22 +45,22 @@ def main(args: Args) -> None:
         params = [
             SamplingParams(temperature=1.0, max_tokens=args.max_tokens, stop_token_ids=stops, detokenize=False,
                            logprobs=0, seed=1000 * round_number + i)
-            for i in range(len(asked))
+            for i in range(len(requests))
         ]
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()
-        outs = engine.llm.generate([{"prompt_token_ids": p.tokens} for p in asked], params, use_tqdm=False)
+        outs = engine.llm.generate([{"prompt_token_ids": p.tokens} for p in requests], params, use_tqdm=False)
         return sum(len(out.outputs[0].token_ids) for out in outs) / (time.perf_counter() - start)
 
     def loop(round_number: int) -> float:
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()
-        responses = engine.generate(
-            [p.tokens for p in asked], [1000 * round_number + i for i in range(len(asked))],
-            Sampling(1.0, args.max_tokens), on_finish=partial(grpo.score_later, pool, tokenizer, asked),
+        asked = Asked(
+            engine, pool, tokenizer, prompts, range(len(prompts)), args.samples, Sampling(1.0, args.max_tokens),
+            round_number,
         )
-        rate = sum(len(r.tokens) for r in responses) / (time.perf_counter() - start)
-        pool.results()
+        rate = sum(len(r.tokens) for r in asked.responses) / (time.perf_counter() - start)
+        asked.collect()
         return rate
 
     for warm in range(3):

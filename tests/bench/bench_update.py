@@ -14,8 +14,9 @@ import torch
 import tyro
 
 from common import dist, losses
+from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.packing import Batch, sequence_cost
-from common.policy import ModelConfig, OptimConfig, load_policy, make_optimizer, optimizer_step, read_config
+from common.policy import ModelConfig, load_policy, read_config
 
 
 @dataclass
@@ -63,7 +64,7 @@ def main(args: Args) -> None:
             logp, _ = policy(b, 1.0)
             loss, _ = losses.ppo(logp, logp.detach(), b.advantage, b.mask, b.cu_seqlens, 0.2, 0.2)
             (loss * b.weight).sum().backward()
-        optimizer_step(policy, optimizer, 0.0, 1.0)
+        optimizer_step(policy, optimizer, 0.0, OptimConfig())
         return time.perf_counter() - start
 
     update()

@@ -1,0 +1,73 @@
+"""AdamW over the shards: its flags, the learning rate of a step, one guarded step."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from common.policy import PackedModel
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from lr / warmup_steps."""
+    min_lr_frac: float = 0.0
+    """Learning rate at the last step as a share of the peak (linear and cosine)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm at this value."""
+    max_skipped_steps: int = 3
+    """Stop after this many optimizer steps in a row whose gradient norm is not finite (each is skipped and counted)."""
+
+
+def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW in float32 over the shards; no weight decay on vectors (norms, biases)."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The rate of `step` (from 0): a function of the step alone, so a resumed run needs no schedule state."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    floor = 1.0 if config.schedule == "constant" else config.min_lr_frac
+    return config.lr * (floor + (1.0 - floor) * shape[config.schedule])
+
+
+def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: float, config: OptimConfig) -> float:
+    """Clip, step, zero the gradients. Returns the global gradient norm before clipping.
+
+    A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if norm.isfinite():
+        nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        model.version += 1
+    model.skipped_in_a_row = 0 if norm.isfinite() else model.skipped_in_a_row + 1
+    if model.skipped_in_a_row >= config.max_skipped_steps:
+        raise RuntimeError(
+            f"the gradient norm was not finite {model.skipped_in_a_row} times in a row (--optim.max-skipped-steps): "
+            f"lower --optim.lr, look at actor/ppo_kl and training/rollout_probs_diff_max of the steps before"
+        )
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)

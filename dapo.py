@@ -1,0 +1,353 @@
+"""DAPO: decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, arXiv 2503.14476).
+
+GRPO with four changes, and without KL: a higher upper clip; the mean over all tokens; groups whose rewards are all
+equal are replaced by new ones (dynamic sampling); responses near the longest length lose reward (overlong punishment).
+
+    A_i = (R_i - mean_g) / (std_g + 1e-6)                                         ratio_t = p(y_t) / p_old(y_t)
+    loss = mean over tokens of  max(-A ratio_t, -A clip(ratio_t, 1 - clip_low, 1 + clip_high)) [- entropy_coef H(p)]
+
+    torchrun --standalone --nproc-per-node 8 dapo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --train-data dapo_math/train.parquet --val-data aime/test.parquet --run-dir runs/dapo
+"""
+
+import math
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
+
+import torch
+import tyro
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from common import checkpoint, correction, dist, losses
+from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
+from common.experience import Asked, Samples, check_sizes, deal, gather_results, validation_metrics
+from common.kernels import choose_attention
+from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
+from common.packing import train_flops
+from common.policy import ModelConfig, load_policy, read_config
+from common.rollout import Engine, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
+from common.tracking import LogConfig, Meter, Timer, Tracker, fail, memory, say, spread, step_line, val_line
+from rewards import lookup
+from rewards.format import soft_overlong
+from rewards.pool import RewardConfig, RewardPool
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face folder or hub name of the policy."""
+    train_data: tuple[str, ...]
+    """Parquet or JSON-lines files, folders or globs with verl's columns."""
+    val_data: tuple[str, ...] = ()
+    """Validation files, in the same columns."""
+    run_dir: str = "runs/dapo"
+    """Folder for metrics, checkpoints and the trained model."""
+    seed: int = 0
+    """Of everything random: prompt order, sampling, mini-batches."""
+    total_steps: int = 100
+    """Rollout-and-update rounds."""
+
+    # batch sizes: global, over all ranks
+    prompts_per_step: int = 128
+    """Prompts sampled in one step, over all ranks."""
+    samples_per_prompt: int = 8
+    """G: responses per prompt, the group."""
+    minibatches_per_step: int = 1
+    """Optimizer steps per pass over the step's responses."""
+    epochs_per_step: int = 1
+    """Passes over the step's responses."""
+    max_tokens_per_gpu: int = 16384
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+
+    # the objective
+    clip_low: float | None = None
+    """Lower clip: the ratio counts down to 1 - clip_low. Default: of the loss's paper, printed at the start."""
+    clip_high: float | None = None
+    """Upper clip: the ratio counts up to 1 + clip_high. Default: of the loss's paper."""
+    clip_dual: float | None = None
+    """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
+    for the losses of PPO's form, absent in the others."""
+    aggregation: losses.Aggregation | None = None
+    """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
+    (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
+    max_gen_batches: int = 10
+    """Dynamic sampling: at most so many rollouts of prompts_per_step prompts in one step. 1: train on what the first
+    gives."""
+    on_few_groups: Literal["train", "stop"] = "train"
+    """Fewer groups with unequal rewards than prompts_per_step after max_gen_batches: train on those, or stop."""
+    keep_surplus: bool = False
+    """Keep groups beyond prompts_per_step for the next step, one policy older, instead of dropping them."""
+    overlong_buffer: int = 0
+    """Tokens before the longest response in which the punishment grows from 0 to overlong_factor. 0: no punishment."""
+    overlong_factor: float = 1.0
+    """Most that a response loses for its length."""
+    mask_truncated: bool = False
+    """Leave responses that were cut at the longest length out of the loss (they stay in their group's statistics)."""
+    no_norm_by_std: bool = False
+    """Do not divide advantages by the group's standard deviation (Dr.GRPO)."""
+    entropy_coef: float = 0.0
+    """Factor of the entropy bonus."""
+    correct_rollout: bool = False
+    """Multiply token losses by min(p_trainer / p_engine, rollout_threshold) (TIS)."""
+    rollout_threshold: float = 2.0
+    """Truncation of the engine correction; reported in rollout_corr/ whether applied or not."""
+
+    # validation
+    eval_every: int = 10
+    """Steps between validations; also before the first and after the last step. 0: only these two."""
+    eval_n: int = 4
+    """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy one; 0: greedy only."""
+    eval_temperature: float = 1.0
+    """Temperature of the sampled ones."""
+
+    policy: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    save: checkpoint.SaveConfig = field(default_factory=checkpoint.SaveConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def check(args: Args, world: dist.World) -> losses.LossDefaults:
+    """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
+    check_sizes(
+        world, args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
+        epochs_per_step=args.epochs_per_step, max_tokens_per_gpu=args.max_tokens_per_gpu, total_steps=args.total_steps,
+        max_gen_batches=args.max_gen_batches,
+    )
+    if args.samples_per_prompt < 2:
+        raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
+    if not 0 <= args.overlong_buffer <= args.rollout.max_response_length:
+        raise ValueError(
+            f"--overlong-buffer {args.overlong_buffer} must be from 0 to --rollout.max-response-length "
+            f"{args.rollout.max_response_length}"
+        )
+    return losses.resolve_loss("dapo", args.clip_low, args.clip_high, args.clip_dual, args.aggregation)
+
+
+def group_advantages(rewards: Tensor, norm_by_std: bool) -> Tensor:
+    """Group-normalised advantages (Shao et al. 2024, sec. 4.1): rewards [P, G] -> [P, G]. NaN (no reward): 0."""
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)                                    # [P, G]
+    return (centred / (group_std(rewards) + 1e-6) if norm_by_std else centred).nan_to_num()
+
+
+def group_std(rewards: Tensor) -> Tensor:
+    """Unbiased standard deviation of each group's rewards, NaN left out: [P, G] -> [P, 1]."""
+    squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).nan_to_num().square()            # [P, G]
+    num_scored = rewards.isfinite().sum(dim=1, keepdim=True)                                    # [P, 1]
+    return (squares.sum(dim=1, keepdim=True) / (num_scored - 1).clamp(min=1)).sqrt()
+
+
+def unequal_groups(rewards: Tensor) -> list[int]:
+    """Dynamic sampling (sec. 3.2): the groups [P, G] in which two rewards differ; a lost one (NaN) is no difference."""
+    spread = rewards.nan_to_num(nan=-torch.inf).amax(dim=1) > rewards.nan_to_num(nan=torch.inf).amin(dim=1)     # [P]
+    return spread.nonzero()[:, 0].tolist()
+
+
+def evaluate(args: Args, engine: Engine, pool: RewardPool, tokenizer, prompts: PromptSet) -> dict[str, float]:
+    """Scores per data source with the weights in the engine: greedy, and over `eval_n` sampled responses a prompt."""
+    metrics, meter = {}, Meter()
+    for num_samples, temperature in [(1, 0.0)] + [(args.eval_n, args.eval_temperature)] * (args.eval_n > 0):
+        sampling = Sampling(temperature, args.rollout.max_response_length)
+        rows = range(len(prompts))
+        asked = Asked(engine, pool, tokenizer, prompts, rows, num_samples, sampling, args.seed, "val")
+        metrics |= validation_metrics(asked.collect(meter), num_samples, greedy=temperature == 0)
+    return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
+
+
+def main(args: Args) -> None:
+    # setup
+    world = dist.init()
+    chosen = check(args, world)
+    hf_config = read_config(args.model, args.policy)
+    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    dist.seed_everything(args.seed)
+
+    # data and rewards
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
+    train_set = load_prompts(args.train_data, tokenizer, args.data)
+    val_set = load_prompts(args.val_data, tokenizer, args.data) if args.val_data else None
+    sampler = PromptSampler(len(train_set), args.seed)
+    say(world, f"train  {train_set.summary()}")
+    if val_set is not None:
+        say(world, f"val    {val_set.summary()}")
+    if not args.reward.function:
+        lookup(set(train_set.data_sources) | set(val_set.data_sources if val_set else ()))
+    pool = RewardPool(**vars(args.reward))
+
+    # engine, then models: the engine reads free memory as it starts
+    probe = [prompt.tokens for prompt in train_set[:4]]
+    stops = stop_tokens(args.model, tokenizer)
+    engine = make_engine(args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed)
+    policy = load_policy(args.model, args.policy, world)
+    optimizer = make_optimizer(policy, args.optim)
+    parts = {"policy": (policy, optimizer)}
+    loss_fn = losses.make_loss("dapo", chosen)
+    sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
+    say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
+
+    # resume
+    state = checkpoint.load_latest(args.run_dir, parts) if args.save.resume else {}
+    tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
+    first_step = 0
+    if state:
+        first_step = state["step"]
+        sampler.load_state_dict(state["sampler"])
+        say(world, f"resumed after step {first_step} of {args.run_dir}; --save.no-resume starts anew")
+    elif val_set is not None:
+        engine.wake(policy)
+        metrics = evaluate(args, engine, pool, tokenizer, val_set)
+        engine.sleep()
+        tracker.log(0, metrics, val_line("before training", metrics))
+
+    P, G = args.prompts_per_step, args.samples_per_prompt
+    surplus = Samples.from_state(state.get("surplus", []), train_set, G, world)
+    for step in range(first_step, args.total_steps):
+        timer, meter = Timer(), Meter()
+
+        # 1 rollout: until P groups have unequal rewards, or max_gen_batches are spent
+        metrics = engine.wake(policy)
+        samples, results = surplus, gather_results(surplus)                                     # [S] each
+        for num_gen_batches in range(1, args.max_gen_batches + 1):
+            with timer("gen"):
+                rows = sampler.take(P)
+                asked = Asked(engine, pool, tokenizer, train_set, rows, G, sampling, args.seed, step, num_gen_batches)
+            with timer("reward"):
+                new = asked.collect(meter)
+            samples, results = samples.cat(new, shift=len(results.rewards)), results.cat(gather_results(new))
+            unequal = unequal_groups(results.rewards.view(-1, G))
+            if len(unequal) >= P:
+                break
+        engine.sleep()
+
+        # 2 reward: known everywhere; take P groups, punish length; then responses move to the ranks that train on them
+        num_groups, all_scores = len(results.rewards) // G, results.rewards
+        kept, spare = unequal[:P], unequal[P:] if args.keep_surplus else []
+        surplus = samples.take_groups(spare, G)
+        samples, results = samples.take_groups(kept, G), results.take_groups(kept, G)
+        if len(kept) * G < args.minibatches_per_step or (len(kept) < P and args.on_few_groups == "stop"):
+            raise RuntimeError(
+                f"step {step + 1}: {len(kept)} of {num_groups} groups have unequal rewards after --max-gen-batches "
+                f"{args.max_gen_batches}, --prompts-per-step asks for {P}: take easier or harder prompts, raise "
+                f"--samples-per-prompt or --max-gen-batches"
+            )
+        punishment = torch.zeros_like(results.rewards)                                          # [S]
+        if args.overlong_buffer:
+            limits = (args.rollout.max_response_length, args.overlong_buffer, args.overlong_factor)
+            punishment = torch.tensor([soft_overlong(n, *limits) for n in results.response_lengths.tolist()])
+        rewards = (results.rewards + punishment).view(-1, G)                                    # [P, G]
+        if args.mask_truncated:
+            results.masked |= results.truncated
+        trained = torch.ones(len(results.rewards), dtype=torch.bool)                            # [S]
+        minibatches, idle_lengths = deal(
+            samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
+            max_tokens=args.max_tokens_per_gpu, seed=dist.seed_of(args.seed, step, "minibatches"),
+            share_groups_of=G if args.policy.share_prompt else 0,
+        )
+
+        # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
+        num_updates = args.minibatches_per_step * args.epochs_per_step
+        if num_updates > 1:
+            with timer("old_log_prob"):
+                for microbatch in chain(*minibatches):
+                    microbatch.old_logp = policy.score(microbatch, sampling.temperature)        # [T]
+
+        # 4 advantages
+        advantages = group_advantages(rewards, not args.no_norm_by_std).flatten()     # [S]
+        for microbatch in chain(*minibatches):
+            per_response = advantages.float().to(world.device)[microbatch.index]
+            microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask      # [T]
+
+        # 5 update
+        lr = learning_rate(args.optim, step, args.total_steps)
+        with timer("update_actor"):
+            for microbatches, idle in [*zip(minibatches, idle_lengths)] * args.epochs_per_step:
+                losses.set_weights(microbatches, chosen.aggregation, args.rollout.max_response_length, idle)
+                for microbatch in microbatches:                                                 # as many on every rank
+                    logp, entropy = policy(microbatch, sampling.temperature, args.entropy_coef != 0)   # [T], [T]
+                    losses.check_finite("logp", logp.detach(), microbatch)
+                    old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
+                    loss, stats = loss_fn(
+                        logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens
+                    )
+                    if args.correct_rollout:
+                        rollout_logp = microbatch.rollout_logp
+                        loss = loss * correction.truncated_weights(old_logp, rollout_logp, args.rollout_threshold)
+                    meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
+                    if args.entropy_coef:
+                        loss = loss - args.entropy_coef * entropy
+                    (world.size * (loss * microbatch.weight).sum()).backward()                  # FSDP averages: undo it
+                    for name, values in stats.items():
+                        meter.mean(name, values, microbatch.mask)
+                    meter.mean("actor/entropy", entropy, microbatch.mask)
+                    correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
+                grad_norm = optimizer_step(policy, optimizer, lr, args.optim)
+                meter.total("actor/grad_norm", grad_norm, per=num_updates * world.size)
+                meter.total("actor/skipped_steps", not math.isfinite(grad_norm), per=world.size)
+
+        # 6 log, validate, save
+        done, last = step + 1, step + 1 == args.total_steps
+        metrics |= meter.reduce()
+        if val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
+            with timer("testing"):
+                engine.wake(policy)
+                metrics |= evaluate(args, engine, pool, tokenizer, val_set)
+                engine.sleep()
+        if last or (args.save.every and done % args.save.every == 0):
+            with timer("save_checkpoint"):
+                state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
+                state["surplus"] = surplus.state_dict()
+                checkpoint.save(args.run_dir, done, parts, state, world, args.save.keep)
+        update_flops = train_flops(results.lengths[trained.numpy()], hf_config) * args.epochs_per_step
+        metrics |= timer.metrics() | memory(world)
+        metrics |= spread("critic/rewards", rewards[rewards.isfinite()]) | spread("critic/advantages", advantages)
+        metrics |= spread("response_length", results.response_lengths) | spread("prompt_length", results.prompt_lengths)
+        metrics |= {
+            "training/global_step": done,
+            "training/epoch": sampler.epoch,
+            "actor/lr": lr,
+            "reward/constant_group_frac": 1 - len(unequal) / num_groups,
+            "rollout/gen_batches": num_gen_batches,
+            "rollout/surplus_groups": len(unequal) - len(kept),
+            "rollout/score_all_groups": float(all_scores.nanmean()),
+            "reward/overlong_punishment": float(punishment.mean()),
+            "response_length/clip_ratio": float(results.truncated.double().mean()),
+            "perf/total_num_tokens": int(results.lengths.sum()),
+            "perf/throughput": results.lengths.sum() / metrics["timing_s/step"] / world.size,
+            "perf/update_tflops": update_flops / timer.seconds["update_actor"] / 1e12 / world.size,
+            "rollout/tokens_per_s": float(results.response_lengths.sum()) / timer.seconds["gen"],
+        }
+        tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
+
+    if args.save.hf:
+        checkpoint.export(policy, tokenizer, args.model, tracker.run_dir / "model", world)
+    tracker.close()
+    pool.close()
+    engine.close()
+    dist.shutdown()
+
+
+def describe(args: Args, chosen: losses.LossDefaults, world: dist.World, attention: tuple[str, str]) -> str:
+    """What this run does, in words and units."""
+    P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
+    bounds = [f"{name} {value:g}" for name, value in chosen._asdict().items() if isinstance(value, float)]
+    return (
+        f"batch  {P} prompts x {G} samples = {P * G} responses a step; {M} mini-batch(es) of {P * G // M}, "
+        f"{args.epochs_per_step} epoch(s); micro-batches of up to {args.max_tokens_per_gpu} tokens on each of "
+        f"{world.size} rank(s)\n"
+        f"loss   {', '.join(['dapo', *bounds, chosen.aggregation])}; up to {args.max_gen_batches} rollouts a step; "
+        f"overlong punishment over the last {args.overlong_buffer} tokens, entropy coef {args.entropy_coef:g}; "
+        f"lr {args.optim.lr:g} ({args.optim.schedule})\n"
+        f"runs   {args.policy.compute_dtype} on {world.device.type}, engine {args.rollout.engine}, "
+        f"attention {attention[0]} ({attention[1]})"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except ValueError as error:
+        fail(error)

@@ -1,0 +1,379 @@
+"""RLOO and its relatives: REINFORCE with a baseline, no critic (Ahmadian et al. 2024, arXiv 2402.14740).
+
+For every prompt sample G responses, score them, and subtract a baseline that does not depend on the response:
+
+    R_i = score_i - kl_reward_coef sum_t KL(p_old || p_ref)_t         rloo: A_i = R_i - mean of the group's other R
+    loss = mean over tokens of  -A_i log p(y_t)                       --baseline NAME: another one, see BASELINES
+           [with --clip: max(-A ratio_t, -A clip(ratio_t, 1 - clip, 1 + clip))] [- entropy_coef H(p)]
+
+    torchrun --standalone --nproc-per-node 8 rloo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --train-data gsm8k/train.parquet --val-data gsm8k/test.parquet --run-dir runs/gsm8k_rloo
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import torch
+import tyro
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from common import checkpoint, correction, dist, losses
+from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
+from common.experience import Asked, check_sizes, deal, gather_results, give_out, validation_metrics
+from common.kernels import choose_attention
+from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
+from common.packing import Batch, train_flops
+from common.policy import ModelConfig, load_policy, read_config
+from common.rollout import Engine, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
+from common.tracking import LogConfig, Meter, Timer, Tracker, fail, memory, say, spread, step_line, val_line
+from rewards import lookup
+from rewards.pool import RewardConfig, RewardPool
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face folder or hub name of the policy."""
+    train_data: tuple[str, ...]
+    """Parquet or JSON-lines files, folders or globs with verl's columns."""
+    val_data: tuple[str, ...] = ()
+    """Validation files, in the same columns."""
+    run_dir: str = "runs/rloo"
+    """Folder for metrics, checkpoints and the trained model."""
+    seed: int = 0
+    """Of everything random: prompt order, sampling, mini-batches."""
+    total_steps: int = 100
+    """Rollout-and-update rounds."""
+
+    # batch sizes: global, over all ranks
+    prompts_per_step: int = 128
+    """Prompts sampled in one step, over all ranks."""
+    samples_per_prompt: int = 8
+    """G: responses per prompt, the group."""
+    minibatches_per_step: int = 1
+    """Optimizer steps per pass over the step's responses."""
+    epochs_per_step: int = 1
+    """Passes over the step's responses."""
+    max_tokens_per_gpu: int = 16384
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+
+    # the objective
+    baseline: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg"] = "rloo"
+    """What is subtracted from a reward: a function in this file. remax samples one greedy response more a prompt."""
+    clip: float = 0.0
+    """0: plain REINFORCE, no importance ratio. Above: PPO's ratio, clipped to 1 - clip and 1 + clip."""
+    aggregation: losses.Aggregation | None = None
+    """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
+    (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
+    gamma: float = 1.0
+    """Discount per token (rloo.py: of reinforce++, the only baseline with a return-to-go)."""
+    kl_reward_coef: float = 0.0
+    """Factor of KL(old policy || reference) taken off every token's reward. 0 (and no KL in the loss): no reference
+    model in memory."""
+    kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Per-token estimate of the KL in the reward."""
+    entropy_coef: float = 0.0
+    """Factor of the entropy bonus."""
+    run_constant_groups: bool = False
+    """Run groups whose rewards are all equal through the model too. Their advantage is 0: without KL and entropy terms
+    they change no gradient and by default only count in the denominators (and are missing from actor/ metrics)."""
+    correct_rollout: bool = False
+    """Multiply token losses by min(p_trainer / p_engine, rollout_threshold) (TIS)."""
+    rollout_threshold: float = 2.0
+    """Truncation of the engine correction; reported in rollout_corr/ whether applied or not."""
+
+    # validation
+    eval_every: int = 10
+    """Steps between validations; also before the first and after the last step. 0: only these two."""
+    eval_n: int = 4
+    """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy one; 0: greedy only."""
+    eval_temperature: float = 1.0
+    """Temperature of the sampled ones."""
+
+    policy: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    save: checkpoint.SaveConfig = field(default_factory=checkpoint.SaveConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def check(args: Args, world: dist.World) -> losses.LossDefaults:
+    """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
+    check_sizes(
+        world, args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
+        epochs_per_step=args.epochs_per_step, max_tokens_per_gpu=args.max_tokens_per_gpu, total_steps=args.total_steps,
+    )
+    least = BASELINES[args.baseline].least_samples
+    if args.samples_per_prompt < least:
+        raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: --baseline {args.baseline} needs {least}")
+    for name in ("gamma", "clip"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be in [0, 1]")
+    clip = args.clip or None
+    return losses.resolve_loss("ppo" if clip else "reinforce", clip, clip, None, args.aggregation)
+
+
+def leave_one_out(rewards: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
+    """RLOO (Ahmadian et al. 2024): R_i minus the mean of the others of its group. Group of one scored response: 0."""
+    num_scored = rewards.isfinite().sum(dim=1, keepdim=True)                                    # [P, 1]
+    return (rewards - rewards.nanmean(dim=1, keepdim=True)) * num_scored / (num_scored - 1).clamp(min=1)
+
+
+def no_baseline(rewards: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): the reward itself; whitening over all tokens is the baseline."""
+    return rewards
+
+
+def group_mean_baseline(rewards: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
+    """REINFORCE++-baseline (the same, sec. 3): R_i minus the group's mean, whitened over all tokens."""
+    return rewards - rewards.nanmean(dim=1, keepdim=True)
+
+
+def greedy_baseline(rewards: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
+    """ReMax (Li et al. 2023, arXiv 2310.10505): R_i minus the score of the greedy response [P]."""
+    return rewards - greedy[:, None]
+
+
+def length_weighted_baseline(rewards: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
+    """OPO (Hao et al. 2025, arXiv 2505.23585): R_i minus the group's mean weighted by response length."""
+    weights = lengths * rewards.isfinite()                                                      # [P, G]
+    total = weights.sum(dim=1, keepdim=True).clamp(min=1)
+    return rewards - (rewards.nan_to_num() * weights).sum(dim=1, keepdim=True) / total
+
+
+def scaled_baseline(rewards: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
+    """GPG (Chu et al. 2025, arXiv 2504.02546): alpha (R_i - group mean), alpha = responses / non-zero rewards."""
+    num_nonzero = (rewards.nan_to_num() != 0).sum().clamp(min=1)
+    return rewards.numel() / num_nonzero * (rewards - rewards.nanmean(dim=1, keepdim=True))
+
+
+class Baseline(NamedTuple):
+    """How `--baseline NAME` turns rewards [P, G], response lengths [P, G] and the greedy response's rewards [P] into
+    advantages [P, G]; NaN: no reward."""
+
+    function: Callable[[Tensor, Tensor, Tensor], Tensor]
+    least_samples: int = 2
+    per_token: bool = False  # the return-to-go of each token, not one number a response
+    whiten: bool = False  # over all tokens of the step
+    greedy: bool = False  # needs the greedy response
+
+
+BASELINES = {
+    "rloo": Baseline(leave_one_out),
+    "reinforce++": Baseline(no_baseline, least_samples=1, per_token=True, whiten=True),
+    "reinforce++-baseline": Baseline(group_mean_baseline, whiten=True),
+    "remax": Baseline(greedy_baseline, least_samples=1, greedy=True),
+    "opo": Baseline(length_weighted_baseline),
+    "gpg": Baseline(scaled_baseline),
+}
+
+
+def evaluate(args: Args, engine: Engine, pool: RewardPool, tokenizer, prompts: PromptSet) -> dict[str, float]:
+    """Scores per data source with the weights in the engine: greedy, and over `eval_n` sampled responses a prompt."""
+    metrics, meter = {}, Meter()
+    for num_samples, temperature in [(1, 0.0)] + [(args.eval_n, args.eval_temperature)] * (args.eval_n > 0):
+        sampling = Sampling(temperature, args.rollout.max_response_length)
+        rows = range(len(prompts))
+        asked = Asked(engine, pool, tokenizer, prompts, rows, num_samples, sampling, args.seed, "val")
+        metrics |= validation_metrics(asked.collect(meter), num_samples, greedy=temperature == 0)
+    return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
+
+
+def main(args: Args) -> None:
+    # setup
+    world = dist.init()
+    chosen = check(args, world)
+    hf_config = read_config(args.model, args.policy)
+    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    dist.seed_everything(args.seed)
+
+    # data and rewards
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
+    train_set = load_prompts(args.train_data, tokenizer, args.data)
+    val_set = load_prompts(args.val_data, tokenizer, args.data) if args.val_data else None
+    sampler = PromptSampler(len(train_set), args.seed)
+    say(world, f"train  {train_set.summary()}")
+    if val_set is not None:
+        say(world, f"val    {val_set.summary()}")
+    if not args.reward.function:
+        lookup(set(train_set.data_sources) | set(val_set.data_sources if val_set else ()))
+    pool = RewardPool(**vars(args.reward))
+
+    # engine, then models: the engine reads free memory as it starts
+    probe = [prompt.tokens for prompt in train_set[:4]]
+    stops = stop_tokens(args.model, tokenizer)
+    engine = make_engine(args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed)
+    policy = load_policy(args.model, args.policy, world)
+    reference = load_policy(args.model, args.policy, world, frozen=True) if args.kl_reward_coef else None
+    optimizer = make_optimizer(policy, args.optim)
+    parts = {"policy": (policy, optimizer)}
+    baseline = BASELINES[args.baseline]
+    loss_fn = losses.make_loss("ppo" if args.clip else "reinforce", chosen)
+    sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
+    say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
+
+    # resume
+    state = checkpoint.load_latest(args.run_dir, parts) if args.save.resume else {}
+    tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
+    first_step = 0
+    if state:
+        first_step = state["step"]
+        sampler.load_state_dict(state["sampler"])
+        say(world, f"resumed after step {first_step} of {args.run_dir}; --save.no-resume starts anew")
+    elif val_set is not None:
+        engine.wake(policy)
+        metrics = evaluate(args, engine, pool, tokenizer, val_set)
+        engine.sleep()
+        tracker.log(0, metrics, val_line("before training", metrics))
+
+    P, G = args.prompts_per_step, args.samples_per_prompt
+    for step in range(first_step, args.total_steps):
+        timer, meter = Timer(), Meter()
+
+        # 1 rollout: scoring starts as each response ends
+        metrics = engine.wake(policy)
+        with timer("gen"):
+            rows, greedy = sampler.take(P), torch.zeros(P)
+            if baseline.greedy:
+                once = Sampling(0.0, args.rollout.max_response_length)
+                asked = Asked(engine, pool, tokenizer, train_set, rows, 1, once, args.seed, step)
+                greedy = gather_results(asked.collect(meter)).rewards                           # [P]
+            asked = Asked(engine, pool, tokenizer, train_set, rows, G, sampling, args.seed, step)
+        engine.sleep()
+
+        # 2 reward: now known everywhere; then each response moves to the rank that trains on it
+        with timer("reward"):
+            samples = asked.collect(meter)
+        results = gather_results(samples)                                                       # [S] each
+        rewards = results.rewards.view(P, G)
+        constant = (rewards == rewards[:, :1]).all(dim=1)                                       # [P] advantage 0
+        keep_constant = baseline.whiten or baseline.greedy or args.kl_reward_coef or args.entropy_coef
+        skip_constant = not (args.run_constant_groups or keep_constant)
+        trained = ~(constant & skip_constant).repeat_interleave(G)                              # [S]
+        minibatches, idle_lengths = deal(
+            samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
+            max_tokens=args.max_tokens_per_gpu, seed=dist.seed_of(args.seed, step, "minibatches"),
+            share_groups_of=G if args.policy.share_prompt else 0,
+        )
+
+        # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
+        num_updates = args.minibatches_per_step * args.epochs_per_step
+        if num_updates > 1 or args.kl_reward_coef:
+            with timer("old_log_prob"):
+                for microbatch in chain(*minibatches):
+                    microbatch.old_logp = policy.score(microbatch, sampling.temperature)        # [T]
+        if reference is not None:
+            with timer("ref"):
+                for microbatch in chain(*minibatches):
+                    microbatch.ref_logp = reference.score(microbatch, sampling.temperature)     # [T]
+
+        # 4 advantages: on the CPU, as a return-to-go walks from token to token
+        with timer("adv"):
+            batch = Batch.cat([*chain(*minibatches)]).to("cpu")
+            penalty = torch.zeros(len(batch.tokens))                                            # [T]
+            if args.kl_reward_coef:
+                kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
+                penalty = -args.kl_reward_coef * kl * batch.mask
+                meter.mean("actor/reward_kl_penalty", kl, batch.mask)
+            if not baseline.per_token:                                  # then it is a part of the response's reward
+                real, total = batch.index >= 0, torch.zeros(P * G, dtype=torch.float64)
+                total[batch.index[real]] = losses.segment_sum(penalty.double(), batch.cu_seqlens)[real]
+                rewards, penalty = rewards + dist.all_sum(total).view(P, G), torch.zeros_like(penalty)
+            advantages = baseline.function(rewards, results.response_lengths.view(P, G), greedy).nan_to_num().flatten()
+            reward = losses.on_last_token(advantages.float()[batch.index], batch.mask, batch.cu_seqlens) + penalty
+            gamma = args.gamma if baseline.per_token else 1.0
+            advantage, _ = losses.gae(reward, torch.zeros_like(reward), batch.mask, batch.cu_seqlens, gamma, lam=1.0)
+            if baseline.whiten:
+                advantage = losses.whiten(advantage, batch.mask)
+            give_out(minibatches, advantage=advantage)
+
+        # 5 update
+        lr = learning_rate(args.optim, step, args.total_steps)
+        with timer("update_actor"):
+            for microbatches, idle in [*zip(minibatches, idle_lengths)] * args.epochs_per_step:
+                losses.set_weights(microbatches, chosen.aggregation, args.rollout.max_response_length, idle)
+                for microbatch in microbatches:                                                 # as many on every rank
+                    logp, entropy = policy(microbatch, sampling.temperature, args.entropy_coef != 0)   # [T], [T]
+                    losses.check_finite("logp", logp.detach(), microbatch)
+                    old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
+                    loss, stats = loss_fn(
+                        logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens
+                    )
+                    if args.correct_rollout:
+                        rollout_logp = microbatch.rollout_logp
+                        loss = loss * correction.truncated_weights(old_logp, rollout_logp, args.rollout_threshold)
+                    meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
+                    if args.entropy_coef:
+                        loss = loss - args.entropy_coef * entropy
+                    (world.size * (loss * microbatch.weight).sum()).backward()                  # FSDP averages: undo it
+                    for name, values in stats.items():
+                        meter.mean(name, values, microbatch.mask)
+                    meter.mean("actor/entropy", entropy, microbatch.mask)
+                    correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
+                grad_norm = optimizer_step(policy, optimizer, lr, args.optim)
+                meter.total("actor/grad_norm", grad_norm, per=num_updates * world.size)
+                meter.total("actor/skipped_steps", not math.isfinite(grad_norm), per=world.size)
+
+        # 6 log, validate, save
+        done, last = step + 1, step + 1 == args.total_steps
+        metrics |= meter.reduce()
+        if val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
+            with timer("testing"):
+                engine.wake(policy)
+                metrics |= evaluate(args, engine, pool, tokenizer, val_set)
+                engine.sleep()
+        if last or (args.save.every and done % args.save.every == 0):
+            with timer("save_checkpoint"):
+                state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
+                checkpoint.save(args.run_dir, done, parts, state, world, args.save.keep)
+        update_flops = train_flops(results.lengths[trained.numpy()], hf_config) * args.epochs_per_step
+        metrics |= timer.metrics() | memory(world)
+        metrics |= spread("critic/rewards", rewards[rewards.isfinite()]) | spread("critic/advantages", advantages)
+        metrics |= spread("response_length", results.response_lengths) | spread("prompt_length", results.prompt_lengths)
+        metrics |= {
+            "training/global_step": done,
+            "training/epoch": sampler.epoch,
+            "actor/lr": lr,
+            "reward/constant_group_frac": float(constant.double().mean()),
+            "response_length/clip_ratio": float(results.truncated.double().mean()),
+            "perf/total_num_tokens": int(results.lengths.sum()),
+            "perf/throughput": results.lengths.sum() / metrics["timing_s/step"] / world.size,
+            "perf/update_tflops": update_flops / timer.seconds["update_actor"] / 1e12 / world.size,
+            "rollout/tokens_per_s": float(results.response_lengths.sum()) / timer.seconds["gen"],
+        }
+        tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
+
+    if args.save.hf:
+        checkpoint.export(policy, tokenizer, args.model, tracker.run_dir / "model", world)
+    tracker.close()
+    pool.close()
+    engine.close()
+    dist.shutdown()
+
+
+def describe(args: Args, chosen: losses.LossDefaults, world: dist.World, attention: tuple[str, str]) -> str:
+    """What this run does, in words and units."""
+    P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
+    bounds = [f"{name} {value:g}" for name, value in chosen._asdict().items() if isinstance(value, float)]
+    return (
+        f"batch  {P} prompts x {G} samples = {P * G} responses a step; {M} mini-batch(es) of {P * G // M}, "
+        f"{args.epochs_per_step} epoch(s); micro-batches of up to {args.max_tokens_per_gpu} tokens on each of "
+        f"{world.size} rank(s)\n"
+        f"loss   {args.baseline}, {', '.join(['REINFORCE', *bounds, chosen.aggregation])}; KL in the reward "
+        f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
+        f"runs   {args.policy.compute_dtype} on {world.device.type}, engine {args.rollout.engine}, "
+        f"attention {attention[0]} ({attention[1]})"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except ValueError as error:
+        fail(error)

@@ -1,0 +1,21 @@
+"""Runs many tiny trainings in one process (under torchrun: in one set of ranks), so that a test can try every flag.
+
+argv: a JSON file with a list of [script, run folder, flags].
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed
+import tyro
+
+from common import dist
+
+if __name__ == "__main__":
+    world = dist.init()
+    dist.init, dist.shutdown = lambda: world, torch.distributed.barrier         # one process group for all runs
+    for script, run_dir, flags in json.loads(Path(sys.argv[1]).read_text()):
+        module = importlib.import_module(script)
+        module.main(tyro.cli(module.Args, args=[*flags, "--run-dir", run_dir]))
