@@ -25,15 +25,15 @@ from transformers import AutoTokenizer
 
 from common import checkpoint, correction, dist, losses
 from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
-from common.experience import Asked, check_sizes, deal, gather_results, give_out, validation_metrics
+from common.experience import Asked, Scoring, check_sizes, deal, gather_results, give_out, validation_metrics
 from common.kernels import choose_attention
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import Batch, train_flops
 from common.policy import CAUSAL_LM, SCORED, ModelConfig, load_critic, load_policy, read_config
+from common.reward_model import RewardModelConfig
 from common.rollout import Engine, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
 from common.tracking import LogConfig, Meter, Timer, Tracker, fail, memory, say, spread, step_line, val_line
-from rewards import lookup
-from rewards.pool import RewardConfig, RewardPool
+from rewards.pool import RewardConfig
 
 
 @dataclass
@@ -120,6 +120,7 @@ class Args:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     save: checkpoint.SaveConfig = field(default_factory=checkpoint.SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -143,13 +144,13 @@ def check(args: Args, world: dist.World) -> losses.LossDefaults:
     return losses.resolve_loss("ppo", args.clip_low, args.clip_high, args.clip_dual, args.aggregation)
 
 
-def evaluate(args: Args, engine: Engine, pool: RewardPool, tokenizer, prompts: PromptSet) -> dict[str, float]:
+def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -> dict[str, float]:
     """Scores per data source with the weights in the engine: greedy, and over `eval_n` sampled responses a prompt."""
     metrics, meter = {}, Meter()
     for num_samples, temperature in [(1, 0.0)] + [(args.eval_n, args.eval_temperature)] * (args.eval_n > 0):
         sampling = Sampling(temperature, args.rollout.max_response_length)
         rows = range(len(prompts))
-        asked = Asked(engine, pool, tokenizer, prompts, rows, num_samples, sampling, args.seed, "val")
+        asked = Asked(engine, scoring, prompts, rows, num_samples, sampling, args.seed, "val")
         metrics |= validation_metrics(asked.collect(meter), num_samples, greedy=temperature == 0)
     return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
 
@@ -170,9 +171,8 @@ def main(args: Args) -> None:
     say(world, f"train  {train_set.summary()}")
     if val_set is not None:
         say(world, f"val    {val_set.summary()}")
-    if not args.reward.function:
-        lookup(set(train_set.data_sources) | set(val_set.data_sources if val_set else ()))
-    pool = RewardPool(**vars(args.reward))
+    sources = {*train_set.data_sources, *(val_set.data_sources if val_set is not None else ())}
+    scoring = Scoring(tokenizer, args.reward, args.reward_model, sources)
 
     # engine, then models: the engine reads free memory as it starts
     probe = [prompt.tokens for prompt in train_set[:4]]
@@ -186,6 +186,7 @@ def main(args: Args) -> None:
     parts = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
     kl_target = args.kl_target if args.kl_controller == "adaptive" else None
     kl_in_reward = losses.KLController(args.kl_reward_coef, kl_target, args.kl_horizon)
+    scoring.load_model(args.reward_model, args.policy, world)
     loss_fn = losses.make_loss("ppo", chosen)
     sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
     say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
@@ -201,7 +202,7 @@ def main(args: Args) -> None:
         say(world, f"resumed after step {first_step} of {args.run_dir}; --save.no-resume starts anew")
     elif val_set is not None:
         engine.wake(policy)
-        metrics = evaluate(args, engine, pool, tokenizer, val_set)
+        metrics = evaluate(args, engine, scoring, val_set)
         engine.sleep()
         tracker.log(0, metrics, val_line("before training", metrics))
 
@@ -212,7 +213,7 @@ def main(args: Args) -> None:
         # 1 rollout: scoring starts as each response ends
         metrics = engine.wake(policy)
         with timer("gen"):
-            asked = Asked(engine, pool, tokenizer, train_set, sampler.take(P), G, sampling, args.seed, step)
+            asked = Asked(engine, scoring, train_set, sampler.take(P), G, sampling, args.seed, step)
         engine.sleep()
 
         # 2 reward: now known everywhere; then each response moves to the rank that trains on it
@@ -316,7 +317,7 @@ def main(args: Args) -> None:
         if val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
             with timer("testing"):
                 engine.wake(policy)
-                metrics |= evaluate(args, engine, pool, tokenizer, val_set)
+                metrics |= evaluate(args, engine, scoring, val_set)
                 engine.sleep()
         if last or (args.save.every and done % args.save.every == 0):
             with timer("save_checkpoint"):
@@ -344,7 +345,7 @@ def main(args: Args) -> None:
     if args.save.hf:
         checkpoint.export(policy, tokenizer, args.model, tracker.run_dir / "model", world)
     tracker.close()
-    pool.close()
+    scoring.close()
     engine.close()
     dist.shutdown()
 

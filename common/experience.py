@@ -2,9 +2,8 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,9 +15,12 @@ from torch import Tensor
 from common.data import Prompt, PromptSet
 from common.dist import World, seed_of
 from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost
+from common.policy import ModelConfig
+from common.reward_model import RewardModel, RewardModelConfig
 from common.rollout import Engine, Response, Sampling
 from common.tracking import Meter
-from rewards.pool import RewardPool
+from rewards import lookup
+from rewards.pool import RewardConfig, RewardPool, Scores
 
 
 @dataclass
@@ -102,17 +104,36 @@ class Results:
         return (self.prompt_lengths + self.response_lengths).numpy().astype(np.int64)
 
 
+class Scoring:
+    """Who scores responses: the reward functions' workers, and a reward model where there is one."""
+
+    def __init__(self, tokenizer, config: RewardConfig, model_config: RewardModelConfig, data_sources: Iterable[str]):
+        """Starts the workers; raises ValueError for a data source that no reward function is known for."""
+        if not config.function and not model_config.alone:
+            lookup(set(data_sources))
+        self.tokenizer, self.model = tokenizer, None
+        self.pool = None if model_config.alone else RewardPool(**vars(config))
+
+    def load_model(self, config: RewardModelConfig, model_config: ModelConfig, world: World) -> None:
+        if config.path:
+            self.model = RewardModel(config, model_config, world)
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+
 class Asked:
     """Responses that were generated and are being scored; `collect` waits for the scores."""
 
-    def __init__(self, engine: Engine, pool: RewardPool, tokenizer, data: PromptSet, rows: Sequence[int],
-                 num_samples: int, sampling: Sampling, *seed: int | str):
+    def __init__(self, engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
+                 sampling: Sampling, *seed: int | str):
         """Sample `num_samples` responses to each prompt `data[row]`, scoring each as it finishes.
 
         Engine e takes prompts e, e + engines, ...; a group never leaves its engine. `seed` and the number of a response
         are all that its own seed depends on.
         """
-        self.pool = pool
+        self.scoring, self.texts = scoring, {}
         self.requests = [(p, g) for p in engine.deal(len(rows)) for g in range(num_samples)]
         self.index = [p * num_samples + g for p, g in self.requests]
         self.rows = [rows[p] for p, _ in self.requests]
@@ -121,24 +142,34 @@ class Asked:
             [prompt.tokens for prompt in self.prompts],
             [seed_of(*seed, p, g) for p, g in self.requests],
             sampling,
-            on_finish=partial(self._score, tokenizer),
+            on_finish=self._score,
         )
 
-    def _score(self, tokenizer, i: int, response: Response) -> None:
-        prompt, text = self.prompts[i], tokenizer.decode(response.tokens, skip_special_tokens=True)
-        self.pool.submit(i, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+    def _score(self, i: int, response: Response) -> None:
+        prompt, text = self.prompts[i], self.scoring.tokenizer.decode(response.tokens, skip_special_tokens=True)
+        self.texts[i] = text
+        if self.scoring.pool is not None:
+            self.scoring.pool.submit(i, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
 
     def collect(self, meter: Meter) -> Samples:
-        """The samples that this rank scores; adds reward/error_frac and reward/timeout_frac to `meter`."""
-        scores = self.pool.results()
+        """The samples that this rank scores; adds reward/error_frac and reward/timeout_frac to `meter`. All ranks call
+        this together."""
+        mine = sorted(self.texts)
+        scores = Scores(mine, [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
+        if self.scoring.pool is not None:
+            scores = self.scoring.pool.results()
         timeout = torch.tensor([kind == "timeout" for kind in scores.failures], dtype=torch.float64)
         failed = torch.tensor([kind is not None for kind in scores.failures], dtype=torch.float64)
         meter.mean("reward/timeout_frac", timeout)
         meter.mean("reward/error_frac", failed - timeout)
-        mine = scores.index
+        rewards = scores.scores
+        if self.scoring.model is not None:
+            judged = self.scoring.model.score([self.prompts[i] for i in mine], [self.texts[i] for i in mine])
+            meter.mean("reward/model", torch.tensor(judged, dtype=torch.float64))
+            rewards = [reward + self.scoring.model.config.weight * score for reward, score in zip(rewards, judged)]
         return Samples(
             [self.index[i] for i in mine], [self.rows[i] for i in mine], [self.prompts[i] for i in mine],
-            [self.responses[i] for i in mine], scores.scores, scores.extras,
+            [self.responses[i] for i in mine], rewards, scores.extras,
         )
 
 

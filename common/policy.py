@@ -54,8 +54,9 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
     saved_as = hf_config.architectures or [causal_lm]
-    if causal_lm and not any(n == causal_lm or n.endswith(heads) for n in saved_as):
-        raise ValueError(f"{path} holds a {saved_as[0]}, must be a {causal_lm}: choose another {flag}")
+    if causal_lm and not any(n.endswith(heads) or (n == causal_lm and "ForCausalLM" in heads) for n in saved_as):
+        wanted = causal_lm if "ForCausalLM" in heads else f"*{heads[0]}"
+        raise ValueError(f"{path} holds a {saved_as[0]}, must be a {wanted}: choose another {flag}")
     if not hasattr(hf_config, "hidden_size"):
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
     return hf_config

@@ -39,15 +39,21 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "script", "flags"), [
+    (1, "grpo.py", ["--run-constant-groups"]),
+    (2, "grpo.py", ["--run-constant-groups"]),
+    (1, "ppo.py", ["--kl-reward-coef", "0.01", "--minibatches-per-step", "2"]),
+    (1, "dapo.py", ["--max-gen-batches", "2", "--overlong-buffer", "8"]),
+    (1, "rloo.py", ["--baseline", "remax", "--run-constant-groups"]),
+])
+def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, ranks, script, flags):
     """The 135M model, vLLM, FSDP2: validation, two updates, the exported model loads and has moved."""
     launch(
-        "grpo.py", "--model", smollm, "--train-data", str(TRAIN), "--val-data", small_val, "--run-dir", str(tmp_path),
+        script, "--model", smollm, "--train-data", str(TRAIN), "--val-data", small_val, "--run-dir", str(tmp_path),
         "--data.max-prompt-length", "200", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2",
         "--rollout.max-response-length", "24", "--rollout.max-num-seqs", "16", "--rollout.kv-cache-gb", "0.25",
         "--eval-n", "0", "--optim.lr", "1e-5", "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048",
-        "--run-constant-groups", ranks=ranks,
+        *flags, ranks=ranks,
     )
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -56,6 +62,7 @@ def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, ranks):
         assert 0 < row["sync/probe_prob_diff"] < 0.03
         assert 0 < row["training/rollout_probs_diff_mean"] < 0.03      # right weights in the engine, right shift
         assert row["rollout_corr/k3_kl"] < 0.02
+        assert row["actor/grad_norm"] > 0
         assert 0 < row["actor/entropy"] < 5 and 0 < row["response_length/mean"] <= 24
         assert row["actor/skipped_steps"] == 0 and row["reward/error_frac"] == 0
         assert row["perf/cpu_memory_peak_gb"] < 8

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import dapo
 import rloo
@@ -33,7 +34,10 @@ VARIANTS = {
     "grpo epochs": ["--epochs-per-step", "2", "--optim.schedule", "cosine", "--optim.warmup-steps", "1"],
     "grpo checkpointing": ["--policy.gradient-checkpointing"],
     "grpo share prompt": ["--policy.share-prompt", "--max-tokens-per-gpu", "300"],
+    "grpo reward model": ["--reward-model.path", "RM", "--reward-model.weight", "0.5"],
+    "grpo reward model alone": ["--reward-model.path", "RM", "--reward-model.alone", "--reward-model.max-tokens", "99"],
     "ppo": ["--minibatches-per-step", "1"],
+    "ppo critic from a reward model": ["--minibatches-per-step", "2", "--critic-model", "RM"],
     "ppo kl": ["--kl-reward-coef", "0.1", "--kl-controller", "adaptive", "--kl-target", "0.001", "--total-steps", "3",
                "--minibatches-per-step", "2"],
     "ppo kl loss": ["--kl-loss-coef", "0.1", "--minibatches-per-step", "2", "--epochs-per-step", "2"],
@@ -58,13 +62,24 @@ def small_train(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_llama, small_train, tmp_path_factory) -> dict[int, dict[str, list[dict]]]:
+def reward_model(tiny_llama, tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("reward_model"))
+    torch.manual_seed(5)
+    config = LlamaConfig.from_pretrained(tiny_llama, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int, dict[str, list[dict]]]:
     """ranks -> variant -> its metrics, a row a step."""
     found = {}
     for ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         own = ["--model", tiny_llama, "--train-data", small_train, *BASE]
-        jobs = [[name.split()[0], str(folder / name), [*own, *flags]] for name, flags in VARIANTS.items()]
+        jobs = [[name.split()[0], str(folder / name), [reward_model if flag == "RM" else flag for flag in own + flags]]
+                for name, flags in VARIANTS.items()]
         (folder / "jobs.json").write_text(json.dumps(jobs))
         launch("-m", "tests.variant_worker", folder / "jobs.json", ranks=ranks)
         found[ranks] = {name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -115,6 +130,15 @@ def test_ppo_with_a_critic_of_zeros_is_reinforce_plus_plus(runs):
     row = runs[1]["ppo"][0]
     assert row["critic/values/mean"] == 0 and row["critic/vf_loss"] == pytest.approx(row["critic/rewards/mean"] / 2)
     assert row["critic/vf_explained_var"] == 0 and row["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_reward_models_score_is_added_or_alone(runs):
+    plain, both, alone = (runs[1][f"grpo {name}"][0] for name in ("token-mean", "reward model", "reward model alone"))
+    assert abs(both["reward/model"]) > 1e-3
+    assert both["reward/model"] == pytest.approx(alone["reward/model"], abs=1e-5)       # the same responses
+    assert alone["critic/rewards/mean"] == pytest.approx(alone["reward/model"], abs=1e-6)
+    want = plain["critic/rewards/mean"] + both["reward/model"] / 2
+    assert both["critic/rewards/mean"] == pytest.approx(want, abs=1e-6)
 
 
 def test_critic_learns_and_warmup_leaves_the_policy(runs):

@@ -11,10 +11,12 @@ from transformers import AutoTokenizer
 
 from common import dist
 from common.data import DataConfig, load_prompts
-from common.experience import Asked
+from common.experience import Asked, Scoring
 from common.policy import ModelConfig, load_policy, read_config
+from common.reward_model import RewardModelConfig
 from common.rollout import RolloutConfig, Sampling, make_engine, stop_tokens
-from rewards.pool import RewardPool
+from common.tracking import Meter
+from rewards.pool import RewardConfig
 
 
 @dataclass
@@ -36,7 +38,7 @@ def main(args: Args) -> None:
     hf_config, stops = read_config(args.model, model_config), stop_tokens(args.model, tokenizer)
     engine = make_engine(args.model, hf_config, config, model_config, world, [requests[0].tokens], stops, 512, 0)
     policy = load_policy(args.model, model_config, world)
-    pool = RewardPool(num_workers=1)
+    scoring = Scoring(tokenizer, RewardConfig(num_workers=1), RewardModelConfig(), [])
     engine.wake(policy)
 
     from vllm import SamplingParams
@@ -56,11 +58,11 @@ def main(args: Args) -> None:
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()
         asked = Asked(
-            engine, pool, tokenizer, prompts, range(len(prompts)), args.samples, Sampling(1.0, args.max_tokens),
+            engine, scoring, prompts, range(len(prompts)), args.samples, Sampling(1.0, args.max_tokens),
             round_number,
         )
         rate = sum(len(r.tokens) for r in asked.responses) / (time.perf_counter() - start)
-        asked.collect()
+        asked.collect(Meter())
         return rate
 
     for warm in range(3):
@@ -72,7 +74,7 @@ def main(args: Args) -> None:
         rows.append(rates | {"ratio": rates["loop"] / rates["bare"]})
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     print(json.dumps({"bench": "rollout", "unit": "response tokens/s", **result, "pairs": rows}))
-    pool.close()
+    scoring.close()
     engine.close()
     dist.shutdown()
 

@@ -15,7 +15,7 @@ def main(runs: list[str]) -> None:
         rows = read_metrics(run)
         steps = [row for row in rows if "timing_s/step" in row]
         (greedy,) = [key for key in rows[0] if key.endswith("/acc/greedy")]
-        (sampled,) = [key for key in rows[0] if "/acc/mean@" in key]
+        (sampled,) = [key for key in rows[0] if "/acc/mean@" in key and key.startswith("val-core/")]
         rewards = [row["critic/rewards/mean"] for row in steps]
         means = " ".join(f"{statistics.mean(rewards[i : i + 5]):.2f}" for i in range(0, len(rewards), 5))
         seconds = sum(row["timing_s/step"] for row in steps)

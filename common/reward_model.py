@@ -1,0 +1,63 @@
+"""A reward model: any sequence classifier with one label, sharded beside the policy, run on packed conversations."""
+
+from dataclasses import dataclass
+
+from transformers import AutoTokenizer
+
+from common.data import Prompt
+from common.dist import World, all_max
+from common.packing import Batch
+from common.policy import SCORED, ModelConfig, load_critic, read_config
+
+
+@dataclass
+class RewardModelConfig:
+    path: str = ""
+    """Hugging Face folder or hub name of a sequence classifier with one label, scored in float32. Empty: none."""
+    weight: float = 1.0
+    """Factor of its score, which is added to that of the reward function."""
+    alone: bool = False
+    """The reward is the model's score alone: no reward function is run."""
+    max_tokens: int = 16384
+    """Token budget of one forward on one rank."""
+
+    def __post_init__(self):
+        if self.alone and not self.path:
+            raise ValueError("--reward-model.alone needs --reward-model.path")
+
+
+class RewardModel:
+    """Scores conversations in the model's own chat template and tokens."""
+
+    def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
+        read_config(config.path, model_config, "--reward-model.path", SCORED)  # refuse others first
+        self.config, self.world = config, world
+        self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
+        self.model = load_critic(config.path, model_config, world, frozen=True)
+
+    def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
+        """One score per response. All ranks call this together, each with its own responses (or none)."""
+        conversations = [
+            self.tokenizer.apply_chat_template(
+                [*prompt.messages, {"role": "assistant", "content": text}], tokenize=True, return_dict=False
+            )
+            for prompt, text in zip(prompts, texts)
+        ]
+        # a critic's value of a token is read before it: one token more, and it is read at the conversation's end
+        rows = [Batch.build([tokens], [[0]], index=[i]) for i, tokens in enumerate(conversations)]
+        groups, room = [], 0
+        for row in rows:
+            if not groups or len(row.tokens) > room:
+                groups.append([])
+                room = self.config.max_tokens
+            groups[-1].append(row)
+            room -= len(row.tokens)
+        dummy = Batch.build([[0]], [[0]])
+        scores = []
+        for number in range(int(all_max([len(groups)])[0])):                    # as many on every rank
+            batch = Batch.cat(groups[number] if number < len(groups) else [dummy])
+            values = self.model.score(batch.to(self.world.device))[batch.mask.to(self.world.device)]
+            scores += values.tolist() if number < len(groups) else []
+        return scores

@@ -1,0 +1,54 @@
+"""The reward model's packed scores against transformers, one conversation at a time, in its own chat template."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from common import dist
+from common.data import Prompt
+from common.policy import ModelConfig
+from common.reward_model import RewardModel, RewardModelConfig
+
+FLOAT32 = ModelConfig(compute_dtype="float32")
+TEXTS = ["The answer is 4.", "I do not know", "#### 12", ""]
+PROMPTS = [Prompt([1], "s", "", {}, [{"role": "user", "content": f"What is {i} + {i}?"}]) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = dist.init()
+    yield world
+    dist.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("reward_model"))
+    torch.manual_seed(5)
+    model = LlamaForSequenceClassification(LlamaConfig.from_pretrained(tiny_llama, num_labels=1)).float()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("max_tokens", [16384, 60, 1])
+def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens):
+    model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    want = []
+    for prompt, text in zip(PROMPTS, TEXTS):
+        messages = [*prompt.messages, {"role": "assistant", "content": text}]
+        ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+        with torch.no_grad():
+            want.append(float(model(input_ids=torch.tensor([ids])).logits))
+    ours = RewardModel(RewardModelConfig(path=folder, max_tokens=max_tokens), FLOAT32, world)
+    assert ours.score(PROMPTS, TEXTS) == pytest.approx(want, abs=2e-6)
+    assert len({round(x, 4) for x in want}) == 4
+    assert ours.score([], []) == []
+
+
+def test_what_is_no_reward_model_is_refused(tiny_llama, world):
+    with pytest.raises(ValueError, match=r"holds a LlamaForCausalLM, must be a \*ForSequenceClassification: choose another --reward-model.path"):
+        RewardModel(RewardModelConfig(path=tiny_llama), FLOAT32, world)
+    with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):
+        RewardModelConfig(alone=True)
