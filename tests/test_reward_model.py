@@ -48,7 +48,7 @@ def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_toke
 
 
 def test_what_is_no_reward_model_is_refused(tiny_llama, world):
-    with pytest.raises(ValueError, match=r"holds a LlamaForCausalLM, must be a \*ForSequenceClassification: choose another --reward-model.path"):
+    with pytest.raises(ValueError, match=r"must be a \*ForSequenceClassification: choose another --reward-model.path"):
         RewardModel(RewardModelConfig(path=tiny_llama), FLOAT32, world)
     with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):
         RewardModelConfig(alone=True)
