@@ -48,7 +48,7 @@ PRESETS = {
     "bypass-pg-geo-rs-seq-tis": BYPASS | GEO | SEQUENCE,
 }
 UNSET = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "reject": "none", "reject_over": "mean",
-         "reject_below": -math.inf, "reject_above": math.inf}
+         "reject_below": -math.inf, "reject_above": math.inf, "bypass": False}
 
 
 @dataclass
@@ -80,8 +80,8 @@ class CorrectionConfig:
     """Upper bound of the estimate in nats: for k1, log of a ratio (0.001 is 1.001, 0.693 is 2)."""
     rejected_leave_group: bool = False
     """Responses that lost all tokens count in no group's mean and standard deviation, as if they had no reward."""
-    bypass: bool = False
-    """Engine log-probs are the old ones: the loss's ratio is p / p_rollout, and weights are of the current policy."""
+    bypass: bool | None = None
+    """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
 
     def needs_old_logp(self, num_updates: int = 1) -> bool:
         """Must responses be scored before a step of so many updates? Before a single one, old is current."""
@@ -92,7 +92,7 @@ def resolve(config: CorrectionConfig, loss: str) -> CorrectionConfig:
     """The preset under the flags that were given, nothing left at None; `loss` is the name of the policy loss.
 
     Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count twice."""
-    given = {name: x for name, x in vars(config).items() if x is not None and x is not False}
+    given = {name: x for name, x in vars(config).items() if x is not None}
     preset = PRESETS[config.preset]
     if any(given.get(name, preset.get(name)) != preset.get(name) for name in ("reject", "reject_over")):
         preset = {name: x for name, x in preset.items() if name not in ("reject_below", "reject_above")}
@@ -103,7 +103,7 @@ def resolve(config: CorrectionConfig, loss: str) -> CorrectionConfig:
         )
     if config.reject == "none":
         for name in ("reject_over", "reject_below", "reject_above", "rejected_leave_group"):
-            if name in given:
+            if given.get(name, False) is not False:
                 raise ValueError(f"--correction.{name.replace('_', '-')} does nothing without --correction.reject")
     else:
         endless = math.isinf(config.reject_above) and (math.isinf(config.reject_below) or config.reject != "k1")
