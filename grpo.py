@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from common import checkpoint, correction, dist, losses
+from common.correction import CorrectionConfig
 from common.data import DataConfig, Prompt, PromptSampler, PromptSet, load_prompts
 from common.kernels import choose_attention
 from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost, train_flops
@@ -92,10 +93,6 @@ class Args:
     run_constant_groups: bool = False
     """Run groups whose rewards are all equal through the model too. Their advantage is 0: without KL and entropy terms
     they change no gradient and by default only count in the denominators (and are missing from actor/ metrics)."""
-    correct_rollout: bool = False
-    """Multiply token losses by min(p_trainer / p_engine, rollout_threshold) (TIS)."""
-    rollout_threshold: float = 2.0
-    """Truncation of the engine correction; reported in rollout_corr/ whether applied or not."""
     max_skipped_steps: int = 3
     """Stop after this many optimizer steps in a row whose gradient norm is not finite."""
 
@@ -110,6 +107,7 @@ class Args:
     policy: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     save: checkpoint.SaveConfig = field(default_factory=checkpoint.SaveConfig)
@@ -202,6 +200,7 @@ def main(args: Args) -> None:
     # setup
     world = dist.init()
     check(args, world)
+    correct = correction.resolve(args.correction, "ppo")
     hf_config = read_config(args.model, args.policy)
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
     dist.seed_everything(args.seed)
@@ -233,6 +232,7 @@ def main(args: Args) -> None:
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
     sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
     P, G = args.prompts_per_step, args.samples_per_prompt
+    num_updates = args.minibatches_per_step * args.epochs_per_step
     first_step, skipped_in_a_row = 0, 0
     if state:
         first_step = state["step"]
@@ -281,7 +281,8 @@ def main(args: Args) -> None:
         rewards = torch.where(scored > 0, rewards, torch.nan)                                   # NaN: on_error drop
         lengths = (response_lengths + prompt_lengths).numpy().astype(np.int64)
         constant = (rewards.view(P, G) == rewards.view(P, G)[:, :1]).all(dim=1)                 # [P] advantage 0
-        skip_constant = not (args.run_constant_groups or args.kl_loss_coef or args.entropy_coef)
+        all_count = args.kl_loss_coef or args.entropy_coef or correct.needs_old_logp()
+        skip_constant = not (args.run_constant_groups or all_count)
         trained = ~(constant.repeat_interleave(G) & skip_constant).numpy()                      # [S]
         plan = plan_step(
             lengths, sequence_cost(lengths, hf_config), args.minibatches_per_step, world.size, args.max_tokens_per_gpu,
@@ -295,7 +296,7 @@ def main(args: Args) -> None:
         minibatches = [[batch.microbatch(shares[world.rank]) for shares in planned] for planned in plan.minibatches]
 
         # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
-        if args.minibatches_per_step * args.epochs_per_step > 1:
+        if correct.needs_old_logp(num_updates):
             with timer("old_log_prob"):
                 for microbatch in chain(*minibatches):
                     microbatch.old_logp = policy.score(microbatch, sampling.temperature)        # [T]
@@ -304,15 +305,17 @@ def main(args: Args) -> None:
                 for microbatch in chain(*minibatches):
                     microbatch.ref_logp = reference.score(microbatch, sampling.temperature)     # [T]
 
+        rejected = correction.prepare(minibatches, P * G, correct, meter)                       # [S] leave their group
+
         # 4 advantages
-        advantages = ADVANTAGES[args.advantage](rewards.view(P, G), not args.no_norm_by_std).flatten()     # [S]
+        counted = torch.where(rejected, torch.nan, rewards)                                     # [S]
+        advantages = ADVANTAGES[args.advantage](counted.view(P, G), not args.no_norm_by_std).flatten()     # [S]
         for microbatch in chain(*minibatches):
             per_response = advantages.float().to(world.device)[microbatch.index]
             microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask      # [T]
 
         # 5 update
         lr = learning_rate(args.optim, step, args.total_steps)
-        num_updates = args.minibatches_per_step * args.epochs_per_step
         with timer("update_actor"):
             for microbatches, idle in [*zip(minibatches, plan.idle)] * args.epochs_per_step:
                 norm_length = args.rollout.max_response_length
@@ -322,9 +325,7 @@ def main(args: Args) -> None:
                     losses.check_finite("logp", logp.detach(), microbatch)
                     old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                     loss, stats = loss_fn(logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens)
-                    if args.correct_rollout:
-                        rollout_logp = microbatch.rollout_logp
-                        loss = loss * correction.truncated_weights(old_logp, rollout_logp, args.rollout_threshold)
+                    loss = loss * correction.weights(microbatch, logp, correct, meter)
                     meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
                     if reference is not None:
                         kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
@@ -336,7 +337,6 @@ def main(args: Args) -> None:
                     for name, values in stats.items():
                         meter.mean(name, values, microbatch.mask)
                     meter.mean("actor/entropy", entropy, microbatch.mask)
-                    correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim.max_grad_norm)
                 skipped_in_a_row = 0 if np.isfinite(grad_norm) else skipped_in_a_row + 1
                 meter.total("actor/skipped_steps", float(not np.isfinite(grad_norm)), per=world.size)
