@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from common import checkpoint, correction, dist, losses
+from common.correction import CorrectionConfig
 from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
 from common.experience import Asked, Samples, Scoring, check_sizes, deal, gather_results, validation_metrics
 from common.kernels import choose_attention
@@ -89,10 +90,6 @@ class Args:
     """Do not divide advantages by the group's standard deviation (Dr.GRPO)."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
-    correct_rollout: bool = False
-    """Multiply token losses by min(p_trainer / p_engine, rollout_threshold) (TIS)."""
-    rollout_threshold: float = 2.0
-    """Truncation of the engine correction; reported in rollout_corr/ whether applied or not."""
 
     # validation
     eval_every: int = 10
@@ -105,6 +102,7 @@ class Args:
     policy: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -163,6 +161,7 @@ def main(args: Args) -> None:
     # setup
     world = dist.init()
     chosen = check(args, world)
+    correct = correction.resolve(args.correction, "dapo")
     hf_config = read_config(args.model, args.policy)
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
     dist.seed_everything(args.seed)
@@ -251,12 +250,15 @@ def main(args: Args) -> None:
 
         # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
         num_updates = args.minibatches_per_step * args.epochs_per_step
-        if num_updates > 1:
+        if correct.needs_old_logp(num_updates > 1):
             with timer("old_log_prob"):
                 for microbatch in chain(*minibatches):
                     microbatch.old_logp = policy.score(microbatch, sampling.temperature)        # [T]
 
+        rejected = correction.prepare(minibatches, len(trained), correct, meter)                # [S] leave their group
+
         # 4 advantages
+        rewards = torch.where(rejected.view(-1, G), torch.nan, rewards)
         advantages = group_advantages(rewards, not args.no_norm_by_std).flatten()     # [S]
         for microbatch in chain(*minibatches):
             per_response = advantages.float().to(world.device)[microbatch.index]
@@ -274,9 +276,7 @@ def main(args: Args) -> None:
                     loss, stats = loss_fn(
                         logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens
                     )
-                    if args.correct_rollout:
-                        rollout_logp = microbatch.rollout_logp
-                        loss = loss * correction.truncated_weights(old_logp, rollout_logp, args.rollout_threshold)
+                    loss = loss * correction.weights(microbatch, logp, correct, meter)
                     meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * entropy
@@ -284,7 +284,6 @@ def main(args: Args) -> None:
                     for name, values in stats.items():
                         meter.mean(name, values, microbatch.mask)
                     meter.mean("actor/entropy", entropy, microbatch.mask)
-                    correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim)
                 meter.total("actor/grad_norm", grad_norm, per=num_updates * world.size)
                 meter.total("actor/skipped_steps", not math.isfinite(grad_norm), per=world.size)

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from common import checkpoint, correction, dist, losses
+from common.correction import CorrectionConfig
 from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
 from common.experience import Asked, Scoring, check_sizes, deal, gather_results, validation_metrics
 from common.kernels import choose_attention
@@ -89,10 +90,6 @@ class Args:
     run_constant_groups: bool = False
     """Run groups whose rewards are all equal through the model too. Their advantage is 0: without KL and entropy terms
     they change no gradient and by default only count in the denominators (and are missing from actor/ metrics)."""
-    correct_rollout: bool = False
-    """Multiply token losses by min(p_trainer / p_engine, rollout_threshold) (TIS)."""
-    rollout_threshold: float = 2.0
-    """Truncation of the engine correction; reported in rollout_corr/ whether applied or not."""
 
     # validation
     eval_every: int = 10
@@ -105,6 +102,7 @@ class Args:
     policy: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -162,6 +160,7 @@ def main(args: Args) -> None:
     # setup
     world = dist.init()
     chosen = check(args, world)
+    correct = correction.resolve(args.correction, args.loss)
     hf_config = read_config(args.model, args.policy)
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
     dist.seed_everything(args.seed)
@@ -220,7 +219,8 @@ def main(args: Args) -> None:
         results = gather_results(samples)                                                       # [S] each
         rewards = results.rewards.view(P, G)
         constant = (rewards == rewards[:, :1]).all(dim=1)                                       # [P] advantage 0
-        skip_constant = not (args.run_constant_groups or args.kl_loss_coef or args.entropy_coef)
+        all_count = args.kl_loss_coef or args.entropy_coef or correct.needs_old_logp() or args.loss in losses.SELECTED
+        skip_constant = not (args.run_constant_groups or all_count)
         trained = ~(constant & skip_constant).repeat_interleave(G)                              # [S]
         minibatches, idle_lengths = deal(
             samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
@@ -230,7 +230,7 @@ def main(args: Args) -> None:
 
         # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
         num_updates = args.minibatches_per_step * args.epochs_per_step
-        if num_updates > 1 or args.loss in losses.SELECTED:
+        if correct.needs_old_logp(num_updates > 1 or args.loss in losses.SELECTED):
             with timer("old_log_prob"):
                 for microbatch in chain(*minibatches):
                     microbatch.old_logp = policy.score(microbatch, sampling.temperature)        # [T]
@@ -239,7 +239,10 @@ def main(args: Args) -> None:
                 for microbatch in chain(*minibatches):
                     microbatch.ref_logp = reference.score(microbatch, sampling.temperature)     # [T]
 
+        rejected = correction.prepare(minibatches, P * G, correct, meter)                       # [S] leave their group
+
         # 4 advantages
+        rewards = torch.where(rejected.view(P, G), torch.nan, rewards)
         advantages = ADVANTAGES[args.advantage](rewards, not args.no_norm_by_std).flatten()     # [S]
         for microbatch in chain(*minibatches):
             per_response = advantages.float().to(world.device)[microbatch.index]
@@ -259,9 +262,7 @@ def main(args: Args) -> None:
                     loss, stats = loss_fn(
                         logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens, **selection
                     )
-                    if args.correct_rollout:
-                        rollout_logp = microbatch.rollout_logp
-                        loss = loss * correction.truncated_weights(old_logp, rollout_logp, args.rollout_threshold)
+                    loss = loss * correction.weights(microbatch, logp, correct, meter)
                     meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
                     if reference is not None:
                         kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
@@ -273,7 +274,6 @@ def main(args: Args) -> None:
                     for name, values in stats.items():
                         meter.mean(name, values, microbatch.mask)
                     meter.mean("actor/entropy", entropy, microbatch.mask)
-                    correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim)
                 meter.total("actor/grad_norm", grad_norm, per=num_updates * world.size)
                 meter.total("actor/skipped_steps", not math.isfinite(grad_norm), per=world.size)

@@ -24,6 +24,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from common import checkpoint, correction, dist, losses
+from common.correction import CorrectionConfig
 from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
 from common.experience import Asked, Scoring, check_sizes, deal, gather_results, give_out, validation_metrics
 from common.kernels import choose_attention
@@ -101,10 +102,6 @@ class Args:
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
-    correct_rollout: bool = False
-    """Multiply token losses by min(p_trainer / p_engine, rollout_threshold) (TIS)."""
-    rollout_threshold: float = 2.0
-    """Truncation of the engine correction; reported in rollout_corr/ whether applied or not."""
 
     # validation
     eval_every: int = 10
@@ -118,6 +115,7 @@ class Args:
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic_optim: OptimConfig = field(default_factory=partial(OptimConfig, lr=1e-5))
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -159,6 +157,7 @@ def main(args: Args) -> None:
     # setup
     world = dist.init()
     chosen = check(args, world)
+    correct = correction.resolve(args.correction, "ppo")
     hf_config = read_config(args.model, args.policy)
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
     dist.seed_everything(args.seed)
@@ -230,7 +229,7 @@ def main(args: Args) -> None:
 
         # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward; values
         num_updates = args.minibatches_per_step * args.epochs_per_step
-        if num_updates > 1 or args.kl_reward_coef:
+        if correct.needs_old_logp(num_updates > 1 or args.kl_reward_coef > 0):
             with timer("old_log_prob"):
                 for microbatch in chain(*minibatches):
                     microbatch.old_logp = policy.score(microbatch, sampling.temperature)        # [T]
@@ -239,6 +238,7 @@ def main(args: Args) -> None:
                 for microbatch in chain(*minibatches):
                     microbatch.ref_logp = reference.score(microbatch, sampling.temperature)     # [T]
 
+        correction.prepare(minibatches, P * G, correct, meter)
         with timer("values"):
             for microbatch in chain(*minibatches):
                 microbatch.value = critic.score(microbatch)                                     # [T]
@@ -290,9 +290,7 @@ def main(args: Args) -> None:
                     loss, stats = loss_fn(
                         logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens
                     )
-                    if args.correct_rollout:
-                        rollout_logp = microbatch.rollout_logp
-                        loss = loss * correction.truncated_weights(old_logp, rollout_logp, args.rollout_threshold)
+                    loss = loss * correction.weights(microbatch, logp, correct, meter)
                     meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
                     if reference is not None:
                         kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
@@ -304,7 +302,6 @@ def main(args: Args) -> None:
                     for name, values in stats.items():
                         meter.mean(name, values, microbatch.mask)
                     meter.mean("actor/entropy", entropy, microbatch.mask)
-                    correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim)
                 meter.total("actor/grad_norm", grad_norm, per=num_updates * world.size)
                 meter.total("actor/skipped_steps", not math.isfinite(grad_norm), per=world.size)

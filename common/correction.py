@@ -1,30 +1,279 @@
-"""Engine and trainer disagree a little on every probability; old data disagree more. Measure it, and correct for it.
+"""The engine's distribution is not quite the trainer's, and old data is further off: measure it, and correct for it.
 
-`rollout_logp` is what the engine reported while sampling, `old_logp` what the trainer computes for the same weights.
+`rollout_logp` is what the engine reported while it sampled (roll); `old_logp`, or the current policy where a step has
+one update, what the trainer computes (old). Per token l = clamp(old - roll, -20, 20), w = exp(l). Differences are
+measured over all sampled tokens; then come rejections (arXiv 2512.23075), then importance weights (IcePop: 2510.18855)
+over what remains. What is known before the update is done by `prepare`, the rest by `weights` in the micro-batch loop.
+Nothing depends on how a mini-batch was cut. Names of presets and metrics are verl's.
 """
+
+import math
+import operator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from common.dist import all_sum
+from common.losses import expand, segment_mean, segment_sum
 from common.packing import Batch
 from common.tracking import Meter
 
+TOKEN, SEQUENCE, BYPASS = {"weights": "token"}, {"weights": "sequence"}, {"bypass": True}
+ICEPOP = {"weights": "token", "lower": 0.5, "upper": 5.0, "outside": "zero"}
+GEO = {"reject": "k1", "reject_over": "mean", "reject_below": math.log(0.999), "reject_above": math.log(1.001)}
+K3 = {"reject": "k3", "reject_over": "mean", "reject_above": 0.01}
+SUM = {"reject": "k1", "reject_over": "sum", "reject_below": math.log(0.5), "reject_above": math.log(2.0)}
+PRESETS = {
+    "disabled": {},
+    "decoupled-token-is": TOKEN,
+    "decoupled-seq-is": SEQUENCE,
+    "decoupled-token-icepop": ICEPOP,
+    "decoupled-seq-is-rs": SEQUENCE | SUM,
+    "decoupled-geo-rs": GEO,
+    "decoupled-geo-rs-token-tis": GEO | TOKEN,
+    "decoupled-geo-rs-seq-tis": GEO | SEQUENCE,
+    "decoupled-k3-rs": K3,
+    "decoupled-k3-rs-token-tis": K3 | TOKEN,
+    "decoupled-k3-rs-seq-tis": K3 | SEQUENCE,
+    "bypass-ppo-clip": BYPASS,
+    "bypass-ppo-clip-geo-rs": BYPASS | GEO,
+    "bypass-ppo-clip-k3-rs": BYPASS | K3,
+    "bypass-pg-is": BYPASS | SEQUENCE,
+    "bypass-pg-token-icepop": BYPASS | ICEPOP,
+    "bypass-pg-geo-rs": BYPASS | GEO,
+    "bypass-pg-geo-rs-token-tis": BYPASS | GEO | TOKEN,
+    "bypass-pg-geo-rs-seq-tis": BYPASS | GEO | SEQUENCE,
+}
+UNSET = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "reject": "none", "reject_over": "mean",
+         "reject_below": -math.inf, "reject_above": math.inf, "bypass": False}
 
-def truncated_weights(old_logp: Tensor, rollout_logp: Tensor, threshold: float) -> Tensor:
-    """Truncated importance sampling per token (TIS): min(p_old / p_rollout, threshold), detached. [T], [T] -> [T]."""
-    return (old_logp - rollout_logp).detach().clamp(-20, 20).exp().clamp(max=threshold)
+
+@dataclass
+class CorrectionConfig:
+    """Flags that are None come from the preset, see `resolve`."""
+
+    preset: Literal[*PRESETS] = "disabled"
+    """verl's presets; the flags below override them. disabled: measure only. bypass-pg-* are for --loss reinforce."""
+    weights: Literal["none", "token", "sequence", "geometric"] | None = None
+    """Multiply token losses by p_old / p_rollout: the token's, the whole response's, or that one's geometric mean."""
+    upper: float | None = None
+    """Weights above are cut to it (TIS); 2 unless the preset says otherwise. Metrics use it without weights, too."""
+    lower: float | None = None
+    """Weights below are raised to it; 0 (no floor) unless the preset says otherwise."""
+    outside: Literal["clamp", "zero"] | None = None
+    """zero: weights outside [lower, upper] become 0 instead (IcePop). Their tokens stay in the denominators."""
+    batch_normalise: bool = False
+    """Divide weights by their mean over the mini-batch's tokens (of sequence and geometric: responses). Costs a forward
+    pass per step."""
+    reject: Literal["none", "k1", "k2", "k3"] | None = None
+    """Drop from the loss what is out of bounds in an estimate of KL(rollout || old); d = log p_rollout - log p_old:
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Denominators count what remains. Costs a forward pass per step."""
+    reject_over: Literal["token", "mean", "max", "sum"] | None = None
+    """token: drops single tokens. mean, max, sum: drops responses, by that of their tokens. mean unless the preset says
+    otherwise."""
+    reject_below: float | None = None
+    """Lower bound of the estimate in nats; k1 is negative where the trainer finds likelier what the engine sampled."""
+    reject_above: float | None = None
+    """Upper bound of the estimate in nats: for k1, log of a ratio (0.001 is 1.001, 0.693 is 2)."""
+    rejected_leave_group: bool = False
+    """Responses that lost all tokens count in no group's mean and standard deviation, as if they had no reward."""
+    bypass: bool | None = None
+    """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
+
+    def needs_old_logp(self, asked: bool = False) -> bool:
+        """Must responses be scored before the update? `asked`: by the loop, which has several updates in a step, say;
+        then with bypass still not."""
+        return self.reject != "none" or self.batch_normalise or (asked and not self.bypass)
 
 
-def measure(meter: Meter, batch: Batch, old_logp: Tensor, threshold: float) -> None:
-    """Adds `training/rollout_probs_diff_*` (|p_old - p_rollout|) and `rollout_corr/*` of one micro-batch."""
-    old, rollout = old_logp.detach()[batch.mask], batch.rollout_logp[batch.mask]
-    diff = (old.exp() - rollout.exp()).abs()
-    ratio = truncated_weights(old, rollout, torch.inf)
-    log_ratio = (old - rollout).clamp(-20, 20)
-    meter.mean("training/rollout_probs_diff_mean", diff)
-    meter.max("training/rollout_probs_diff_max", diff)
-    meter.mean("rollout_corr/kl", -log_ratio)                           # k1 of KL(rollout || old)
-    meter.mean("rollout_corr/k3_kl", ratio - 1 - log_ratio)
-    meter.mean("rollout_corr/rollout_is_mean", ratio.clamp(max=threshold))
-    meter.max("rollout_corr/rollout_is_max", ratio)
-    meter.mean("rollout_corr/rollout_is_ratio_fraction_high", (ratio > threshold).double())
+def resolve(config: CorrectionConfig, loss: str) -> CorrectionConfig:
+    """The preset under the flags that were given, nothing left at None; `loss` is the name of the policy loss.
+
+    Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count twice."""
+    given = {name: x for name, x in vars(config).items() if x is not None}
+    preset = PRESETS[config.preset]
+    if any(given.get(name, preset.get(name)) != preset.get(name) for name in ("reject", "reject_over")):
+        preset = {name: x for name, x in preset.items() if name not in ("reject_below", "reject_above")}
+    config = replace(config, **UNSET | preset | given)                        # bounds are those of one estimate
+    if not 0 <= config.lower < config.upper:
+        raise ValueError(
+            f"--correction.lower {config.lower:g} must be at least 0 and below --correction.upper {config.upper:g}"
+        )
+    if config.reject == "none":
+        for name in ("reject_over", "reject_below", "reject_above", "rejected_leave_group"):
+            if given.get(name, False) is not False:
+                raise ValueError(f"--correction.{name.replace('_', '-')} does nothing without --correction.reject")
+    else:
+        endless = math.isinf(config.reject_above) and (math.isinf(config.reject_below) or config.reject != "k1")
+        if endless or not config.reject_below <= 0 <= config.reject_above:    # k2 and k3 are never negative
+            raise ValueError(
+                f"--correction.reject-below {config.reject_below:g} --correction.reject-above {config.reject_above:g} "
+                f"must keep {config.reject} = 0, where engine and trainer agree, and reject something"
+            )
+    if config.batch_normalise and (config.weights == "none" or config.bypass):
+        raise ValueError(
+            "--correction.batch-normalise needs --correction.weights that are known before the update: not none, and "
+            "without --correction.bypass"
+        )
+    if config.preset.startswith("bypass") and ("pg" in config.preset) != (loss == "reinforce"):
+        raise ValueError(
+            f"--correction.preset {config.preset} does not go with --loss {loss}: bypass-pg-* are made for reinforce, "
+            f"bypass-ppo-clip* for losses with a ratio"
+        )
+    if config.bypass and config.weights != "none" and loss != "reinforce":
+        raise ValueError(
+            f"--correction.weights {config.weights} would count p / p_rollout twice: with --correction.bypass it is "
+            f"the ratio of --loss {loss}; set --correction.weights none"
+        )
+    return config
+
+
+def prepare(minibatches: list[list[Batch]], num_responses: int, config: CorrectionConfig, meter: Meter) -> Tensor:
+    """What must happen before advantages and denominators, once a step: rejected tokens leave `mask`; where `old_logp`
+    is known, weights are written to `rollout_weight`; bypass then makes `old_logp` the engine's.
+
+    Returns bool [num_responses], the same on every rank: responses that shall leave their group's statistics."""
+    rejected = torch.zeros(num_responses, dtype=torch.float64)
+    for batch in chain(*minibatches):
+        if batch.old_logp is not None:
+            measure(meter, batch, batch.old_logp)
+        keep = _within_bounds(batch, config) if config.reject != "none" else torch.ones_like(batch.mask)    # [T]
+        meter.mean("rollout_corr/rollout_rs_masked_fraction", ~keep, batch.mask)
+        had, batch.mask = _has_tokens(batch), batch.mask & keep
+        lost = had & ~_has_tokens(batch)                                                                    # [S]
+        meter.mean("rollout_corr/rejected_frac", lost, had)
+        rejected[batch.index[lost].cpu()] = 1
+    for microbatches in minibatches:
+        if config.bypass:
+            for batch in microbatches:
+                batch.old_logp = batch.rollout_logp
+        elif microbatches[0].old_logp is not None:
+            _write_weights(microbatches, config, meter)
+    return (all_sum(rejected) > 0) & config.rejected_leave_group
+
+
+def weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:
+    """What token losses are multiplied by, detached: [T] float32, 1 without --correction.weights.
+
+    From `prepare`, or, where there is no old policy but the current one, made (and measured) here from its `logp`."""
+    if batch.rollout_weight is not None:
+        return batch.rollout_weight
+    if not config.needs_old_logp():                                           # else `prepare` has measured
+        measure(meter, batch, logp.detach())
+    return _per_token(batch, _weights(batch, logp.detach(), config, meter)[0], config)
+
+
+def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
+    """Adds how far the trainer's `logp` [T] is from `rollout_logp` in one micro-batch: `training/rollout_probs_diff_*`,
+    and `rollout_corr/*` as means over tokens (kl, k3_kl, chi2_token) or over responses. ppl is exp(-mean log-prob)."""
+    mask, cu_seqlens, has_tokens = batch.mask, batch.cu_seqlens, _has_tokens(batch)
+    trainer, rollout = logp.double()[mask], batch.rollout_logp.double()[mask]
+    log_ratio = _log_ratio(batch, logp)
+    log_sums = segment_sum(log_ratio, cu_seqlens)[has_tokens].clamp(-20, 20)
+    trainer_log_ppl, rollout_log_ppl = (
+        -segment_mean(x.double(), mask, cu_seqlens)[has_tokens] for x in (logp, batch.rollout_logp)
+    )
+    log_ppl_diff = trainer_log_ppl - rollout_log_ppl
+    for name, values in {
+        "kl": rollout - trainer,                                              # of KL(rollout || old), as k3
+        "k3_kl": _estimate("k3", log_ratio[mask]),
+        "chi2_token": torch.expm1(2 * log_ratio[mask]),                       # E[w^2] - 1
+        "chi2_seq": torch.expm1(2 * log_sums),
+        "training_ppl": trainer_log_ppl.exp(),
+        "rollout_ppl": rollout_log_ppl.exp(),
+        "log_ppl_diff": log_ppl_diff,
+        "log_ppl_abs_diff": log_ppl_diff.abs(),
+        "ppl_ratio": log_ppl_diff.exp(),
+    }.items():
+        meter.mean(f"rollout_corr/{name}", values)
+    diff = (trainer.exp() - rollout.exp()).abs()
+    _describe(meter, "training/rollout_probs_diff", diff, diff)
+
+
+def _log_ratio(batch: Batch, logp: Tensor) -> Tensor:
+    """l [T] float64; 0, a ratio of 1, outside the mask."""
+    return torch.where(batch.mask, logp.double() - batch.rollout_logp.double(), 0).clamp(-20, 20)
+
+
+def _has_tokens(batch: Batch) -> Tensor:                                      # [S] bool
+    return segment_sum(batch.mask.double(), batch.cu_seqlens) > 0
+
+
+def _estimate(kind: str, log_ratio: Tensor) -> Tensor:
+    """Estimates of KL(rollout || old) from samples of rollout, per token, as losses.kl_estimate with d = -l."""
+    return {"k1": -log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(log_ratio) - log_ratio}[kind]
+
+
+def _within_bounds(batch: Batch, config: CorrectionConfig) -> Tensor:
+    """[T] bool: tokens, or all tokens of responses, whose estimate is inside [reject_below, reject_above]."""
+    mask, cu_seqlens = batch.mask, batch.cu_seqlens
+    estimate = _estimate(config.reject, _log_ratio(batch, batch.old_logp))                                  # [T]
+    if config.reject_over == "sum":
+        estimate = segment_sum(estimate, cu_seqlens)
+    elif config.reject_over == "mean":
+        estimate = segment_mean(estimate, mask, cu_seqlens)
+    elif config.reject_over == "max":
+        lowest = torch.full_like(cu_seqlens[1:], -torch.inf, dtype=torch.float64)
+        estimate = lowest.scatter_reduce(0, batch.sequence_ids, torch.where(mask, estimate, -torch.inf), "amax")
+    within = (estimate >= config.reject_below) & (estimate <= config.reject_above)                          # [T] or [S]
+    return within if config.reject_over == "token" else expand(within, cu_seqlens, len(mask))
+
+
+def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> tuple[Tensor, Tensor]:
+    """Truncated weights, [T] float64 (sequence and geometric: [S]), and where they count: tokens that remain. Adds
+    rollout_is_*: mean, std and eff_sample_size after truncation, max, min and fractions out of bounds before it."""
+    log_weight, counted = _log_ratio(batch, logp), batch.mask
+    if config.weights == "sequence":
+        log_weight, counted = segment_sum(log_weight, batch.cu_seqlens).clamp(-20, 20), _has_tokens(batch)
+    elif config.weights == "geometric":
+        log_weight, counted = segment_mean(log_weight, batch.mask, batch.cu_seqlens), _has_tokens(batch)
+    raw = log_weight.exp()
+    weight = raw.clamp(config.lower, config.upper)
+    if config.outside == "zero":
+        weight = torch.where(weight == raw, raw, 0)
+    name, low = "rollout_corr/rollout_is", config.lower or 1 / config.upper
+    _describe(meter, name, weight[counted], raw[counted])
+    meter.max(f"_{name}_negated", -raw[counted])
+    meter.derive(f"{name}_min", operator.neg, f"_{name}_negated")
+    meter.derive(f"{name}_eff_sample_size", _sample_share, f"{name}_mean", f"_{name}_square")
+    meter.mean(f"{name}_ratio_fraction_high", raw > config.upper, counted)
+    meter.mean(f"{name}_ratio_fraction_low", raw < low, counted)
+    return weight, counted
+
+
+def _write_weights(microbatches: list[Batch], config: CorrectionConfig, meter: Meter) -> None:
+    """`rollout_weight` of a mini-batch, whose mean over all ranks is 1 with --correction.batch-normalise."""
+    made, scale = [_weights(batch, batch.old_logp, config, meter) for batch in microbatches], 1.0
+    if config.batch_normalise:
+        sums = [sum(weight[counted].sum() for weight, counted in made), sum(counted.sum() for _, counted in made)]
+        total, count = all_sum(sums).tolist()
+        scale = count / total if total else 1.0
+    for batch, (weight, _) in zip(microbatches, made):
+        batch.rollout_weight = _per_token(batch, weight * scale, config)
+
+
+def _per_token(batch: Batch, weight: Tensor, config: CorrectionConfig) -> Tensor:
+    """[T] or [S] -> [T] float32."""
+    if config.weights == "none":
+        return torch.ones_like(batch.rollout_logp)
+    return (weight if config.weights == "token" else expand(weight, batch.cu_seqlens, len(batch.mask))).float()
+
+
+def _describe(meter: Meter, name: str, values: Tensor, extremes: Tensor) -> None:
+    """Adds name_mean and name_std of `values`, name_max of `extremes`."""
+    meter.mean(f"{name}_mean", values)
+    meter.mean(f"_{name}_square", values.square())
+    meter.max(f"{name}_max", extremes)
+    meter.derive(f"{name}_std", _standard_deviation, f"{name}_mean", f"_{name}_square")
+
+
+def _standard_deviation(mean: float, square: float) -> float:
+    return max(square - mean**2, 0.0) ** 0.5
+
+
+def _sample_share(mean: float, square: float) -> float:
+    """Effective sample size (Kish) over the number of samples: 1 where all weights are equal."""
+    return mean**2 / square if square else 0.0

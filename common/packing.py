@@ -28,10 +28,11 @@ class Batch:
     cu_seqlens: Tensor                              # [S+1] int32
     index: Tensor = field(metadata=PER_RESPONSE)    # [S] int64, number of the response in the step; a dummy has -1
     rollout_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)   # [T] float32, 0 where mask is False
-    old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, as the next five
+    old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, as the next six
     ref_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)
     advantage: Tensor | None = field(default=None, metadata=PER_TOKEN)
     weight: Tensor | None = field(default=None, metadata=PER_TOKEN)
+    rollout_weight: Tensor | None = field(default=None, metadata=PER_TOKEN)
     value: Tensor | None = field(default=None, metadata=PER_TOKEN)
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
     reward: Tensor | None = field(default=None, metadata=PER_RESPONSE)      # [S] float32

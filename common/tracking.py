@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ class Meter:
         self.sums: dict[str, Any] = defaultdict(float)
         self.counts: dict[str, Any] = defaultdict(float)
         self.maxima: dict[str, Any] = {}
+        self.formulas: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Mean over all values, of every rank, where `mask` is True."""
@@ -53,8 +54,12 @@ class Meter:
         top = values.detach().double().max() if values.numel() else torch.tensor(-torch.inf, dtype=torch.float64)
         self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
 
+    def derive(self, name: str, formula: Callable[..., float], *inputs: str) -> None:
+        """`formula` of other metrics of this meter, once they are global. Inputs named `_...` are not reported."""
+        self.formulas[name] = formula, inputs
+
     def reduce(self) -> dict[str, float]:
-        """The step's numbers, the same on every rank. A mean over nothing is absent."""
+        """The step's numbers, the same on every rank. A mean, a maximum or a formula over nothing is absent."""
         names, tops = sorted(self.sums), sorted(self.maxima)
         flat = [float(self.sums[n]) for n in names] + [float(self.counts.get(n, 0)) for n in names]
         totals = all_sum(flat) if flat else torch.zeros(0)
@@ -65,8 +70,12 @@ class Meter:
             elif count:
                 metrics[name] = value / count
         if tops:
-            metrics |= dict(zip(tops, all_max([float(self.maxima[n]) for n in tops]).tolist()))
-        return metrics
+            found = dict(zip(tops, all_max([float(self.maxima[n]) for n in tops]).tolist()))
+            metrics |= {name: top for name, top in found.items() if top != -float("inf")}
+        for name, (formula, inputs) in self.formulas.items():
+            if metrics.keys() >= set(inputs):
+                metrics[name] = formula(*(metrics[n] for n in inputs))
+        return {name: value for name, value in metrics.items() if not name.startswith("_")}
 
 
 class Timer:

@@ -7,6 +7,7 @@ Packed attention: relative to the largest number, in tiny real models, float32 a
 """
 
 from tests import test_attention as attention
+from tests import test_correction as correction
 from tests import test_kernels as kernels
 from tests import test_losses as losses
 
@@ -38,6 +39,14 @@ def rows():
     yield "whiten", "two passes of fsum", both(lambda dtype, seed: (losses.whiten_error(dtype, seed),))
     for aggregation in losses.AGGREGATIONS:
         yield f"set_weights {aggregation}", "means of lists", [(), (losses.aggregation_errors(aggregation),)]
+    for level in ("token", "sequence", "geometric"):
+        cases = [correction.case_errors(case) for case in correction.CASES if case.startswith(level)]
+        found = max(error for case in cases for name, error in case.items() if name.startswith("weight"))
+        yield f"rollout correction, {level} weights", "loop over responses", [(), (found,)]
+    found = [error for case in correction.CASES for name, error in correction.case_errors(case).items() if "/" in name]
+    yield "rollout correction, metrics", "sums over responses", [(), (max(found),)]
+    for loss, preset in (("ppo", "decoupled-seq-is"), ("ppo", "bypass-ppo-clip"), ("reinforce", "bypass-pg-is")):
+        yield f"{loss} with {preset}", "loop, case by case", [(), correction.gradient_errors(loss, {"preset": preset})]
     attention.register_attention()
     for name in attention.CONFIGS:
         want = attention.one_by_one(attention.model(name, "eager"))
