@@ -113,8 +113,8 @@ def test_bad_rows_name_file_row_rule_and_flag(tokenizer, tmp_path, changes, rule
         load_prompts([str(path)], tokenizer, DataConfig())
     prompts = load_prompts([str(path)], tokenizer, DataConfig(on_bad_row="skip"))
     assert [prompt.messages[0]["content"] for prompt in prompts] == ["zero", "one", "three"]
-    assert (len(prompts), prompts.num_rows, len(prompts.bad_rows)) == (3, 4, 1)
-    assert re.search(rule, prompts.bad_rows[0])
+    assert (len(prompts), prompts.loaded.num_rows, len(prompts.loaded.bad_rows)) == (3, 4, 1)
+    assert re.search(rule, prompts.loaded.bad_rows[0]["rule"])
     assert "1 bad" in prompts.summary()
 
 
@@ -124,8 +124,8 @@ def test_bad_rows_of_parquet_and_broken_lines(tokenizer, tmp_path):
         load_prompts([path], tokenizer, DataConfig())
     (tmp_path / "b.jsonl").write_bytes(json.dumps(row()).encode() + b'\n{"prompt": \n\xff\xfe\n[1]\n')
     prompts = load_prompts([str(tmp_path / "b.jsonl")], tokenizer, DataConfig(on_bad_row="skip"))
-    assert (len(prompts), len(prompts.bad_rows)) == (1, 3)
-    assert all("must be a JSON object" in message for message in prompts.bad_rows)
+    assert (len(prompts), len(prompts.loaded.bad_rows)) == (1, 3)
+    assert all("must be a JSON object" in bad["rule"] for bad in prompts.loaded.bad_rows)
 
 
 def test_unreadable_parquet_names_the_file(tokenizer, tmp_path):
@@ -158,11 +158,11 @@ def test_long_prompts_are_filtered_cut_or_refused(tokenizer, tmp_path):
 
     kept = load("filter")
     assert [prompt.tokens for prompt in kept] == [full[0].tokens, full[2].tokens]
-    assert (kept.num_rows, kept.num_filtered, kept.num_truncated) == (3, 1, 0)
+    assert (kept.loaded.num_rows, kept.loaded.num_filtered, kept.loaded.num_truncated) == (3, 1, 0)
     assert "1 filtered" in kept.summary()
     left = load("truncate-left")
     assert left[1].tokens == whole[-limit:]
-    assert (left.num_filtered, left.num_truncated) == (0, 1)
+    assert (left.loaded.num_filtered, left.loaded.num_truncated) == (0, 1)
     for odd_or_even in (limit, limit - 1, 1):
         middle = load("truncate-middle", odd_or_even)[1].tokens
         half = odd_or_even // 2
