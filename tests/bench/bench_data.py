@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from common.data import DataConfig, PromptSampler, load_prompts
 
-WORDS = "a the of Anna Ben has gives apples boxes more how many does left 3 17 250 each buys sells week then".split()
+WORDS = ["a", "the", "of", "Anna", "Ben", "has", "gives", "apples", "boxes", "more", "how", "many", "does", "left", "3",
+         "17", "250", "each", "buys", "sells", "week", "then"]
 
 
 def make_file(path: Path, num_rows: int, row_group_rows: int) -> None:
