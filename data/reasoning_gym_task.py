@@ -32,7 +32,7 @@ def make_entries(task: str, size: int, seed: int, config: dict) -> Iterable[dict
     entries = create_dataset(task, size=size, seed=seed, **config)
     first, copy = entries[0], json.loads(json.dumps(entries[0]))
     if entries.score_answer(copy["answer"], copy) != entries.score_answer(first["answer"], first):
-        raise ValueError(f"--task {task}: its scorer does not take entries that went through JSON (tuples become lists)")
+        raise ValueError(f"--task {task}: its scorer does not take entries that were JSON (tuples become lists)")
     return distinct(entries, key=lambda entry: entry["question"])
 
 

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 ROW_GROUP_ROWS = 1024
 
 
-def make_row(data_source: str, question: str, ground_truth: Any, ability: str, split: str, index: int, **extra) -> dict:
+def make_row(data_source: str, question: str, ground_truth: Any, ability: str, split: str, index: int, /,
+             **extra: Any) -> dict[str, Any]:
     """One prompt as verl's own preprocessing writes it: `question` as the only message, `extra` in extra_info."""
     return {
         "data_source": data_source,
