@@ -9,9 +9,8 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -95,9 +94,10 @@ class PromptSet(Sequence):
         index = range(len(self))[index]  # negative ones; IndexError
         k = np.searchsorted(self.first_prompts, index, side="right") - 1
         batch = pa.ipc.open_stream(self.arrow[self.offsets[k] : self.offsets[k + 1]]).read_next_batch()
-        batch = batch.slice(index - self.first_prompts[k], 1)
-        prompt = parse_row(rows_of(batch, self.config)[0], self.config)
-        prompt.tokens = batch.column("tokens")[0].as_py()
+        kept = np.flatnonzero(batch.column("tokens").is_valid().to_numpy(zero_copy_only=False))
+        row = int(kept[index - self.first_prompts[k]])
+        prompt = parse_row(rows_of(batch.slice(row, 1), self.config)[0], self.config)
+        prompt.tokens = batch.column("tokens")[row].as_py()
         return prompt
 
     @property
@@ -124,14 +124,13 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
 
     In a process group all ranks must call this: local rank 0 of each node does the work, the others wait and get the
     same prompts or the same error."""
-    if config.cache_dir and not Path(config.cache_dir).is_dir():
-        raise ValueError(f"--data.cache-dir {config.cache_dir} must be an existing folder")
     local_rank = int(os.environ["LOCAL_RANK"]) if dist.is_initialized() else 0
-    temporary = partial(tempfile.TemporaryDirectory, prefix="prompts-", dir=config.cache_dir or None)
-    with temporary() if local_rank == 0 else nullcontext() as folder:
-        problem = None
+    folder = problem = None
+    with ExitStack() as stack:
         if local_rank == 0:
             try:
+                temporary = tempfile.TemporaryDirectory(prefix="prompts-", dir=config.cache_dir or None)
+                folder = stack.enter_context(temporary)
                 tokenise_files(find_files(files), tokenizer, config, folder)
             except ValueError as error:
                 problem = str(error)
@@ -151,8 +150,8 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
 
 
 def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> None:
-    """Stream `files` into folder/prompts.arrow, one Arrow stream after the other with `tokens` as a further column, and
-    folder/loaded.json."""
+    """Stream `files` into folder/prompts.arrow (every batch an Arrow stream of its own, with the further column
+    `tokens`: null for a row that is left out) and folder/loaded.json."""
     encode = make_encoder(tokenizer, config)
     loaded, limit = Loaded([str(file) for file in files]), config.max_prompt_length
     lengths, sources = set(), set()
@@ -160,7 +159,7 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
         for file in files:
             first = 0
             for batch in read_batches(file, config):
-                kept, tokens = [], []
+                tokens: list[list[int] | None] = [None] * batch.num_rows  # None: left out
                 for i, prompt in enumerate(parse_batch(batch, encode, config)):
                     where = f"{file}, row {first + i} (counted from 0)"
                     if isinstance(prompt, ValueError):
@@ -179,19 +178,17 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
                         head = 0 if config.on_long_prompt == "truncate-left" else limit // 2
                         prompt.tokens = prompt.tokens[:head] + prompt.tokens[length - (limit - head):]
                         loaded.num_truncated += 1
-                    kept.append(i)
-                    tokens.append(prompt.tokens)
+                    tokens[i] = prompt.tokens
                     lengths.add(len(prompt.tokens))
                     sources.add(prompt.data_source)
-                if kept:
-                    stored = batch.take(kept).append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
-                    start = arrow.tell()
-                    with pa.ipc.new_stream(arrow, stored.schema) as stream:
-                        stream.write_batch(stored)
-                    loaded.batches.append((len(kept), arrow.tell() - start))
+                batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
+                start = arrow.tell()
+                with pa.ipc.new_stream(arrow, batch.schema) as stream:
+                    stream.write_batch(batch)
+                loaded.batches.append((batch.num_rows - batch.column("tokens").null_count, arrow.tell() - start))
                 first += batch.num_rows
             loaded.num_rows += first
-    if not loaded.batches:
+    if not lengths:
         bad = loaded.bad_rows
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "

@@ -1,5 +1,6 @@
 """data/NAME.py: each loader on a folder in its source's real layout, read by the `datasets` library as from the hub."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -28,8 +29,10 @@ import mbpp
 import reasoning_gym_task
 import verl_rows
 
-TOKENIZER = AutoTokenizer.from_pretrained(MODEL) if MODEL.is_dir() else None
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+
+
+tokenizer = functools.cache(lambda: AutoTokenizer.from_pretrained(MODEL))
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +71,7 @@ def convert(module, monkeypatch, out: Path, *flags: str) -> dict[str, list[dict]
         path = out / f"{split}.parquet"
         written[split] = pq.read_table(path).to_pylist()
         assert pq.read_schema(path).names == COLUMNS
-        prompts = load_prompts([str(path)], TOKENIZER, DataConfig())
+        prompts = load_prompts([str(path)], tokenizer(), DataConfig())
         assert [prompt.messages for prompt in prompts] == [row["prompt"] for row in written[split]]
         assert [prompt.ground_truth for prompt in prompts] == [row["reward_model"]["ground_truth"]
                                                               for row in written[split]]
