@@ -129,8 +129,7 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
     with ExitStack() as stack:
         if local_rank == 0:
             try:
-                temporary = tempfile.TemporaryDirectory(prefix="prompts-", dir=config.cache_dir or None)
-                folder = stack.enter_context(temporary)
+                folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts", dir=config.cache_dir or None))
                 tokenise_files(find_files(files), tokenizer, config, folder)
             except ValueError as error:
                 problem = str(error)
