@@ -232,7 +232,7 @@ def read_batches(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
             raise ValueError(f"{file} cannot be read: {error}") from None
         return
     try:
-        parquet = pq.ParquetFile(file, buffer_size=2**20)  # without a buffer a whole row group's column is in memory
+        parquet = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)  # the defaults hold the file in memory
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file} is not a readable parquet file (truncated?): {error}") from None
     with parquet:

@@ -106,11 +106,12 @@ def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
 
 
 class Counting:
-    """A stand-in where the tokens do not matter: one token a prompt, its number of characters."""
-    chat_template, name_or_path = "x", "counting"
+    """A stand-in where the tokens do not matter: one for a prompt of up to 90 characters, two for a longer one."""
+    chat_template, longest_call, arrow_bytes = "x", 0, 0
 
     def apply_chat_template(self, chats, **_):
-        self.longest_call = max(len(chats), vars(self).get("longest_call", 0))
+        self.longest_call = max(self.longest_call, len(chats))
+        self.arrow_bytes = max(self.arrow_bytes, pa.total_allocated_bytes())
         return {"input_ids": [[len(chat[0]["content"])] * (1 + (len(chat[0]["content"]) > 90)) for chat in chats]}
 
 
@@ -144,17 +145,14 @@ def test_a_large_file_is_streamed(tmp_path, suffix):
     else:
         path.write_text("".join(json.dumps(item) + "\n" for item in rows))
     del rows
-    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
+    before = pa.total_allocated_bytes()
     tracemalloc.start()
-    try:
-        prompts = load_prompts([str(path)], tokenizer := Counting(), DataConfig())
-        peak, held = tracemalloc.get_traced_memory()[1], pool.bytes_allocated()
-    finally:
-        tracemalloc.stop()
-        pa.set_memory_pool(before)
-    assert len(prompts) == 10_000 and prompts.arrow.size > 60e6 and tokenizer.longest_call <= 512
-    assert peak < 20e6 and pool.max_memory() < 20e6 and held < 1e6
+    prompts = load_prompts([str(path)], tokenizer := Counting(), DataConfig())
+    python_peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(prompts) == 10_000 and prompts.arrow.size > 60e6 and tokenizer.longest_call == 512
+    assert python_peak < 20e6 and tokenizer.arrow_bytes - before < 20e6
+    assert pa.total_allocated_bytes() - before < 1e6
     assert prompts[7777].extra_info == {"index": 7777}
 
 
