@@ -1,9 +1,17 @@
-"""Prompts: parquet in verl's columns (or JSON lines) -> token ids through the chat template; an order that resumes."""
+"""Prompts: parquet in verl's columns (or JSON lines) -> token ids through the chat template; an order that resumes.
+
+A data set may be larger than memory: one process a node streams it once and appends rows and token ids to a temporary
+Arrow file, which all ranks of the node map into memory. A prompt is read from there when it is asked for.
+"""
 
 import glob
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +19,10 @@ import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch.distributed as dist
 
 PARQUET, JSON_LINES = (".parquet", ".pq"), (".jsonl", ".ndjson", ".json")
+BATCH_ROWS = 512  # read, tokenised and stored together
 
 
 @dataclass
@@ -37,6 +47,9 @@ class DataConfig:
     """Column with {style, ground_truth}; ground_truth goes to the reward."""
     extra_info_column: str = "extra_info"
     """Column (may be absent) that goes to the reward as it is."""
+    cache_dir: str = ""
+    """Existing folder, best on a local disk, for the tokenised prompts while the run lasts: about as large as the
+    unpacked data. Default: the system's temporary folder."""
 
 
 @dataclass
@@ -49,66 +62,138 @@ class Prompt:
 
 
 @dataclass
-class PromptSet(Sequence):
-    """The prompts in file order, and what was left out of them."""
-    files: list[Path]
-    prompts: list[Prompt] = field(default_factory=list)
+class Loaded:
+    """What was read, and what was left out of it."""
+    files: list[str]
     num_rows: int = 0  # read, good or bad
     num_filtered: int = 0  # longer than max_prompt_length and left out
     num_truncated: int = 0  # longer and cut
-    bad_rows: list[str] = field(default_factory=list)  # one message per row that was skipped
+    bad_rows: list[dict[str, Any]] = field(default_factory=list)  # left out: {file, row, rule}
+    data_sources: list[str] = field(default_factory=list)  # of the prompts that are left, sorted
+    min_length: int = 0  # of these prompts, in tokens
+    max_length: int = 0
+    batches: list[tuple[int, int]] = field(default_factory=list)  # (prompts, bytes) of each in the Arrow file
+
+
+class PromptSet(Sequence):
+    """The prompts in file order, read from the files that `tokenise_files` wrote; `loaded` says what was left out."""
+
+    def __init__(self, folder: str, config: DataConfig):
+        self.loaded = Loaded(**json.loads(Path(folder, "loaded.json").read_text()))
+        self.config = config
+        ends = np.cumsum([(0, 0), *self.loaded.batches], axis=0)
+        self.first_prompts, self.offsets = ends[:, 0], ends[:, 1]
+        self.arrow = pa.memory_map(f"{folder}/prompts.arrow").read_buffer()
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return int(self.first_prompts[-1])
 
-    def __getitem__(self, index: int) -> Prompt:
-        return self.prompts[index]
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]  # negative ones; IndexError
+        k = np.searchsorted(self.first_prompts, index, side="right") - 1
+        batch = pa.ipc.open_stream(self.arrow[self.offsets[k] : self.offsets[k + 1]]).read_next_batch()
+        kept = np.flatnonzero(batch.column("tokens").is_valid().to_numpy(zero_copy_only=False))
+        row = int(kept[index - self.first_prompts[k]])
+        prompt = parse_row(rows_of(batch.slice(row, 1), self.config)[0], self.config)
+        prompt.tokens = batch.column("tokens")[row].as_py()
+        return prompt
 
     @property
     def data_sources(self) -> list[str]:
-        return sorted({prompt.data_source for prompt in self.prompts})
+        return self.loaded.data_sources
 
     def summary(self) -> str:
-        name = str(self.files[0]) if len(self.files) == 1 else f"{len(self.files)} files"
-        lengths = [len(prompt.tokens) for prompt in self.prompts]
-        return (f"{len(self)} prompts from {name}, {min(lengths)} to {max(lengths)} tokens; of {self.num_rows} rows "
-                f"{self.num_filtered} filtered (too long), {self.num_truncated} truncated, {len(self.bad_rows)} bad")
+        loaded, more = self.loaded, len(self.loaded.files) - 3
+        names = ", ".join(loaded.files[:3]) + (f" and {more} more" if more > 0 else "")
+        return (f"{len(self)} prompts from {names}, {loaded.min_length} to {loaded.max_length} tokens; of "
+                f"{loaded.num_rows} rows {loaded.num_filtered} filtered (too long), {loaded.num_truncated} truncated, "
+                f"{len(loaded.bad_rows)} bad")
+
+    def write_skipped(self, path: str | Path) -> None:
+        """One JSON line {file, row, rule} for every bad row that was left out; no file if there is none."""
+        if self.loaded.bad_rows:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.loaded.bad_rows))
 
 
 def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). Raises ValueError, naming file, row,
-    rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
-    render = make_renderer(tokenizer, config)
-    prompts = PromptSet(files=find_files(files))
-    for file in prompts.files:
-        for number, row in enumerate(read_rows(file, config)):
-            prompts.num_rows += 1
+    rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left.
+
+    In a process group all ranks must call this: local rank 0 of each node does the work, the others wait and get the
+    same prompts or the same error."""
+    local_rank = int(os.environ["LOCAL_RANK"]) if dist.is_initialized() else 0
+    folder = problem = None
+    with ExitStack() as stack:
+        if local_rank == 0:
             try:
-                prompt = parse_row(row, render, config)
+                folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts", dir=config.cache_dir or None))
+                tokenise_files(find_files(files), tokenizer, config, folder)
             except ValueError as error:
-                message = f"{file}, row {number} (counted from 0): {error}"
-                if config.on_bad_row == "error":
-                    raise ValueError(f"{message}; --data.on-bad-row skip leaves such rows out") from None
-                prompts.bad_rows.append(message)
-                continue
-            length, limit = len(prompt.tokens), config.max_prompt_length
-            if length > limit:
-                if config.on_long_prompt == "error":
-                    raise ValueError(f"{file}, row {number} (counted from 0): the prompt has {length} tokens, more "
-                                     f"than --data.max-prompt-length {limit}; raise it or set --data.on-long-prompt")
-                if config.on_long_prompt == "filter":
-                    prompts.num_filtered += 1
-                    continue
-                head = 0 if config.on_long_prompt == "truncate-left" else limit // 2
-                prompt.tokens = prompt.tokens[:head] + prompt.tokens[length - (limit - head):]
-                prompts.num_truncated += 1
-            prompts.prompts.append(prompt)
-    if not prompts.prompts:
-        first = f"; the first bad row: {prompts.bad_rows[0]}" if prompts.bad_rows else ""
-        raise ValueError(f"{', '.join(map(str, files))}: none of {prompts.num_rows} rows is left: "
-                         f"{prompts.num_filtered} have more than --data.max-prompt-length {config.max_prompt_length} "
-                         f"tokens, {len(prompts.bad_rows)} are bad{first}")
+                problem = str(error)
+            except OSError as error:  # those of reading are ValueErrors by now
+                problem = f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
+        if dist.is_initialized():
+            said = [None] * dist.get_world_size()
+            dist.all_gather_object(said, (folder, problem))
+            folder = said[dist.get_rank() - local_rank][0]  # torchrun: the ranks of a node are consecutive
+            problem = next((problem for _, problem in said if problem), None)
+        if problem:
+            raise ValueError(problem)
+        prompts = PromptSet(folder, config)
+        if dist.is_initialized():
+            dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
     return prompts
+
+
+def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> None:
+    """Stream `files` into folder/prompts.arrow (every batch an Arrow stream of its own, with the further column
+    `tokens`: null for a row that is left out) and folder/loaded.json."""
+    encode = make_encoder(tokenizer, config)
+    loaded, limit = Loaded([str(file) for file in files]), config.max_prompt_length
+    lengths, sources = set(), set()
+    with open(f"{folder}/prompts.arrow", "wb") as arrow:
+        for file in files:
+            first = 0
+            for batch in read_batches(file, config):
+                tokens: list[list[int] | None] = [None] * batch.num_rows  # None: left out
+                for i, prompt in enumerate(parse_batch(batch, encode, config)):
+                    where = f"{file}, row {first + i} (counted from 0)"
+                    if isinstance(prompt, ValueError):
+                        if config.on_bad_row == "error":
+                            raise ValueError(f"{where}: {prompt}; --data.on-bad-row skip leaves such rows out")
+                        loaded.bad_rows.append({"file": str(file), "row": first + i, "rule": str(prompt)})
+                        continue
+                    length = len(prompt.tokens)
+                    if length > limit:
+                        if config.on_long_prompt == "error":
+                            raise ValueError(f"{where}: the prompt has {length} tokens, more than "
+                                             f"--data.max-prompt-length {limit}; raise it or set --data.on-long-prompt")
+                        if config.on_long_prompt == "filter":
+                            loaded.num_filtered += 1
+                            continue
+                        head = 0 if config.on_long_prompt == "truncate-left" else limit // 2
+                        prompt.tokens = prompt.tokens[:head] + prompt.tokens[length - (limit - head):]
+                        loaded.num_truncated += 1
+                    tokens[i] = prompt.tokens
+                    lengths.add(len(prompt.tokens))
+                    sources.add(prompt.data_source)
+                batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
+                start = arrow.tell()
+                with pa.ipc.new_stream(arrow, batch.schema) as stream:
+                    stream.write_batch(batch)
+                loaded.batches.append((batch.num_rows - batch.column("tokens").null_count, arrow.tell() - start))
+                first += batch.num_rows
+            loaded.num_rows += first
+    if not lengths:
+        bad = loaded.bad_rows
+        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
+        raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
+                         f"have more than --data.max-prompt-length {limit} tokens, {len(bad)} are bad{shown}")
+    loaded.data_sources, loaded.min_length, loaded.max_length = sorted(sources), min(lengths), max(lengths)
+    Path(folder, "loaded.json").write_text(json.dumps(asdict(loaded)))
 
 
 def find_files(entries: Sequence[str]) -> list[Path]:
@@ -134,57 +219,99 @@ def find_files(entries: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_rows(file: Path, config: DataConfig) -> Iterator[dict[str, Any] | ValueError]:
-    """The rows of one file as dicts with our column names, streamed. A JSON line that cannot be parsed is yielded
-    as the error, which counts as a bad row; an unreadable parquet file is raised."""
-    columns = {"prompt": config.prompt_column, "data_source": config.data_source_column,
-               "reward_model": config.reward_model_column, "extra_info": config.extra_info_column}
+def read_batches(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
+    """The rows of one file in batches, streamed: JSON lines as they are in one column `json`; of parquet the columns
+    that are needed, under our names. Raises ValueError for a file that is unreadable or lacks a column."""
     if file.suffix in JSON_LINES:
-        with open(file, "rb") as lines:
-            for line in lines:
-                if line.strip():
-                    yield parse_json_row(line, columns)
+        try:
+            with open(file, "rb") as text:
+                lines = (line for line in text if line.strip())
+                while rows := list(islice(lines, BATCH_ROWS)):
+                    yield pa.record_batch([pa.array(rows, pa.binary())], names=["json"])
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
         return
     try:
-        parquet = pq.ParquetFile(file)
+        parquet = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)  # the defaults hold the file in memory
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file} is not a readable parquet file (truncated?): {error}") from None
     with parquet:
-        known = parquet.schema_arrow.names
+        known, columns = parquet.schema_arrow.names, our_columns(config)
         missing = [name for key, name in columns.items() if name not in known and key != "extra_info"]
         if missing:
             raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(known)}; verl's columns "
                              f"are needed, and other names can be given, e.g. --data.prompt-column NAME")
-        batches = parquet.iter_batches(batch_size=1024, columns=[name for name in columns.values() if name in known])
+        columns = {key: name for key, name in columns.items() if name in known}
+        for name in columns.values():
+            if known.count(name) > 1:
+                raise ValueError(f"{file} has {known.count(name)} columns named {name}; names must be unique")
+        batches, first = parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())), 0
         while True:
             try:
                 batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{file} is damaged: {error}") from None
+                raise ValueError(f"{file} is damaged after row {first} (counted from 0): {error}") from None
             if batch is None:
                 return
-            for row in batch.to_pylist():
-                yield {key: row[name] for key, name in columns.items() if name in row}
+            yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
+            first += batch.num_rows
 
 
-def parse_json_row(line: bytes, columns: dict[str, str]) -> dict[str, Any] | ValueError:
+def our_columns(config: DataConfig) -> dict[str, str]:
+    return {"prompt": config.prompt_column, "data_source": config.data_source_column,
+            "reward_model": config.reward_model_column, "extra_info": config.extra_info_column}
+
+
+def rows_of(batch: pa.RecordBatch, config: DataConfig) -> list[dict[str, Any] | ValueError]:
+    """As Python values; a row that has none (broken JSON, bytes that are not UTF-8) becomes the error."""
+    if "json" in batch.schema.names:
+        return [parse_json(line, config) for line in batch.column("json").to_pylist()]
+    try:
+        return batch.to_pylist()
+    except ValueError as error:
+        if len(batch) == 1:
+            return [ValueError(f"a value cannot be read: {error}")]
+        return [row for i in range(len(batch)) for row in rows_of(batch.slice(i, 1), config)]
+
+
+def parse_json(line: bytes, config: DataConfig) -> dict[str, Any] | ValueError:
     try:
         row = json.loads(line)
-    except ValueError as error:
+        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate (\ud800) is no text
+    except (ValueError, RecursionError) as error:
         return ValueError(f"the line must be a JSON object ({error})")
     if not isinstance(row, dict):
         return ValueError(f"the line must be a JSON object, not {type(row).__name__}")
-    return {key: row[name] for key, name in columns.items() if name in row}
+    return {key: row[name] for key, name in our_columns(config).items() if name in row}
 
 
-def parse_row(row: dict[str, Any] | ValueError, render, config: DataConfig) -> Prompt:
-    """Check one row and tokenise its prompt; ValueError says which rule it breaks."""
+def parse_batch(batch: pa.RecordBatch, encode: Callable, config: DataConfig) -> list[Prompt | ValueError]:
+    """Its rows, checked and tokenised; a row that breaks a rule becomes the error."""
+    prompts: list[Prompt | ValueError] = []
+    for row in rows_of(batch, config):
+        try:
+            prompts.append(parse_row(row, config))
+        except ValueError as error:
+            prompts.append(error)
+    good = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
+    for i, tokens in zip(good, encode([prompts[i].messages for i in good]) if good else []):
+        if isinstance(tokens, ValueError):
+            prompts[i] = tokens
+        else:
+            prompts[i].tokens = tokens
+    return prompts
+
+
+def parse_row(row: dict[str, Any] | ValueError, config: DataConfig) -> Prompt:
+    """Check one row; its tokens are still to come. ValueError says which rule it breaks."""
     if isinstance(row, ValueError):
         raise row
     prompt = row.get("prompt")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{config.prompt_column} is {prompt!r:.80}; must be a string or a list of {{role, content}}")
+    # parquet gives every message the keys of all; templates ask whether a key is there
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for message in messages:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
@@ -200,15 +327,17 @@ def parse_row(row: dict[str, Any] | ValueError, render, config: DataConfig) -> P
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise ValueError(f"{config.extra_info_column} is {extra_info!r:.80}; it must be a struct or absent")
-    return Prompt(render(messages), row["data_source"], reward_model["ground_truth"], extra_info or {}, messages)
+    return Prompt([], row["data_source"], reward_model["ground_truth"], extra_info or {}, messages)
 
 
-def make_renderer(tokenizer, config: DataConfig):
-    """A function from messages to token ids, its settings checked once."""
+def make_encoder(tokenizer, config: DataConfig) -> Callable:
+    """A function from a list of prompts (each a list of messages) to their token ids, its settings checked once. A
+    prompt that the chat template refuses gives a ValueError in its place."""
     if config.max_prompt_length < 1:
         raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
     if config.template == "plain":
-        return lambda messages: list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+        return lambda prompts: tokenizer(
+            ["\n\n".join(message["content"] for message in messages) for messages in prompts])["input_ids"]
     try:
         kwargs = json.loads(config.chat_template_kwargs)
     except ValueError:
@@ -224,16 +353,17 @@ def make_renderer(tokenizer, config: DataConfig):
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template (a base model?); use "
                          f"--data.template plain, or give one with --data.chat-template-file FILE")
 
-    def render(messages: list[dict[str, str]]) -> list[int]:
+    def encode(prompts: list[list[dict[str, str]]]) -> list[list[int] | ValueError]:
         try:
             # return_dict on purpose: the default return type differs between transformers 4 and 5
-            encoded = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True,
-                                                    return_dict=True, **kwargs)
+            return tokenizer.apply_chat_template(prompts, tokenize=True, add_generation_prompt=True, return_dict=True,
+                                                 **kwargs)["input_ids"]
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
-        return list(encoded["input_ids"])
+            if len(prompts) == 1:
+                return [ValueError(f"the chat template refuses it: {error}")]
+            return [tokens for messages in prompts for tokens in encode([messages])]
 
-    return render
+    return encode
 
 
 class PromptSampler:
@@ -245,14 +375,17 @@ class PromptSampler:
             raise ValueError(f"{num_prompts} prompts: there must be at least 1")
         self.num_prompts, self.seed = num_prompts, seed
         self.epoch, self.position = 0, 0
+        self.order, self.order_epoch = np.array([], dtype=np.int64), -1
 
     def take(self, n: int) -> list[int]:
         taken: list[int] = []
         while len(taken) < n:
             if self.position == self.num_prompts:
                 self.epoch, self.position = self.epoch + 1, 0
-            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_prompts)
-            chunk = order[self.position : self.position + n - len(taken)].tolist()
+            if self.order_epoch != self.epoch:
+                self.order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_prompts)
+                self.order_epoch = self.epoch
+            chunk = self.order[self.position : self.position + n - len(taken)].tolist()
             self.position += len(chunk)
             taken += chunk
         return taken

@@ -6,14 +6,9 @@ no signal. Writes train.parquet and test.parquet in verl's columns; no test prob
 same bytes.
 """
 
-import argparse
-import os
 import random
-import sys
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from verl_rows import make_row, parser, run, write
 
 NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo", "Maria",
          "Noah", "Olivia", "Paul", "Rosa", "Sam", "Tina", "Victor"]
@@ -25,13 +20,6 @@ TEMPLATES = {
     "*": "{n} buys {a} boxes of {th}. Each box has {b} {th}. How many {th} does {n} have?",
     "and": "{n} has {a} {th} and {m} has {b} {th}. How many {th} do they have together?",
 }
-SCHEMA = pa.schema([
-    ("data_source", pa.string()),
-    ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-    ("ability", pa.string()),
-    ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-    ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64())])),
-])
 
 
 def make_problem(rng: random.Random) -> tuple[str, str, int]:
@@ -63,44 +51,25 @@ def make_rows(num_train: int, num_test: int, seed: int) -> dict[str, list[dict]]
         example, solution, _ = make_problem(rng)
         while example in problems:
             example, solution, _ = make_problem(rng)
-        rows[split].append({
-            "data_source": "word_problems",
-            "prompt": [{"role": "user", "content": example}, {"role": "assistant", "content": solution},
-                       {"role": "user", "content": question}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(answer)},
-            "extra_info": {"split": split, "index": len(rows[split])},
-        })
+        row = make_row("word_problems", question, str(answer), "math", split, len(rows[split]))
+        row["prompt"] = [{"role": "user", "content": example}, {"role": "assistant", "content": solution},
+                         *row["prompt"]]
+        rows[split].append(row)
     return rows
 
 
-def write(rows: list[dict], path: Path) -> None:
-    """Write in one rename, so that a file that exists is whole; leave a file alone that already has these rows."""
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(table, temporary)
-    if path.exists() and path.read_bytes() == temporary.read_bytes():
-        temporary.unlink()
-        print(f"data: {path} is complete, {len(rows)} problems")
-        return
-    os.replace(temporary, path)
-    print(f"data: {path} written, {len(rows)} problems")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("data/word_problems"))
-    parser.add_argument("--num-train", type=int, default=2048)
-    parser.add_argument("--num-test", type=int, default=96)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser(__doc__, "word_problems")
+    args.add_argument("--num-train", type=int, default=2048)
+    args.add_argument("--num-test", type=int, default=96)
+    args.add_argument("--seed", type=int, default=0)
+    args = args.parse_args()
     if args.num_train < 1 or args.num_test < 1 or args.num_train + args.num_test > 20_000:
-        sys.exit(f"error: --num-train {args.num_train} and --num-test {args.num_test} must be at least 1 and together "
-                 f"at most 20000")
-    args.out.mkdir(parents=True, exist_ok=True)
+        raise ValueError(f"--num-train {args.num_train} and --num-test {args.num_test} must be at least 1 and together "
+                         f"at most 20000")
     for split, rows in make_rows(args.num_train, args.num_test, args.seed).items():
         write(rows, args.out / f"{split}.parquet")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,9 +1,11 @@
 """Prompts from real files in verl's layout, written here with pyarrow; their order; the quickstart's generator."""
 
 import json
+import random
 import re
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -13,9 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.data import DataConfig, PromptSampler, find_files, load_prompts
+from tests.conftest import MODEL, ROOT, launch
 
-ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 
 
@@ -88,61 +89,103 @@ def test_json_lines_folders_and_globs(tokenizer, tmp_path):
         find_files([])
 
 
-@pytest.mark.parametrize(("changes", "rule"), [
-    ({"prompt": []}, "prompt is empty"),
-    ({"prompt": [{"role": "user", "content": " \n"}]}, "prompt is empty"),
-    ({"prompt": ""}, "prompt is empty"),
-    ({"prompt": None}, "prompt is None; must be a string or a list"),
-    ({"prompt": 5}, "prompt is 5; must be a string or a list"),
-    ({"prompt": ["text"]}, "must be a string or a list"),
-    ({"prompt": [{"role": "user"}]}, "a message whose content is None"),
-    ({"prompt": [{"content": "x"}]}, "a message whose role is None"),
-    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a message whose content is"),
-    ({"data_source": None}, "data_source is None; it must be a name"),
-    ({"data_source": 3}, "data_source is 3"),
-    ({"reward_model": None}, "reward_model is None; it must have a ground_truth"),
-    ({"reward_model": {"style": "rule"}}, "must have a ground_truth"),
-    ({"reward_model": "4"}, "must have a ground_truth"),
-    ({"extra_info": [1]}, "extra_info is"),
-])
-def test_bad_rows_name_file_row_rule_and_flag(tokenizer, tmp_path, changes, rule):
-    rows = [row("zero"), row("one"), row(**changes), row("three")]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(item) + "\n" for item in rows))
-    with pytest.raises(ValueError, match=rf"rows.jsonl, row 2 .*{rule}.*--data.on-bad-row skip"):
-        load_prompts([str(path)], tokenizer, DataConfig())
-    prompts = load_prompts([str(path)], tokenizer, DataConfig(on_bad_row="skip"))
-    assert [prompt.messages[0]["content"] for prompt in prompts] == ["zero", "one", "three"]
-    assert (len(prompts), prompts.num_rows, len(prompts.bad_rows)) == (3, 4, 1)
-    assert re.search(rule, prompts.bad_rows[0])
-    assert "1 bad" in prompts.summary()
+def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
+    rows = [row(str(i), reward_model={"style": "rule", "ground_truth": None if i in (2, 5) else "4"}) for i in range(7)]
+    path = write(tmp_path / "a.parquet", rows)
+    (tmp_path / "b.jsonl").write_text("\n" + json.dumps(row("good")) + "\n[1]\n")
+    prompts = load_prompts([path, str(tmp_path / "b.jsonl")], tokenizer, DataConfig(on_bad_row="skip"))
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["0", "1", "3", "4", "6", "good"]
+    assert prompts.loaded.num_rows == 9 and "of 9 rows 0 filtered (too long), 0 truncated, 3 bad" in prompts.summary()
+    prompts.write_skipped(tmp_path / "run" / "skipped_train.jsonl")
+    listed = [json.loads(line) for line in (tmp_path / "run" / "skipped_train.jsonl").read_text().splitlines()]
+    assert [(bad["file"], bad["row"]) for bad in listed] == [(path, 2), (path, 5), (str(tmp_path / "b.jsonl"), 1)]
+    assert "must have a ground_truth" in listed[0]["rule"] and "not list" in listed[2]["rule"]
+    whole = load_prompts([write(tmp_path / "c.parquet", rows[:2])], tokenizer, DataConfig())
+    whole.write_skipped(tmp_path / "run" / "skipped_val.jsonl")
+    assert not (tmp_path / "run" / "skipped_val.jsonl").exists()
 
 
-def test_bad_rows_of_parquet_and_broken_lines(tokenizer, tmp_path):
-    path = write(tmp_path / "a.parquet", [row(str(i), truth=None if i == 5 else "4") for i in range(7)])
-    with pytest.raises(ValueError, match=r"a.parquet, row 5 .*ground_truth"):
-        load_prompts([path], tokenizer, DataConfig())
-    (tmp_path / "b.jsonl").write_bytes(json.dumps(row()).encode() + b'\n{"prompt": \n\xff\xfe\n[1]\n')
-    prompts = load_prompts([str(tmp_path / "b.jsonl")], tokenizer, DataConfig(on_bad_row="skip"))
-    assert (len(prompts), len(prompts.bad_rows)) == (1, 3)
-    assert all("must be a JSON object" in message for message in prompts.bad_rows)
+class Counting:
+    """A stand-in where the tokens do not matter: one for a prompt of up to 90 characters, two for a longer one."""
+    chat_template, longest_call, arrow_bytes = "x", 0, 0
+
+    def apply_chat_template(self, chats, **_):
+        self.longest_call = max(self.longest_call, len(chats))
+        self.arrow_bytes = max(self.arrow_bytes, pa.total_allocated_bytes())
+        return {"input_ids": [[len(chat[0]["content"])] * (1 + (len(chat[0]["content"]) > 90)) for chat in chats]}
 
 
-def test_unreadable_parquet_names_the_file(tokenizer, tmp_path):
-    path = Path(write(tmp_path / "a.parquet", [row(str(i) * 50) for i in range(400)]))
-    content = path.read_bytes()
-    for damaged in (content[: len(content) // 2], content[:3], b"", b"PAR1" + bytes(100) + b"PAR1",
-                    content[:20] + bytes(200) + content[220:]):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"a.parquet (is not a readable parquet file|is damaged)"):
-            load_prompts([str(path)], tokenizer, DataConfig(on_bad_row="skip"))
+def test_any_prompt_by_its_number_over_many_batches(tmp_path):
+    """Sparse and empty batches: which rows are left follows from the row alone."""
+    def wanted(i):
+        return i % 7 == 0 and not 600 < i < 2000 and i < 3000
+
+    rows = [row("x" * (1 if wanted(i) else 100), extra_info={"index": i}) for i in range(4000)]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1300)
+    prompts = load_prompts([str(path)], Counting(), DataConfig(max_prompt_length=1))
+    left = [i for i in range(4000) if wanted(i)]
+    assert len(prompts) == len(left) > 200 and prompts.loaded.num_filtered == 4000 - len(left)
+    assert [prompt.extra_info["index"] for prompt in prompts] == left
+    assert [prompt.extra_info["index"] for prompt in prompts[-3:]] == left[-3:]
+    assert prompts[-1].extra_info["index"] == left[-1] and prompts[80].extra_info["index"] == left[80]
+    for outside in (len(left), -len(left) - 1):
+        with pytest.raises(IndexError):
+            prompts[outside]
 
 
-def test_missing_columns_are_named_with_those_that_exist(tokenizer, tmp_path):
-    rows = [{"question": "2 + 2?", "data_source": "mine"}]
-    with pytest.raises(ValueError, match=r"a.parquet has no column prompt, reward_model; it has question, data_source"
-                                         r".*--data.prompt-column"):
-        load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig())
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_large_file_is_streamed(tmp_path, suffix):
+    """60 MB of text in one row group: neither Python nor Arrow holds more than a part of it at any moment."""
+    rng = random.Random(0)
+    rows = [row(rng.randbytes(3000).hex(), extra_info={"index": i}) for i in range(10_000)]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=len(rows))
+    else:
+        path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    del rows
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    prompts = load_prompts([str(path)], tokenizer := Counting(), DataConfig())
+    python_peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(prompts) == 10_000 and prompts.arrow.size > 60e6 and tokenizer.longest_call == 512
+    assert python_peak < 20e6 and tokenizer.arrow_bytes - before < 20e6
+    assert pa.total_allocated_bytes() - before < 1e6
+    assert prompts[7777].extra_info == {"index": 7777}
+
+
+def test_all_ranks_get_the_same_and_one_of_them_tokenises(tmp_path):
+    """Two gloo ranks: local rank 0 reads; errors reach both; nothing is left in the cache folder."""
+    path = write(tmp_path / "a.parquet", [row(str(i)) for i in range(1000)])
+    bad = write(tmp_path / "b.parquet", [row(prompt=[])])
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "ranks.py").write_text(f"""
+import json
+from pathlib import Path
+from common import data, dist
+from transformers import AutoTokenizer
+world = dist.init()
+tokenizer = AutoTokenizer.from_pretrained({str(MODEL)!r})
+calls, encode = [], tokenizer.apply_chat_template
+tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs)
+config = data.DataConfig(cache_dir={str(tmp_path / "cache")!r})
+prompts = data.load_prompts([{path!r}], tokenizer, config)
+sampler = data.PromptSampler(len(prompts), seed=5)
+result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.summary(), prompts.data_sources]
+try:
+    data.load_prompts([{bad!r}], tokenizer, config)
+except ValueError as error:
+    result.append(str(error))
+Path({str(tmp_path)!r}, f"rank{{world.rank}}.json").write_text(json.dumps([len(calls), result]))
+dist.shutdown()
+""")
+    launch(str(tmp_path / "ranks.py"), ranks=2)
+    (calls, first), (other_calls, second) = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert calls > 0 and other_calls == 0
+    assert first == second and len(first) == 53 and "b.parquet, row 0 (counted from 0): prompt is empty" in first[-1]
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_long_prompts_are_filtered_cut_or_refused(tokenizer, tmp_path):
@@ -158,11 +201,11 @@ def test_long_prompts_are_filtered_cut_or_refused(tokenizer, tmp_path):
 
     kept = load("filter")
     assert [prompt.tokens for prompt in kept] == [full[0].tokens, full[2].tokens]
-    assert (kept.num_rows, kept.num_filtered, kept.num_truncated) == (3, 1, 0)
+    assert (kept.loaded.num_rows, kept.loaded.num_filtered, kept.loaded.num_truncated) == (3, 1, 0)
     assert "1 filtered" in kept.summary()
     left = load("truncate-left")
     assert left[1].tokens == whole[-limit:]
-    assert (left.num_filtered, left.num_truncated) == (0, 1)
+    assert (left.loaded.num_filtered, left.loaded.num_truncated) == (0, 1)
     for odd_or_even in (limit, limit - 1, 1):
         middle = load("truncate-middle", odd_or_even)[1].tokens
         half = odd_or_even // 2

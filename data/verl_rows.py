@@ -1,0 +1,118 @@
+"""What the scripts of this folder share: a row in verl's columns, downloads from the Hugging Face hub, writing parquet.
+
+`python data/NAME.py` puts this folder first on sys.path. So no file here may have the name of a module that something
+imports: it would be imported instead (hendrycks_math.py and not math.py; apps.py and not code.py).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROW_GROUP_ROWS = 1024
+
+
+def make_row(data_source: str, question: str, ground_truth: Any, ability: str, split: str, index: int, /,
+             **extra: Any) -> dict[str, Any]:
+    """One prompt as verl's own preprocessing writes it: `question` as the only message, `extra` in extra_info."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index} | extra,
+    }
+
+
+def download(source: str, *config: str, split: str, json_lines: str = "") -> Iterable[dict]:
+    """The rows of one split of a hub data set, or of a local copy of its folder, by the `datasets` library; those of
+    the file `json_lines` in it, where the library would ask for a loading script."""
+    try:
+        import datasets
+        from huggingface_hub import hf_hub_download
+    except ModuleNotFoundError as error:
+        raise ValueError(f"package {error.name} is not installed; run `pip install datasets==5.2.0`") from None
+    print(f"data: {split} split of {source}", flush=True)
+    try:
+        if not json_lines:
+            return datasets.load_dataset(source, *config, split=split)
+        local = Path(source, json_lines)
+        file = str(local) if local.is_file() else hf_hub_download(source, json_lines, repo_type="dataset")
+        return datasets.load_dataset("json", data_files={split: file}, split=split)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ValueError(
+            f"{source} could not be loaded: no network, or no such data set ({error}). Without a network: run `hf "
+            f"download --repo-type dataset {source} --local-dir DIR` where there is one, copy DIR, give --source DIR"
+        ) from None
+
+
+def distinct(rows: Iterable[dict], key: Callable[[dict], Any]) -> Iterable[dict]:
+    """Leave out rows whose key was there before, and say how many."""
+    seen, num_repeated = set(), 0
+    for row in rows:
+        if key(row) in seen:
+            num_repeated += 1
+        else:
+            seen.add(key(row))
+            yield row
+    if num_repeated:
+        print(f"data: {num_repeated} repeated rows left out")
+
+
+def write(rows: Iterable[dict], path: Path) -> None:
+    """Write in one rename, so that a file that exists is whole; leave a file alone that already has these bytes. The
+    first 1,024 rows decide the types of the columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    rows, writer, num_rows = iter(rows), None, 0
+    try:
+        while group := list(islice(rows, ROW_GROUP_ROWS)):
+            table = pa.Table.from_pylist(group, schema=writer.schema if writer else None)
+            writer = writer or pq.ParquetWriter(temporary, table.schema)
+            writer.write_table(table)
+            num_rows += len(group)
+    finally:
+        if writer:
+            writer.close()
+    if not num_rows:
+        raise ValueError(f"no rows for {path}")
+    if path.exists() and path.read_bytes() == temporary.read_bytes():
+        temporary.unlink()
+        print(f"data: {path} is complete, {num_rows} problems")
+        return
+    os.replace(temporary, path)
+    print(f"data: {path} written, {num_rows} problems")
+
+
+def parser(doc: str, out: str, source: str = "") -> argparse.ArgumentParser:
+    """The flags that all scripts have: --out, and --source where there is something to download."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("data") / out, help="folder for train.parquet and test.parquet")
+    if source:
+        made.add_argument("--source", default=source, help=f"hub name, or a local copy of the folder ({source})")
+    return made
+
+
+def run(main: Callable[[], None]) -> None:
+    """main(), with a ValueError as a message for people."""
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def parse_json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} {text} must be a JSON object")
+    return value
