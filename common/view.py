@@ -125,7 +125,7 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
     return {
         "runs": shown, "steps": steps, "prompts": prompts, "rollouts": rollouts, "left_out": left_out,
         "warnings": [line for row in tables[0] for line in watch.look(row["step"], row)],
-        "summary": f"{shown[0]['flags'].get('model', '')} · {tables[0][-1]['step']} steps{change}",
+        "summary": f"{shown[0]['flags'].get('--model', 'unknown model')} · {tables[0][-1]['step']} steps{change}",
     }
 
 
@@ -146,8 +146,8 @@ def flat_flags(flags: dict[str, Any], prefix: str = "--") -> dict[str, str]:
 def read_rollouts(run: Path, max_mb: float) -> tuple[list[str], list[dict[str, Any]], str]:
     """Prompts, responses that name their prompt by its number, and in words what was left out (common/record.py)."""
     files = sorted((run / "rollouts").glob("step_*.parquet"))
-    kept = [(file, rollouts_of(file)) for file in files]
-    while len(kept) > 1 and sum(len(json.dumps(rows)) for _, rows in kept) > max_mb * 1e6:
+    kept = [(len(json.dumps(rows)), rows) for rows in map(rollouts_of, files)]
+    while len(kept) > 1 and sum(size for size, _ in kept) > max_mb * 1e6:
         kept = kept[::-2][::-1]                                         # the last step stays
     prompts: dict[str, int] = {}
     for _, rows in kept:
@@ -181,8 +181,8 @@ def main(args: Args) -> None:
     elif out.suffix == ".html" and len(args.runs) == 1:
         write_page(args.runs[0], args.compare, out, args.max_mb)
     else:
-        raise ValueError(f"--out {out} with {len(args.runs)} run(s): a page (.html) shows one run, and --compare RUN2 a "
-                         f"second one; a picture (.png) any number, without --compare")
+        raise ValueError(f"--out {out} with {len(args.runs)} run(s): a page (.html) shows one run, and with --compare "
+                         f"RUN2 a second; a picture (.png) shows any number, without --compare")
     print(f"{'curves' if out.suffix == '.png' else 'report'} {out}")
 
 

@@ -99,7 +99,8 @@ function addChart(title, shown) {
   const prefix = shown.length > 1 ? commonPrefix(shown) : shown[0].lastIndexOf("/") + 1;
   const options = {
     width: box.clientWidth - 16, height: 190, cursor: {sync: {key: "step"}, points: {size: 6}},
-    scales: {x: {time: false}},
+    scales: {x: {time: false}, y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true)
+      : low === null ? [0, 1] : [low - (Math.abs(low) || 1) / 2, low + (Math.abs(low) || 1) / 2]}},
     axes: [{size: 32, values: (_, ticks) => ticks.map(x => Number.isInteger(x) ? x : "")},
            {size: 62, values: (_, ticks) => ticks.map(show)}],
     series: [{label: "step"}, ...series.map(({run, name, number, colour}) => ({
