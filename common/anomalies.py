@@ -33,7 +33,7 @@ class Watch:
              "prompts too easy or too hard, or a reward that is always the same. Read the rollouts; other "
              "--train-data, more --samples-per-prompt, a higher --rollout.temperature")
         for name, floor, flags in (("actor/ppo_kl", 0.02, "lower --optim.lr or --minibatches-per-step"),
-                                   ("actor/kl_loss", 0.1, "lower --optim.lr or raise --kl-loss-coef")):
+                                   ("actor/kl_loss", 0.5, "lower --optim.lr or raise --kl-loss-coef")):
             usual = sorted(abs(x) for x in self.past[name])
             if name in metrics:
                 size = abs(metrics[name])

@@ -1,6 +1,8 @@
-"""Look at runs: `python -m common.view RUN` writes RUN/report.html, a page that needs neither server nor network.
+"""Look at runs: a page that needs neither server nor network, with curves, rollouts, and a second run to compare with.
 
-`--compare RUN2` puts a second run beside it. `python -m common.view RUN [RUN ...] --out curves.png` draws a picture.
+    python -m common.view runs/quickstart                                   # writes runs/quickstart/report.html
+    python -m common.view runs/a --compare runs/b
+    python -m common.view runs/a runs/b --out curves.png                    # a picture of any number of runs
 """
 
 import base64

@@ -1,10 +1,15 @@
-"""Headless Chromium for tests, driven over a pipe with its DevTools protocol: no driver, no port, no network."""
+"""Headless Chromium for tests, driven over a pipe with its DevTools protocol: no driver, no port, no network.
+
+    python -m tests.browser runs/quickstart/report.html "#tab=rollouts&step=5" docs/page.png ".response.on span"
+
+takes a picture of a page, here with the mouse on a token."""
 
 import base64
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -119,3 +124,13 @@ class Browser:
         os.close(self.out)
         os.close(self.back)
         self.folder.cleanup()
+
+
+if __name__ == "__main__":
+    file, address, picture, *selectors = sys.argv[1:]
+    with Browser(height=900) as browser:
+        browser.open(Path(file), address)
+        for selector in selectors:
+            browser.point(selector)
+        time.sleep(0.5)                                                 # until all curves are drawn
+        browser.screenshot(Path(picture))

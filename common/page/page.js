@@ -155,15 +155,20 @@ function drawRollouts() {
     cell.onclick = () => go({sort: state.sort === "-" + name ? name : "-" + name});
   }
   at("list").querySelector("thead").replaceChildren(head);
+  const chosen = data.rollouts.find(r => r.id === state.show) ?? found[0];
   const rows = found.slice(0, MOST_ROWS).map(r => {
-    const row = make("tr", undefined, r.id === state.show ? "on" : "");
+    const row = make("tr", undefined, r === chosen ? "on" : "");
     for (const [name, value, number] of COLUMNS)
       row.append(make("td", number ? show(value(r)) : value(r), name === "response" ? "text" : number ? "number" : ""));
     row.onclick = () => go({show: r.id});
     return row;
   });
-  at("list").querySelector("tbody").replaceChildren(...rows);
-  drawDetail(data.rollouts.find(r => r.id === state.show) ?? found[0]);
+  const list = at("list");
+  list.querySelector("tbody").replaceChildren(...rows);
+  const on = list.querySelector("tr.on");               // in sight, without moving the page
+  if (on && (on.offsetTop < list.scrollTop + 30 || on.offsetTop + 30 > list.scrollTop + list.clientHeight))
+    list.scrollTop = on.offsetTop - list.clientHeight / 2;
+  drawDetail(chosen);
 }
 
 function drawDetail(chosen) {
@@ -185,6 +190,7 @@ function drawDetail(chosen) {
   cards.id = "group";
   cards.append(...group.map(r => cardOf(r, r === chosen, scale)));
   detail.replaceChildren(make("h2", truth), prompt, paint, cards);
+  prompt.scrollTop = prompt.scrollHeight;               // the question stands at the end
 }
 
 function scaleOf(group) {                               // one scale for the group: {value, middle, size}
