@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -35,8 +36,22 @@ from common.policy import (
     optimizer_step,
     read_config,
 )
+from common.profiling import peak_flops
+from common.record import Record
 from common.rollout import Engine, Response, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
-from common.tracking import LogConfig, Meter, Timer, Tracker, fail, memory, say, spread, step_line, val_line
+from common.tracking import (
+    LogConfig,
+    Meter,
+    Timer,
+    Tracker,
+    batch_line,
+    fail,
+    say,
+    spread,
+    step_line,
+    step_metrics,
+    val_line,
+)
 from rewards import lookup
 from rewards.pool import RewardConfig, RewardPool
 
@@ -168,10 +183,11 @@ def group_std(rewards: Tensor) -> Tensor:
 ADVANTAGES = {"group": group_advantages, "passk": passk_advantages}
 
 
-def score_later(pool: RewardPool, tokenizer, prompts: list[Prompt], i: int, response: Response) -> None:
+def score_later(pool: RewardPool, tokenizer, prompts: list[Prompt], advance, i: int, response: Response) -> None:
     """Send a finished response to the reward workers while the engine goes on."""
     prompt, text = prompts[i], tokenizer.decode(response.tokens, skip_special_tokens=True)
     pool.submit(i, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+    advance()
 
 
 def evaluate(args: Args, engine: Engine, prompts: PromptSet, pool: RewardPool, tokenizer) -> dict[str, float]:
@@ -185,7 +201,7 @@ def evaluate(args: Args, engine: Engine, prompts: PromptSet, pool: RewardPool, t
             [prompt.tokens for prompt in asked],
             [dist.seed_of(args.seed, "val", p, g) for p, g in requests],
             Sampling(temperature, args.rollout.max_response_length),
-            on_finish=partial(score_later, pool, tokenizer, asked),
+            on_finish=partial(score_later, pool, tokenizer, asked, lambda: None),
         )
         scores, totals = pool.results(), defaultdict(lambda: [0.0, 0.0])
         for i, score, extra in zip(scores.index, scores.scores, scores.extras):
@@ -231,6 +247,7 @@ def main(args: Args) -> None:
     # resume
     state = checkpoint.load_latest(args.run_dir, policy, optimizer) if args.save.resume else {}
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
+    peak = peak_flops(world, args.policy.compute_dtype)
     sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
     P, G = args.prompts_per_step, args.samples_per_prompt
     first_step, skipped_in_a_row = 0, 0
@@ -245,19 +262,20 @@ def main(args: Args) -> None:
         tracker.log(0, metrics, val_line("before training", metrics))
 
     for step in range(first_step, args.total_steps):
-        timer, meter = Timer(), Meter()
+        tracker.begin(step + 1)
+        timer, meter, record = Timer(tracker.run_dir), Meter(), Record(args.log, tracker.run_dir, step + 1, G)
 
         # 1 rollout: engine e samples prompts e, e + engines, ...; a group never leaves its engine
         prompts = [train_set[i] for i in sampler.take(P)]
         metrics = engine.wake(policy)
         requests = [(p, g) for p in engine.deal(P) for g in range(G)]
         asked = [prompts[p] for p, _ in requests]
-        with timer("gen"):
+        with timer("gen"), tracker.progress("rollout", len(requests)) as advance:
             responses = engine.generate(
                 [prompt.tokens for prompt in asked],
                 [dist.seed_of(args.seed, step, p, g) for p, g in requests],
                 sampling,
-                on_finish=partial(score_later, pool, tokenizer, asked),
+                on_finish=partial(score_later, pool, tokenizer, asked, advance),
             )
         engine.sleep()
 
@@ -265,11 +283,15 @@ def main(args: Args) -> None:
         with timer("reward"):
             scores = pool.results()
         mine = scores.index
+        samples = SimpleNamespace(
+            index=[requests[i][0] * G + requests[i][1] for i in mine], prompts=[asked[i] for i in mine],
+            responses=[responses[i] for i in mine], rewards=scores.scores, extras=scores.extras,
+        )
         batch = Batch.build(
             [asked[i].tokens for i in mine],
             [responses[i].tokens for i in mine],
             rollout_logps=[responses[i].logp for i in mine],
-            index=[requests[i][0] * G + requests[i][1] for i in mine],
+            index=samples.index,
         )
         numbers = [
             (np.isfinite(score), np.nan_to_num(score), len(responses[i].tokens), len(asked[i].tokens),
@@ -313,7 +335,8 @@ def main(args: Args) -> None:
         # 5 update
         lr = learning_rate(args.optim, step, args.total_steps)
         num_updates = args.minibatches_per_step * args.epochs_per_step
-        with timer("update_actor"):
+        num_microbatches = sum(map(len, minibatches)) * args.epochs_per_step
+        with timer("update_actor"), tracker.progress("update", num_microbatches) as advance:
             for microbatches, idle in [*zip(minibatches, plan.idle)] * args.epochs_per_step:
                 norm_length = args.rollout.max_response_length
                 losses.set_weights(microbatches, args.aggregation, norm_length, response_lengths[idle])
@@ -337,6 +360,8 @@ def main(args: Args) -> None:
                         meter.mean(name, values, microbatch.mask)
                     meter.mean("actor/entropy", entropy, microbatch.mask)
                     correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
+                    record.add(microbatch, logp, entropy, stats)
+                    advance()
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim.max_grad_norm)
                 skipped_in_a_row = 0 if np.isfinite(grad_norm) else skipped_in_a_row + 1
                 meter.total("actor/skipped_steps", float(not np.isfinite(grad_norm)), per=world.size)
@@ -359,19 +384,18 @@ def main(args: Args) -> None:
                 state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
                 checkpoint.save(args.run_dir, done, policy, optimizer, state, world, args.save.keep)
         update_flops = train_flops(lengths[trained], hf_config) * args.epochs_per_step
-        metrics |= meter.reduce() | timer.metrics() | memory(world)
+        results = SimpleNamespace(prompt_lengths=prompt_lengths, response_lengths=response_lengths, truncated=truncated)
+        record.write(tokenizer, samples, rewards)
+        metrics |= step_metrics(
+            meter, timer, world, results, minibatches, max_prompt_length=args.data.max_prompt_length,
+            max_response_length=args.rollout.max_response_length, update_flops=update_flops, peak_flops=peak,
+        )
         metrics |= spread("critic/rewards", rewards[rewards.isfinite()]) | spread("critic/advantages", advantages)
-        metrics |= spread("response_length", response_lengths) | spread("prompt_length", prompt_lengths)
         metrics |= {
             "training/global_step": done,
             "training/epoch": sampler.epoch,
             "actor/lr": lr,
             "reward/constant_group_frac": float(constant.double().mean()),
-            "response_length/clip_ratio": float(truncated.mean()),
-            "perf/total_num_tokens": int(lengths.sum()),
-            "perf/throughput": lengths.sum() / metrics["timing_s/step"] / world.size,
-            "perf/update_tflops": update_flops / timer.seconds["update_actor"] / 1e12 / world.size,
-            "rollout/tokens_per_s": float(response_lengths.sum()) / timer.seconds["gen"],
         } | dict(zip(
             ("reward/error_frac", "reward/timeout_frac"),
             (dist.all_sum([scores.num_errors, scores.num_timeouts]) / (P * G)).tolist(),
@@ -390,9 +414,7 @@ def describe(args: Args, world: dist.World, attention: tuple[str, str]) -> str:
     """What this run does, in words and units."""
     P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
     return (
-        f"batch  {P} prompts x {G} samples = {P * G} responses a step; {M} mini-batch(es) of {P * G // M}, "
-        f"{args.epochs_per_step} epoch(s); micro-batches of up to {args.max_tokens_per_gpu} tokens on each of "
-        f"{world.size} rank(s)\n"
+        f"batch  {batch_line(P, G, M, args.epochs_per_step, args.max_tokens_per_gpu, world.size)}\n"
         f"loss   clip [{1 - args.clip_low:g}, {1 + args.clip_high:g}], dual {args.clip_dual:g}, {args.aggregation}, "
         f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}; lr {args.optim.lr:g} "
         f"({args.optim.schedule})\n"
