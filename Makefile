@@ -89,7 +89,7 @@ data: setup ## generate the quickstart's word problems
 quickstart: setup model data ## train a real chat model with GRPO on this machine's CPU, and draw the curve
 	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --run-dir $(RUN) $(TASK) $(ARGS)
 	.venv/bin/python -m common.view $(RUN)
-	echo "model $(MODEL) · data $(DATA) · run (curves.png, metrics.jsonl, trained model, checkpoint) $(RUN)"
+	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
 
 learn: setup model data ## the quickstart's task with all four scripts (40 minutes), docs/learn.png and its table
 	@train() { .venv/bin/torchrun --standalone --nproc-per-node 1 "$$@"; }

@@ -29,9 +29,23 @@ from common.kernels import choose_attention
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import Batch, train_flops
 from common.policy import ModelConfig, load_policy, read_config
+from common.profiling import peak_flops
+from common.record import Record
 from common.reward_model import RewardModelConfig
 from common.rollout import Engine, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
-from common.tracking import LogConfig, Meter, Timer, Tracker, fail, memory, say, spread, step_line, val_line
+from common.tracking import (
+    LogConfig,
+    Meter,
+    Timer,
+    Tracker,
+    batch_line,
+    fail,
+    say,
+    spread,
+    step_line,
+    step_metrics,
+    val_line,
+)
 from rewards.pool import RewardConfig
 
 
@@ -228,17 +242,20 @@ def main(args: Args) -> None:
         say(world, f"resumed after step {first_step} of {args.run_dir}; --save.no-resume starts anew")
     elif val_set is not None:
         engine.wake(policy)
-        metrics = evaluate(args, engine, scoring, val_set)
+        with tracker.progress("validation", len(engine.deal(len(val_set))) * (1 + args.eval_n)) as scoring.advance:
+            metrics = evaluate(args, engine, scoring, val_set)
         engine.sleep()
         tracker.log(0, metrics, val_line("before training", metrics))
 
     P, G = args.prompts_per_step, args.samples_per_prompt
+    peak = peak_flops(world, args.policy.compute_dtype)
     for step in range(first_step, args.total_steps):
-        timer, meter = Timer(), Meter()
+        tracker.begin(step + 1)
+        timer, meter, record = Timer(tracker.run_dir), Meter(), Record(args.log, tracker.run_dir, step + 1, G)
 
         # 1 rollout: scoring starts as each response ends
         metrics = engine.wake(policy)
-        with timer("gen"):
+        with timer("gen"), tracker.progress("rollout", len(engine.deal(P)) * G) as scoring.advance:
             rows, greedy = sampler.take(P), torch.zeros(P)
             if baseline.greedy:
                 once = Sampling(0.0, args.rollout.max_response_length)
@@ -298,7 +315,8 @@ def main(args: Args) -> None:
 
         # 5 update
         lr = learning_rate(args.optim, step, args.total_steps)
-        with timer("update_actor"):
+        num_microbatches = sum(map(len, minibatches)) * args.epochs_per_step
+        with timer("update_actor"), tracker.progress("update", num_microbatches) as advance:
             for microbatches, idle in [*zip(minibatches, idle_lengths)] * args.epochs_per_step:
                 losses.set_weights(microbatches, chosen.aggregation, args.rollout.max_response_length, idle)
                 for microbatch in microbatches:                                                 # as many on every rank
@@ -316,38 +334,39 @@ def main(args: Args) -> None:
                     for name, values in stats.items():
                         meter.mean(name, values, microbatch.mask)
                     meter.mean("actor/entropy", entropy, microbatch.mask)
+                    record.add(microbatch, logp, entropy, stats)
+                    advance()
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim)
                 meter.total("actor/grad_norm", grad_norm, per=num_updates * world.size)
                 meter.total("actor/skipped_steps", not math.isfinite(grad_norm), per=world.size)
 
         # 6 log, validate, save
         done, last = step + 1, step + 1 == args.total_steps
-        metrics |= meter.reduce()
         if val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
-            with timer("testing"):
+            num_asked = len(engine.deal(len(val_set))) * (1 + args.eval_n)
+            with timer("testing"), tracker.progress("validation", num_asked) as scoring.advance:
                 engine.wake(policy)
                 metrics |= evaluate(args, engine, scoring, val_set)
                 engine.sleep()
-        if last or (args.save.every and done % args.save.every == 0):
-            with timer("save_checkpoint"):
-                state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
-                checkpoint.save(args.run_dir, done, parts, state, world, args.save.keep)
         update_flops = train_flops(results.lengths[trained.numpy()], hf_config) * args.epochs_per_step
-        metrics |= timer.metrics() | memory(world)
+        metrics |= step_metrics(
+            meter, timer, world, results, minibatches, max_prompt_length=args.data.max_prompt_length,
+            max_response_length=args.rollout.max_response_length, update_flops=update_flops, peak_flops=peak,
+        )
+        record.write(tokenizer, samples, rewards.flatten())
+        metrics |= spread("critic/score", results.rewards[results.rewards.isfinite()])
         metrics |= spread("critic/rewards", rewards[rewards.isfinite()]) | spread("critic/advantages", advantages)
-        metrics |= spread("response_length", results.response_lengths) | spread("prompt_length", results.prompt_lengths)
         metrics |= {
             "training/global_step": done,
             "training/epoch": sampler.epoch,
             "actor/lr": lr,
             "reward/constant_group_frac": float(constant.double().mean()),
-            "response_length/clip_ratio": float(results.truncated.double().mean()),
-            "perf/total_num_tokens": int(results.lengths.sum()),
-            "perf/throughput": results.lengths.sum() / metrics["timing_s/step"] / world.size,
-            "perf/update_tflops": update_flops / timer.seconds["update_actor"] / 1e12 / world.size,
-            "rollout/tokens_per_s": float(results.response_lengths.sum()) / timer.seconds["gen"],
         }
         tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
+        if last or (args.save.every and done % args.save.every == 0):
+            with timer("save_checkpoint"):
+                state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
+                checkpoint.save(args.run_dir, done, parts, state, world, args.save.keep)
 
     if args.save.hf:
         checkpoint.export(policy, tokenizer, args.model, tracker.run_dir / "model", world)
@@ -362,9 +381,7 @@ def describe(args: Args, chosen: losses.LossDefaults, world: dist.World, attenti
     P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
     bounds = [f"{name} {value:g}" for name, value in chosen._asdict().items() if isinstance(value, float)]
     return (
-        f"batch  {P} prompts x {G} samples = {P * G} responses a step; {M} mini-batch(es) of {P * G // M}, "
-        f"{args.epochs_per_step} epoch(s); micro-batches of up to {args.max_tokens_per_gpu} tokens on each of "
-        f"{world.size} rank(s)\n"
+        f"batch  {batch_line(P, G, M, args.epochs_per_step, args.max_tokens_per_gpu, world.size)}\n"
         f"loss   {args.baseline}, {', '.join(['REINFORCE', *bounds, chosen.aggregation])}; KL in the reward "
         f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
         f"runs   {args.policy.compute_dtype} on {world.device.type}, engine {args.rollout.engine}, "

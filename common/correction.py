@@ -8,7 +8,6 @@ Nothing depends on how a mini-batch was cut. Names of presets and metrics are ve
 """
 
 import math
-import operator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -236,8 +235,7 @@ def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter)
         weight = torch.where(weight == raw, raw, 0)
     name, low = "rollout_corr/rollout_is", config.lower or 1 / config.upper
     _describe(meter, name, weight[counted], raw[counted])
-    meter.max(f"_{name}_negated", -raw[counted])
-    meter.derive(f"{name}_min", operator.neg, f"_{name}_negated")
+    meter.min(f"{name}_min", raw[counted])
     meter.derive(f"{name}_eff_sample_size", _sample_share, f"{name}_mean", f"_{name}_square")
     meter.mean(f"{name}_ratio_fraction_high", raw > config.upper, counted)
     meter.mean(f"{name}_ratio_fraction_low", raw < low, counted)

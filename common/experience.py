@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
@@ -112,6 +112,7 @@ class Scoring:
         if not config.function and not model_config.alone:
             lookup(set(data_sources))
         self.tokenizer, self.model = tokenizer, None
+        self.advance: Callable[[], None] = _nothing  # called as each response ends, for a progress bar
         self.pool = None if model_config.alone else RewardPool(**vars(config))
 
     def load_model(self, config: RewardModelConfig, model_config: ModelConfig, world: World) -> None:
@@ -121,6 +122,9 @@ class Scoring:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
+
+
+def _nothing() -> None: ...
 
 
 class Asked:
@@ -148,6 +152,7 @@ class Asked:
     def _score(self, i: int, response: Response) -> None:
         prompt, text = self.prompts[i], self.scoring.tokenizer.decode(response.tokens, skip_special_tokens=True)
         self.texts[i] = text
+        self.scoring.advance()
         if self.scoring.pool is not None:
             self.scoring.pool.submit(i, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
 

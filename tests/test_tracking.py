@@ -1,13 +1,18 @@
 """Numbers of a run: the meter against numbers by hand, files that a resumed run continues, messages for people."""
 
+import gzip
 import json
 import math
+import os
+import pty
+import re
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from common import tracking
+from common import profiling, tracking
+from common.anomalies import Watch
 from common.data import find_files
 from common.dist import World
 from common.tracking import LogConfig, Meter, Timer, Tracker, spread, step_line
@@ -81,6 +86,29 @@ def test_step_line_by_hand():
     assert seconds == "7.0 s: gen 2.5 update_actor 4.1"
 
 
+def test_std_is_the_unbiased_one():
+    """[1 2 4] and [1]: mean 2, squares of the deviations 1 + 0 + 4 + 1 over 3."""
+    meter = Meter()
+    meter.std("x", torch.tensor([1.0, 2.0, 4.0]))
+    meter.std("x", torch.tensor([1.0, 50.0]), torch.tensor([True, False]))
+    meter.std("constant", torch.full((3,), 0.1))
+    assert meter.reduce() == {"x": pytest.approx(2**0.5), "constant": pytest.approx(0.0, abs=1e-8)}
+
+
+def test_spread_of_a_meter_by_hand():
+    meter = Meter()
+    meter.spread("x", torch.tensor([1.0, -2.0, 90.0]), torch.tensor([True, True, False]))
+    meter.spread("x", torch.tensor([7.0]))
+    meter.spread("nothing", torch.zeros(0))
+    assert meter.reduce() == {"x/mean": 2.0, "x/max": 7.0, "x/min": -2.0}
+
+
+def test_batch_units_in_words():
+    assert tracking.batch_line(16, 8, 2, 1, 4096, 2) == (
+        "16 prompts x 8 samples = 128 responses a step, 2 mini-batch(es) of 64, 1 epoch(s), micro-batches of up to "
+        "4,096 tokens on each of 2 rank(s)")
+
+
 # --------------------------------------------------------------------------- files
 
 def lines(run_dir) -> list[dict]:
@@ -95,8 +123,9 @@ def test_jsonl_has_one_line_a_step_and_config_the_flags(tmp_path, capsys):
     tracker.close()
     assert lines(run) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1e-17, "length": 3}]
     assert capsys.readouterr().out == "step one\nstep two\n"
-    assert json.loads((run / "config.json").read_text()) == {
-        "lr": 0.5, "log": {"to": ["console", "jsonl"], "wandb_project": "rl"}}
+    assert json.loads((run / "config.json").read_text()) == {"lr": 0.5, "log": {
+        "to": ["console", "jsonl"], "wandb_project": "rl", "rollouts_every": 5, "rollouts_max": 64, "profile_steps": [],
+        "warn_every": 20}}
 
 
 def test_a_resumed_run_writes_no_step_twice(tmp_path):
@@ -143,7 +172,7 @@ def test_wandb_offline_and_resumed_under_the_same_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = LogConfig(to=("wandb",), wandb_project="tests")
     tracker = Tracker(config, str(tmp_path), Args(log=config), WORLD, {})
-    tracker.log(1, {"reward": 0.25}, "")
+    tracker.log(1, {"reward": 0.30517578125}, "")             # no number of the system's looks like it
     state = tracker.state_dict(1)
     assert len(state["wandb_id"]) >= 8
     assert tracker.wandb.offline
@@ -159,8 +188,211 @@ def test_wandb_offline_and_resumed_under_the_same_id(tmp_path, monkeypatch):
     assert len(files) == 2
     assert [file.name for file in files] == 2 * [f"run-{state['wandb_id']}.wandb"]
     assert all(b"reward" in file.read_bytes() for file in files)
-    assert sum(b"0.25" in file.read_bytes() for file in files) == 1
+    assert sum(b"0.30517578125" in file.read_bytes() for file in files) == 1
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
+    def files() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 5, 10):
+        (tmp_path / f"rollouts/step_{step:06d}.parquet").touch()
+    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {"step": 5, "wandb_id": None})
+    assert files() == ["step_000001.parquet", "step_000005.parquet"]
+    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {})
+    assert files() == []
+
+
+def test_tensorboard_of_a_resumed_run(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, state = LogConfig(to=("tensorboard",)), {}
+    for first, last, value in ((1, 3, 0.25), (3, 5, 0.5)):              # killed in step 4, resumed after step 2
+        tracker = Tracker(config, str(tmp_path), Args(), WORLD, state)
+        for step in range(first, last + 1):
+            tracker.log(step, {"critic/rewards/mean": value}, "")
+        tracker.close()
+        state = json.loads(json.dumps(tracker.state_dict(2)))
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("critic/rewards/mean")
+    assert [(event.step, event.value) for event in found] == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
+    Tracker(config, str(tmp_path), Args(), WORLD, {}).close()           # anew
+    assert not EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+
+
+def test_loggers_that_cannot_work_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    for package in ("wandb", "tensorboard"):
+        with pytest.raises(ValueError, match=f"--log.to {package} needs the package {package}: pip install {package}"):
+            LogConfig(to=("console", package))
+    LogConfig()
+    with pytest.raises(ValueError, match=r"--log.rollouts-max 0 and --log.profile-steps .* at least 1"):
+        LogConfig(rollouts_max=0)
+    with pytest.raises(ValueError, match=r"--log.warn-every -1 must be at least 0"):
+        LogConfig(warn_every=-1)
+
+
+def test_wandb_without_an_account_is_refused_at_once(monkeypatch, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with pytest.raises(ValueError, match=r"--log.to wandb finds no account: set WANDB_API_KEY, or WANDB_MODE=offline"):
+        LogConfig(to=("wandb",))
+
+
+# --------------------------------------------------------------------------- progress
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
+    clock = iter([0.0, 10.0, 31.0, 50.0, 62.0])
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: next(clock))
+    tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
+    with tracker.progress("rollout", 4) as advance:
+        for _ in range(4):
+            advance()
+    assert capsys.readouterr().out == "  rollout 2/4, 31 s\n  rollout 4/4, 62 s\n"
+    other = Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, {})
+    with other.progress("rollout", 4) as advance:
+        advance()
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(tracking.sys, "stdout", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
+        with tracker.progress("rollout", 64) as advance:
+            for _ in range(64):
+                advance()
+        terminal.flush()
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "rollout" in shown and "64/64" in shown
+    assert shown.endswith("\x1b[2K")                                    # and is wiped off in the end
+
+
+# --------------------------------------------------------------------------- profiles and memory
+
+def test_a_profile_of_chosen_steps_names_the_phases(tmp_path, capsys):
+    tracker = Tracker(LogConfig(to=("console",), profile_steps=(2, 4)), str(tmp_path), Args(), WORLD, {})
+    for step in range(1, 6):
+        tracker.begin(step)
+        timer = Timer()
+        with timer("update_actor"):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        tracker.log(step, timer.metrics(), f"step {step}")
+    files = sorted((tmp_path / "profiles").iterdir())
+    assert [file.name for file in files] == ["step_000002_rank0.json.gz", "step_000004_rank0.json.gz"]
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    (phase,) = [event for event in events if event.get("name") == "update_actor" and "dur" in event]
+    (product,) = [event for event in events if event.get("name") == "aten::mm"]
+    assert phase["ts"] <= product["ts"] and product["ts"] + product["dur"] <= phase["ts"] + phase["dur"]
+    assert f"step 2\nprofile {files[0]}\nstep 3\n" in capsys.readouterr().out
+
+
+def test_out_of_memory_says_the_phase_and_the_flag():
+    """A real one: 4 EiB on the CPU. Other errors are left as they are."""
+    for phase, flag in (("update_actor", "--max-tokens-per-gpu; then --policy.gradient-checkpointing"),
+                        ("gen", "--rollout.max-num-seqs")):
+        timer = Timer()
+        with pytest.raises(RuntimeError, match="can't allocate memory") as caught, timer(phase):
+            torch.empty(2**60)
+        (note,) = caught.value.__notes__
+        assert note.startswith(f"ran out of memory in phase {phase}. Lower or set: ") and flag in note
+        assert timer.seconds == {}
+    for error in (RuntimeError("no"), KeyError("no")):
+        with pytest.raises(type(error)) as caught, Timer()("gen"):
+            raise error
+        assert not hasattr(caught.value, "__notes__")
+    assert profiling.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_what_fills_a_gpu_by_hand(monkeypatch):
+    """80 GiB: 30 allocated, 42 reserved, 10 free, so 28 are the engine's and others'."""
+    gib = 2**30
+    for name, value in (("is_available", True), ("mem_get_info", (10 * gib, 80 * gib)), ("memory_allocated", 30 * gib),
+                        ("memory_reserved", 42 * gib), ("max_memory_allocated", 41 * gib)):
+        monkeypatch.setattr(profiling.torch.cuda, name, lambda value=value: value)
+    assert profiling.memory_note("ref").splitlines() == [
+        "ran out of memory in phase ref. Lower or set: --max-tokens-per-gpu; then --policy.gradient-checkpointing",
+        "of 80.0 GiB: 30.0 in the trainer's tensors (weights, gradients, optimizer, activations; peak 41.0), 12.0 "
+        "cached by torch, 28.0 in the engine's pool and other processes, 10.0 free"]
+
+
+def test_peak_flops_from_the_table_or_measured(monkeypatch):
+    """The name in full decides: an H100 PCIe is no H100 SXM, an L40S no L4."""
+    gpu = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"), mesh=None)
+    for name, flops in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
+                        ("NVIDIA L4", 121e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12),
+                        ("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA A10G", 70e12)):
+        monkeypatch.setattr(profiling.torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert profiling.peak_flops(gpu, "bfloat16") == flops, name
+    measured = profiling.matmul_flops(torch.device("cpu"), torch.float32, size=256, seconds=0.05)
+    assert 1e8 < measured < 1e14
+    monkeypatch.setattr(profiling, "matmul_flops", lambda device, dtype: (device.type, dtype))
+    assert profiling.peak_flops(WORLD, "bfloat16") == ("cpu", torch.bfloat16)
+    assert profiling.peak_flops(gpu, "float32") == ("cuda", torch.float32)
+
+
+def test_the_machine_in_words(monkeypatch):
+    cpu = profiling.machine_line(WORLD, 1.5e12)
+    assert re.fullmatch(r"\d+ CPU cores, [\d.]+ of [\d.]+ GiB free, at most 1.50 TFLOP/s a rank", cpu)
+    gpu = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"), mesh=None)
+    monkeypatch.setattr(profiling.torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    monkeypatch.setattr(profiling.torch.cuda, "mem_get_info", lambda: (2**30, 3 * 2**30))
+    assert profiling.machine_line(gpu, 121e12) == "NVIDIA L4, 1.0 of 3.0 GiB free, at most 121.00 TFLOP/s a rank"
+
+
+# --------------------------------------------------------------------------- warnings
+
+HEALTHY = {"reward/constant_group_frac": 0.6, "actor/ppo_kl": 1e-4, "actor/entropy": 1.0, "actor/grad_norm": 1.0,
+           "response_length/clip_ratio": 0.1, "training/rollout_probs_diff_mean": 0.004, "actor/skipped_steps": 0.0,
+           "reward/error_frac": 0.0, "reward/timeout_frac": 0.0, "actor/kl_loss": 0.01}
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"reward/constant_group_frac": 1.0}, "in every group all rewards are equal"),
+    ({"actor/ppo_kl": -0.03}, r"actor/ppo_kl jumped to -0.03 \(median of the last 10 steps 0.0001\).*--optim.lr"),
+    ({"actor/kl_loss": 0.6}, "actor/kl_loss jumped to 0.6 .*--kl-loss-coef"),
+    ({"actor/kl_loss": math.nan}, "actor/kl_loss jumped to nan"),
+    ({"response_length/clip_ratio": 0.75}, "75% of the responses reach .*--rollout.max-response-length"),
+    ({"training/rollout_probs_diff_mean": 0.0123}, "differ by 0.012 .*--correct-rollout"),
+    ({"training/rollout_probs_diff_mean": math.nan}, "differ by nan"),
+    ({"actor/skipped_steps": 2.0}, r"2 optimizer step\(s\) skipped.*--optim.lr"),
+    ({"reward/timeout_frac": 0.25, "reward/error_frac": 0.125}, "37.5% of the samples have no reward.*--reward"),
+])
+def test_each_failure_is_told_in_words(change, words):
+    watch = Watch(every=5)
+    for step in range(10):
+        assert watch.look(step, HEALTHY) == []
+    (warning,) = watch.look(10, HEALTHY | change)
+    assert warning.startswith("warning, step 10: ")
+    with pytest.raises(AssertionError, match=words):                    # pytest shows the text that does not fit
+        raise AssertionError(warning)
+
+
+def test_entropy_collapse_is_told_and_noise_is_not():
+    watch, told = Watch(every=100), []
+    for step, entropy in enumerate([2.0, 1.0, 0.5, 0.05, 0.6, 0.3, 0.2, 0.1, 0.1, 0.09, 0.08, 0.07, 0.07, 0.06]):
+        told += [(step, line) for line in watch.look(step, {"actor/entropy": entropy})]
+    ((step, line),) = told                   # .2 .1 .1 .09 .08 is .114, then .088
+    assert step == 11 and "entropy fell to 0.088 nats (mean of 5 steps) from 2" in line
+
+
+def test_a_warning_is_not_repeated_for_some_steps(tmp_path, capsys):
+    watch = Watch(every=3)
+    assert [len(watch.look(step, {"actor/skipped_steps": 1.0})) for step in range(7)] == [1, 0, 0, 1, 0, 0, 1]
+    assert Watch(every=0).look(1, {"actor/skipped_steps": 1.0}) == []
+    tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
+    for step in (1, 2):
+        tracker.log(step, {"actor/skipped_steps": 1.0}, f"line {step}")
+    first, warning, second = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("line 1", "line 2") and warning.startswith("warning, step 1: 1 optimizer step(s)")
 
 
 # --------------------------------------------------------------------------- messages for people

@@ -32,8 +32,8 @@ def colours(file) -> set[tuple]:
 
 def test_curves_of_a_run(tmp_path, capsys):
     run = write_run(tmp_path / "a")
-    view.main(tyro.cli(view.Args, args=[run]))
     file = tmp_path / "a/curves.png"
+    view.main(tyro.cli(view.Args, args=[run, "--out", str(file)]))
     assert capsys.readouterr().out == f"curves {file}\n"
     assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     height, width, _ = image.imread(file).shape
@@ -44,8 +44,8 @@ def test_curves_of_a_run(tmp_path, capsys):
 
 def test_two_runs_in_one_picture(tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", scale=0.5)]
-    view.main(view.Args((runs[0],), str(tmp_path / "one.png")))
-    view.main(view.Args(tuple(runs), str(tmp_path / "two.png")))
+    view.main(view.Args((runs[0],), out=str(tmp_path / "one.png")))
+    view.main(view.Args(tuple(runs), out=str(tmp_path / "two.png")))
     assert (tmp_path / "two.png").read_bytes() != (tmp_path / "one.png").read_bytes()
     orange = [255, 127, 14]                                             # the second run's line, in the reward's panel
     one, two = ((image.imread(tmp_path / name)[:385, :605, :3] * 255).round() for name in ("one.png", "two.png"))
@@ -59,7 +59,7 @@ def test_a_run_without_any_step_but_validation(tmp_path):
     write_run(run)
     first = (run / "metrics.jsonl").read_text().splitlines()[0]
     (run / "metrics.jsonl").write_text(first + "\n")
-    view.main(view.Args((str(run),)))
+    view.main(view.Args((str(run),), out=str(run / "curves.png")))
     assert (run / "curves.png").stat().st_size > 10_000
 
 

@@ -1,0 +1,66 @@
+"""The well-known failures of a run, told in words: what is seen, the likely cause, the flag to turn."""
+
+import math
+from collections import defaultdict, deque
+
+
+class Watch:
+    """`look` at each step's metrics in turn; each kind of warning comes at most once in `every` steps, 0: none."""
+
+    def __init__(self, every: int):
+        self.every = every
+        self.said: dict[str, int] = {}                                  # kind -> the step that last told it
+        self.past: dict[str, deque] = defaultdict(lambda: deque(maxlen=20))
+        self.first_entropy: float | None = None
+
+    def look(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """The step's warnings. `metrics` has the scripts' names; what is absent is not judged."""
+        found = self._found(metrics) if self.every else {}
+        news = [kind for kind in found if step - self.said.get(kind, -math.inf) >= self.every]
+        self.said |= dict.fromkeys(news, step)
+        return [f"warning, step {step}: {found[kind]}" for kind in news]
+
+    def _found(self, metrics: dict[str, float]) -> dict[str, str]:
+        found = {}
+
+        def over(kind: str, name: str, limit: float, text: str) -> None:
+            """`text` if metric `name` is above `limit` (or not a number)."""
+            if name in metrics and not metrics[name] <= limit:
+                found[kind] = text.format(metrics[name])
+
+        over("constant", "reward/constant_group_frac", 0.999,
+             "in every group all rewards are equal, so no response is better than another and nothing is learned: "
+             "prompts too easy or too hard, or a reward that is always the same. Read the rollouts; other "
+             "--train-data, more --samples-per-prompt, a higher --rollout.temperature")
+        for name, floor, flags in (("actor/ppo_kl", 0.02, "lower --optim.lr or --minibatches-per-step"),
+                                   ("actor/kl_loss", 0.5, "lower --optim.lr or raise --kl-loss-coef")):
+            usual = sorted(abs(x) for x in self.past[name])
+            if name in metrics:
+                size = abs(metrics[name])
+                if usual and not size <= max(floor, 5 * usual[len(usual) // 2]):
+                    found[name] = (f"{name} jumped to {metrics[name]:.2g} (median of the last {len(usual)} steps "
+                                   f"{usual[len(usual) // 2]:.2g}): the policy moves too far in one step; {flags}")
+                self.past[name].append(size if math.isfinite(size) else 0.0)
+        if math.isfinite(entropy := metrics.get("actor/entropy", math.nan)):
+            self.first_entropy = self.first_entropy or entropy
+            self.past["entropy"].append(entropy)
+            last = list(self.past["entropy"])[-5:]
+            if len(last) == 5 and sum(last) / 5 < 0.05 * self.first_entropy:
+                found["entropy"] = (f"entropy fell to {sum(last) / 5:.2g} nats (mean of 5 steps) from "
+                                    f"{self.first_entropy:.2g}: the policy hardly explores any more; set "
+                                    f"--entropy-coef, raise --clip-high, or lower --optim.lr")
+        over("lengths", "response_length/clip_ratio", 0.5,
+             "{:.0%} of the responses reach the longest length, their answers cut: raise "
+             "--rollout.max-response-length, or the policy no longer ends its responses (read some)")
+        over("mismatch", "training/rollout_probs_diff_mean", 0.01,
+             "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
+             "weights if sync/probe_prob_diff jumped too, else precision; correct for it (--correct-rollout) or run "
+             "both in float32 (--policy.compute-dtype float32)")
+        over("skipped", "actor/skipped_steps", 0.0,
+             "{:.0f} optimizer step(s) skipped, the gradient norm was not finite: lower --optim.lr; look at "
+             "actor/ppo_kl and at the rewards for huge values")
+        failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
+        if failed > 0:
+            found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "
+                               f"first traceback of each kind; --reward.timeout-s, --reward.on-error")
+        return found
