@@ -5,9 +5,9 @@ For lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500 a
 
 import re
 
-# Hendrycks' list in spirit: what changes the look of an answer and not its value
-DROPPED = re.compile(r"\\(?:left|right|displaystyle|!|,|;|:| |\$|%)|[\s$%]|\\(?:text|mathrm|mbox)\{\s*[a-zA-Z .]*\}$"
-                     r"|\^\{?\\circ\}?|(?<=\d),(?=\d{3}(?!\d))")
+# what changes the look of an answer and not its value; a unit is dropped after a digit only
+DROPPED = re.compile(r"(?<=\d)(?:\s|\\[ ,;!])*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\d)?$"
+                     r"|\\(?:left|right|displaystyle|[!,;: $%])|[\s$%]|\^\{?\\circ\}?|(?<=\d),(?=\d{3}(?!\d))")
 REPLACED = ((re.compile(r"\\[dt]frac"), r"\\frac"), (re.compile(r"\\frac(\w)(\w)"), r"\\frac{\1}{\2}"),
             (re.compile(r"\\sqrt(\w)"), r"\\sqrt{\1}"), (re.compile(r"(?<!\d)\.(?=\d)"), "0."),
             (re.compile(r"(\.\d*?)0+(?!\d)"), r"\1"), (re.compile(r"\.(?!\d)"), ""),
@@ -47,7 +47,7 @@ def equal(answer: str, truth: str) -> bool:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.0) -> dict:
-    r"""`score` if the last \boxed{} equals ground_truth (itself boxed or not), `format_score` if not, 0 without a box."""
+    r"""`score` if the last \boxed{} equals ground_truth (boxed or not), `format_score` if not, 0 without a box."""
     answer = last_boxed(solution_str)
     truth = str(ground_truth)
     truth = last_boxed(truth) or truth

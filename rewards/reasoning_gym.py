@@ -5,6 +5,7 @@ answer alone, with the entry's metadata in extra_info["metadata"]. The response'
 all of it without one.
 """
 
+import contextlib
 import functools
 import json
 
@@ -22,10 +23,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> d
 def entry_of(ground_truth: str | dict, extra_info: dict) -> dict:
     entry = ground_truth
     if isinstance(ground_truth, str) and ground_truth.lstrip().startswith("{"):
-        try:
+        with contextlib.suppress(ValueError):  # an answer may begin like this too
             entry = json.loads(ground_truth)
-        except ValueError:
-            pass  # an answer that looks like it
     if not isinstance(entry, dict) or "metadata" not in entry:
         metadata = extra_info.get("metadata") or {}
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
