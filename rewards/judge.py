@@ -4,9 +4,9 @@
     --reward.kwargs '{"base_url": "http://HOST:8000/v1", "model": "Qwen/Qwen3-32B", "template": "judge.txt"}'
 
 The template (text, or the path of a .txt file) names {solution} and, where wanted, {ground_truth}, {question} (from
-extra_info) and {data_source}. The last match of `score_regex` in the judge's answer is the score; an answer without one,
-or outside `low` to `high`, is an error and counts as such. One worker holds --reward.concurrency requests in flight and
-starts at most `requests_per_minute` (of each worker, if there are more); waiting for that counts for the deadline.
+extra_info) and {data_source}. The last match of `score_regex` in the judge's answer is the score; an answer without
+one, or outside `low` to `high`, is an error and counts as such. Each worker holds --reward.concurrency requests in
+flight and starts at most `requests_per_minute`; waiting for that counts for the deadline.
 The key is read from the environment variable that `api_key_env` names: it is no argument and never in a message.
 """
 
@@ -15,6 +15,8 @@ import functools
 import os
 import re
 from pathlib import Path
+
+import openai
 
 TEMPLATE = """Grade the response to the question against the reference answer.
 
@@ -34,32 +36,28 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
                         requests_per_minute=None, max_retries=3, request_timeout_s=60.0, request=None,
                         api_key_env="OPENAI_API_KEY") -> dict:
     """score: (N - low) / (high - low). `request`: further fields of each request, else temperature 0."""
-    import openai
-
     fields = {"solution": solution_str, "ground_truth": str(ground_truth), "data_source": data_source,
               "question": str((extra_info or {}).get("question", ""))}
     prompt = FIELDS.sub(lambda match: fields[match[1]], read_template(template))  # one pass: none inside the fields
-    key = os.environ.get(api_key_env, "none")  # servers of one's own ask for none
+    key = os.environ.get(api_key_env) or "no key"  # servers of one's own ask for none
     if requests_per_minute is not None:
         await wait_turn(60.0 / requests_per_minute)
     try:
         answer = await client(base_url, key, max_retries, request_timeout_s).chat.completions.create(
             model=model, messages=[{"role": "user", "content": prompt}], **(request or {"temperature": 0.0}))
     except openai.OpenAIError as error:
-        raise RuntimeError(f"judge {model} at {base_url}: {error}".replace(key, "***")) from None
+        raise RuntimeError(f"judge {model} at {base_url}: {error}".replace(key, f"${api_key_env}")) from None
     text = answer.choices[0].message.content or ""
     found = re.findall(score_regex, text)
     if not found or not low <= float(found[-1]) <= high:
         raise ValueError(f"judge {model} gave no score from {low:g} to {high:g} (score_regex {score_regex!r}): "
-                         f"{text[-300:]!r}".replace(key, "***"))
+                         f"{text[-300:]!r}")
     return {"score": (float(found[-1]) - low) / (high - low), "judge": text[-500:]}
 
 
 @functools.cache
-def client(base_url: str, key: str, max_retries: int, request_timeout_s: float):
+def client(base_url: str, key: str, max_retries: int, request_timeout_s: float) -> openai.AsyncOpenAI:
     """Retries with growing pauses on 408, 409, 429, 5xx and lost connections, as the server's Retry-After says."""
-    import openai
-
     return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=max_retries, timeout=request_timeout_s)
 
 
@@ -79,14 +77,16 @@ async def wait_turn(interval_s: float) -> None:
 def read_template(template: str) -> str:
     text = Path(template).read_text() if template.endswith(".txt") else template
     if "{solution}" not in text:
-        raise ValueError(f"judge template {template[:80]!r} must name {{solution}}; set \"template\" in --reward.kwargs")
+        raise ValueError(f"judge: template {template[:80]!r} must name {{solution}}; set it in --reward.kwargs")
     return text
 
 
 def check(model=None, base_url=None, template=TEMPLATE, score_regex="(.)", **_) -> None:
-    """Before training: ValueError for what cannot work."""
+    """Before training: ValueError for what cannot work. Also imports what the library imports late (it takes seconds),
+    so that it is in no sample's deadline."""
     if not model or not base_url:
         raise ValueError(f"judge: model {model!r}, base_url {base_url!r}; both must be set in --reward.kwargs")
     if re.compile(score_regex).groups != 1:
-        raise ValueError(f"judge score_regex {score_regex!r} must have one group, the number; set it in --reward.kwargs")
+        raise ValueError(f"judge: score_regex {score_regex!r} must have one group; set it in --reward.kwargs")
     read_template(template)
+    client(base_url, "no key", 0, 1.0).chat.completions  # noqa: B018

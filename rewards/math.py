@@ -3,6 +3,7 @@ r"""MATH's score: the last \boxed{} against the ground truth, equal as normalise
 For lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500 and numina_*.
 """
 
+import logging
 import re
 
 # what changes the look of an answer and not its value; a unit is dropped after a digit only
@@ -41,7 +42,8 @@ def equal(answer: str, truth: str) -> bool:
         return False
     from math_verify import parse, verify  # 0.3 s and 60 MB: only where the texts differ
 
-    # no time-outs of its own: they need SIGALRM and the main thread; the pool's deadline holds
+    # without the library's time-outs, which count as "not equal": the pool's deadline holds, and is counted
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that
     gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
     return verify(gold, given, timeout_seconds=None)
 
