@@ -29,6 +29,7 @@ TABLE = {
     "apps": "code",
     "codeforces": "code",
     "taco": "code",
+    "mbpp": "code",
     "countdown": "countdown",
     "reasoning_gym*": "reasoning_gym",
 }

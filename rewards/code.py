@@ -14,6 +14,7 @@ import json
 import math
 import re
 import secrets
+import sys
 import time
 
 from rewards import sandbox
@@ -56,7 +57,7 @@ def extract_program(solution_str: str) -> str:
 
 def cases_of(ground_truth: str | dict) -> list[tuple[str, str, object]]:
     """(kind, input, expected output) of each case; ValueError if it is in none of the forms."""
-    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    truth = json.loads(ground_truth, parse_int=integer) if isinstance(ground_truth, str) else ground_truth
     if "functional" in truth:
         return [("assert", truth["functional"], None)]
     if any(truth.get("assert_case") or []):
@@ -72,6 +73,11 @@ def cases_of(ground_truth: str | dict) -> list[tuple[str, str, object]]:
         for given, wanted in zip(inputs, outputs)]
 
 
+def integer(digits: str) -> int | str:
+    """Some of APPS' integers have more digits than Python reads: they stay text."""
+    return int(digits) if len(digits) <= sys.get_int_max_str_digits() else digits
+
+
 def text_of(value: object) -> str:
     """APPS gives a case's text as one string or as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -80,8 +86,8 @@ def text_of(value: object) -> str:
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, continuous=True, max_cases=10,
                   timeout_s=4.0, total_s=8.0, memory_mb=1024, sandbox_fusion_url=None,
                   allow_weak_sandbox=False) -> dict:
-    """score: the share of the first max_cases that pass (continuous), or 1 if all do. timeout_s is each case's,
-    total_s all cases' together (keep it below --reward.timeout-s); the first time-out ends the sample."""
+    """score: the share of the first max_cases that pass (verl's `continuous`), else 1 if all do. timeout_s is each
+    case's, total_s all cases' together (keep it below --reward.timeout-s); the first time-out ends the sample."""
     isolated = sandbox_fusion_url or sandbox.isolation(allow_weak_sandbox)
     program = extract_program(solution_str)
     cases = cases_of(ground_truth)[:max_cases]

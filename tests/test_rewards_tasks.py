@@ -76,9 +76,10 @@ def test_math_library_stays_unloaded_where_the_text_decides():
     assert done.stdout.split() == ["1.0", "False", "1.0", "True"]
 
 
-def test_math_time_bomb_is_a_counted_timeout():
+def test_math_time_bomb_is_a_counted_timeout(tmp_path):
     """A tower of powers that no computer evaluates; the next sample is fine."""
-    with RewardPool(num_workers=1, timeout_s=3, max_error_frac=1.0) as pool:
+    (tmp_path / "loaded.py").write_text("import math_verify\nfrom rewards.math import compute_score\n")
+    with RewardPool(str(tmp_path / "loaded.py"), num_workers=1, timeout_s=4, max_error_frac=1.0) as pool:
         pool.submit(0, "lighteval/MATH", r"\boxed{9^{9^{9^{9^{9}}}} \cdot \frac{1}{3}}", "7")
         pool.submit(1, "lighteval/MATH", r"\boxed{14/2}", "7")
         results = pool.results()
@@ -208,8 +209,8 @@ def test_every_source_of_the_table_has_its_function():
     sources = {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math",
                "HuggingFaceH4/MATH-500": "math", "math_dapo": "math_dapo", "aime2024": "math_dapo", "aime": "math_dapo",
                "numina_aops_forum": "math", "numina_olympiads": "math", "codecontests": "code", "apps": "code",
-               "codeforces": "code", "taco": "code", "countdown": "countdown", "reasoning_gym": "reasoning_gym",
-               "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k"}
+               "codeforces": "code", "taco": "code", "mbpp": "code", "countdown": "countdown",
+               "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k"}
     for source, file in sources.items():
         assert find(source).__module__ == f"rewards.{file}"
     assert set(TABLE.values()) == set(sources.values())

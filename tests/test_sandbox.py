@@ -9,6 +9,8 @@ import functools
 import http.server
 import json
 import os
+import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -30,10 +32,10 @@ SMALL = Limits(timeout_s=5, memory_mb=200, processes=8, file_mb=1, folder_mb=2, 
 
 @functools.cache
 def isolated() -> bool:
-    try:
-        return sandbox.isolation()
-    except RuntimeError:
-        return False
+    """By util-linux and not by our own jail: a broken one must fail, not skip."""
+    names = ["--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork"]
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    return release >= (5, 14) and subprocess.run(["unshare", *names, "true"], capture_output=True).returncode == 0
 
 
 needs_isolation = pytest.mark.skipif(not isolated(), reason="no user namespaces here, or Linux before 5.14")
@@ -356,8 +358,6 @@ def as_user(folder: Path, program: str) -> list[str]:
         shutil.copy(ROOT / f"rewards/{name}.py", folder / f"rewards/{name}.py")
     done = subprocess.run(["/usr/bin/python3", "-B", "-c", program], user=54321, group=54321, extra_groups=[], cwd="/",
                           env={"SECRET": "1", "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60)
-    if "no sandbox" in done.stderr:
-        pytest.skip("users have no namespaces here")
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.strip()]
 
@@ -376,6 +376,7 @@ def test_rlimits_alone_as_an_ordinary_user(tmp_path):
 
 
 @needs_user
+@needs_isolation
 def test_isolation_as_an_ordinary_user(tmp_path):
     """The same jail through a user namespace: no privilege, bounded, nothing writable, no network."""
     attacks = tries("open('/usr/x', 'w')", "os.kill(os.getppid(), 9)", f"os.kill({os.getpid()}, 0)",
@@ -412,6 +413,7 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
     ("```python\nwhile True: pass\n```", SUMS, 0.0, "timeout"),
     ("```python\nprint('0.1000000001 2')\n```", {"inputs": [""], "outputs": ["0.1 2"]}, 1.0, "passed"),
     ("```python\nprint('1000000001')\n```", {"inputs": [""], "outputs": ["1000000000"]}, 0.0, "wrong answer"),
+    ("```python\nprint(input()[:3])\n```", '{"inputs": [1' + "0" * 5000 + '], "outputs": [100]}', 1.0, "passed"),
     ("```python\nprint('a\\n b ')\n```", {"inputs": [""], "outputs": [["a", "b"]]}, 1.0, "passed"),
     ("```python\nfrom __future__ import annotations\ndef f(a: List[int], b): print('noise'); return (*a, b)\n```",
      CALL, 1.0, "passed"),
@@ -426,7 +428,7 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
     ("```python\nimport os; os._exit(0)\n```", {"functional": "assert False"}, 0.0, "ended before the assertions"),
 ])
 def test_code_scores_cases_worked_by_hand(response, truth, score, pred):
-    result = code.compute_score("apps", response, truth, timeout_s=1.5)
+    result = code.compute_score("apps", response, truth, timeout_s=1.0 if pred == "timeout" else 20.0, total_s=60.0)
     assert result == {"score": score, "acc": score == 1.0, "pred": pred, "case_timeout": pred == "timeout"}
 
 
@@ -472,7 +474,7 @@ def test_attacks_through_the_pool_are_scored_and_not_errors(monkeypatch, tmp_pat
         "code.sandbox.Limits = functools.partial(sandbox.Limits, processes=8, file_mb=1, folder_mb=1)\n"
         "compute_score = code.compute_score\n")
     with RewardPool(f"{tmp_path}/small.py", num_workers=2, timeout_s=20,
-                    kwargs='{"timeout_s": 1.0, "memory_mb": 200}') as pool:
+                    kwargs='{"timeout_s": 2.5, "memory_mb": 200}') as pool:
         workers = {worker.process.pid for worker in pool.workers.values()}
         for index, attack in enumerate(ATTACKS.values()):
             pool.submit(index, "apps", f"```python\n{attack}\n```", SUMS)
@@ -483,7 +485,7 @@ def test_attacks_through_the_pool_are_scored_and_not_errors(monkeypatch, tmp_pat
     assert results.failures == [None] * len(ATTACKS)
     assert results.scores == [0.0] * len(ATTACKS)
     timeouts = [name for name, extra in zip(ATTACKS, results.extras) if extra["case_timeout"]]
-    assert timeouts == ["loop", "fork"]
+    assert {"loop", "fork"} <= set(timeouts)
 
 
 class SandboxFusion(http.server.BaseHTTPRequestHandler):
@@ -534,7 +536,8 @@ def test_a_remote_sandbox_gives_the_same_scores(server):
     for response, truth in ((ADD, SUMS), ("print(3)", SUMS), ("```python\ndef f(a, b): return [*a, b]\n```", CALL),
                             ("```python\nwhile True: pass\n```", SUMS), ("1 +", SUMS),
                             ("```python\ndef f(x): return 2\n```", ASSERT)):
-        here, there = (code.compute_score("apps", response, truth, timeout_s=1.0, memory_mb=300, sandbox_fusion_url=url)
+        here, there = (code.compute_score("apps", response, truth, timeout_s=1.0 if "while" in response else 20.0,
+                                          total_s=60.0, memory_mb=300, sandbox_fusion_url=url)
                        for url in (None, server))
         assert here == there
     assert SandboxFusion.seen[0]["memory_limit_MB"] == 300
