@@ -24,6 +24,8 @@ TABLE = {
     "HuggingFaceH4/MATH-500": "math",
     "numina_*": "math",
     "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "math": "math_dapo",
     "aime*": "math_dapo",
     "codecontests": "code",
     "apps": "code",

@@ -207,7 +207,7 @@ def test_format_length():
 def test_every_source_of_the_table_has_its_function():
     """The names of verl's default_compute_score and ours, with patterns filled in."""
     sources = {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math",
-               "HuggingFaceH4/MATH-500": "math", "math_dapo": "math_dapo", "aime2024": "math_dapo", "aime": "math_dapo",
+               "HuggingFaceH4/MATH-500": "math", "math": "math_dapo", "aime2024": "math_dapo", "aime": "math_dapo",
                "numina_aops_forum": "math", "numina_olympiads": "math", "codecontests": "code", "apps": "code",
                "codeforces": "code", "taco": "code", "mbpp": "code", "countdown": "countdown",
                "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k"}
