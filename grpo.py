@@ -215,7 +215,7 @@ def main(args: Args) -> None:
     if val_set is not None:
         say(world, f"val    {val_set.summary()}")
     if not args.reward.function:
-        lookup(set(train_set.data_sources) | set(val_set.data_sources if val_set else ()))
+        lookup(set(train_set.data_sources) | set(val_set.data_sources if val_set else ()), args.reward.kwargs)
     pool = RewardPool(**vars(args.reward))
 
     # engine, then models: the engine reads free memory as it starts
