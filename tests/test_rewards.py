@@ -263,6 +263,11 @@ def test_pool_runs_async_functions_together(misbehave):
 def test_pool_async_failures_cost_only_their_sample(misbehave, caplog):
     responses = ["hang", "fine", "raise", "fine", "block", "fine", "hang"]
     with RewardPool(f"{misbehave}:together", num_workers=1, timeout_s=1.5, max_error_frac=1.0) as pool:
+        worker = next(iter(pool.workers.values())).process.pid
+        for index, response in enumerate(["hang", "fine", "hang"]):
+            pool.submit(index, "any", response, "1")
+        assert pool.results().failures == ["timeout", None, "timeout"]
+        assert next(iter(pool.workers.values())).process.pid == worker  # given up, without a kill
         for index, response in enumerate(responses):
             pool.submit(index, "any", response, "1")
         results = pool.results()

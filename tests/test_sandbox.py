@@ -508,7 +508,7 @@ class SandboxFusion(http.server.BaseHTTPRequestHandler):
         assert self.path == "/run_code"
         assert body["language"] == "python"
         if body["code"] == "broken":
-            failed = {"status": "Error", "execution_time": None, "return_code": None, "stdout": None, "stderr": "no pods"}
+            failed = {"status": "Error", "execution_time": None, "return_code": None, "stdout": None, "stderr": None}
             answer = {"status": "SandboxError", "message": "no pods", "compile_result": None, "run_result": failed}
         else:
             result = run(body["code"], body["stdin"],
