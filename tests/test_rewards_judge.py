@@ -29,7 +29,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
             state.at_once += 1
             state.most_at_once = max(state.most_at_once, state.at_once)
         word = prompt.partition("Response:\n")[2].split()[0]
-        status, text = 200, f"It scores 1 for style. Score: {word}"
+        status, text = 200, f"Style score: 1. Score: {word}"
         match word:
             case "slow":
                 time.sleep(0.3)
@@ -97,7 +97,7 @@ def score(server, *responses, num_workers=0, timeout_s=15.0, concurrency=32, war
 def test_judge_scores_by_template_and_regex(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     results = score(server, "10", "0 {ground_truth}", "2.5")
-    assert results.scores == [1.0, 0.0, 0.25]          # the last match counts: "scores 1" comes before
+    assert results.scores == [1.0, 0.0, 0.25]          # the last match counts: "score: 1" comes before
     assert "Score: 2.5" in results.extras[2]["judge"]
     path, key, body = server.requests[0][1:]
     assert (path, key, body["model"], body["temperature"]) == (
@@ -110,9 +110,9 @@ def test_judge_scores_by_template_and_regex(server, monkeypatch):
 
 def test_judge_template_file_regex_range_and_request(server, tmp_path):
     (tmp_path / "template.txt").write_text("{data_source} {ground_truth}? Response:\n{solution} {other}")
-    results = score(server, "3 x", template=str(tmp_path / "template.txt"), score_regex=r"scores (\d)", low=-1, high=1,
+    results = score(server, "3 x", template=f"{tmp_path}/template.txt", score_regex=r"Style score: (\d)", low=-1, high=1,
                     request={"max_tokens": 5, "temperature": 0.7})
-    assert results.scores == [1.0]                     # the 1 of "scores 1", from -1 to 1
+    assert results.scores == [1.0]                     # the 1 of "Style score: 1", from -1 to 1
     body = server.requests[0][3]
     assert body["messages"] == [{"role": "user", "content": "any 42? Response:\n3 x {other}"}]
     assert (body["max_tokens"], body["temperature"]) == (5, 0.7)
