@@ -110,8 +110,8 @@ def test_judge_scores_by_template_and_regex(server, monkeypatch):
 
 def test_judge_template_file_regex_range_and_request(server, tmp_path):
     (tmp_path / "template.txt").write_text("{data_source} {ground_truth}? Response:\n{solution} {other}")
-    results = score(server, "3 x", template=f"{tmp_path}/template.txt", score_regex=r"Style score: (\d)", low=-1, high=1,
-                    request={"max_tokens": 5, "temperature": 0.7})
+    results = score(server, "3 x", template=f"{tmp_path}/template.txt", score_regex=r"Style score: (\d)", low=-1,
+                    high=1, request={"max_tokens": 5, "temperature": 0.7})
     assert results.scores == [1.0]                     # the 1 of "Style score: 1", from -1 to 1
     body = server.requests[0][3]
     assert body["messages"] == [{"role": "user", "content": "any 42? Response:\n3 x {other}"}]
