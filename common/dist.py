@@ -78,6 +78,15 @@ def all_max(values: Tensor | list[float]) -> Tensor:
     return top
 
 
+def all_names(names: set[str]) -> list[str]:
+    """The names that any rank has, sorted: the same list on every rank."""
+    shares = [names]
+    if dist.is_initialized():
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, names)
+    return sorted(set().union(*shares))
+
+
 def seed_of(*parts: int | str) -> int:
     """A 31-bit seed from names and numbers, the same in every process and Python version."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.data import Prompt, PromptSet
-from common.dist import World, seed_of
+from common.dist import World, all_names, seed_of
 from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost
 from common.policy import ModelConfig
 from common.reward_model import RewardModel, RewardModelConfig
@@ -110,7 +110,7 @@ class Scoring:
     def __init__(self, tokenizer, config: RewardConfig, model_config: RewardModelConfig, data_sources: Iterable[str]):
         """Starts the workers; raises ValueError for a data source that no reward function is known for."""
         if not config.function and not model_config.alone:
-            lookup(set(data_sources))
+            lookup(set(data_sources), config.kwargs)
         self.tokenizer, self.model = tokenizer, None
         self.advance: Callable[[], None] = _nothing  # called as each response ends, for a progress bar
         self.pool = None if model_config.alone else RewardPool(**vars(config))
@@ -157,8 +157,8 @@ class Asked:
             self.scoring.pool.submit(i, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
 
     def collect(self, meter: Meter) -> Samples:
-        """The samples that this rank scores; adds reward/error_frac and reward/timeout_frac to `meter`. All ranks call
-        this together."""
+        """The samples that this rank scores; adds to `meter` reward/error_frac, reward/timeout_frac and reward/NAME of
+        the numbers that a reward function returned besides its score. All ranks call this together."""
         mine = sorted(self.texts)
         scores = Scores(mine, [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
         if self.scoring.pool is not None:
@@ -167,11 +167,15 @@ class Asked:
         failed = torch.tensor([kind is not None for kind in scores.failures], dtype=torch.float64)
         meter.mean("reward/timeout_frac", timeout)
         meter.mean("reward/error_frac", failed - timeout)
+        names = all_names({name for extra in scores.extras for name, value in extra.items() if isinstance(value, float)})
+        for name in names:
+            values = [extra[name] for extra in scores.extras if isinstance(extra.get(name), float)]
+            meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         rewards = scores.scores
         if self.scoring.model is not None:
             judged = self.scoring.model.score([self.prompts[i] for i in mine], [self.texts[i] for i in mine])
             meter.mean("reward/model", torch.tensor(judged, dtype=torch.float64))
-            rewards = [reward + self.scoring.model.config.weight * score for reward, score in zip(rewards, judged)]
+            rewards = [reward + self.scoring.model.weight * score for reward, score in zip(rewards, judged)]
         return Samples(
             [self.index[i] for i in mine], [self.rows[i] for i in mine], [self.prompts[i] for i in mine],
             [self.responses[i] for i in mine], rewards, scores.extras,

@@ -31,7 +31,7 @@ class RewardModel:
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
         read_config(config.path, model_config, "--reward-model.path", SCORED)  # refuse others first
-        self.config, self.world = config, world
+        self.weight, self.max_tokens, self.world = config.weight, config.max_tokens, world
         self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
         if not self.tokenizer.chat_template:
             raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
@@ -51,7 +51,7 @@ class RewardModel:
         for row in rows:
             if not groups or len(row.tokens) > room:
                 groups.append([])
-                room = self.config.max_tokens
+                room = self.max_tokens
             groups[-1].append(row)
             room -= len(row.tokens)
         dummy = Batch.build([[0]], [[0]])

@@ -1,31 +1,86 @@
 """Rewards: one file a task, each with verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
 
 A score is a number or a dict with `score`; other keys are kept beside it. `TABLE` picks the file by a row's
-`data_source`; `load_reward` takes a user's file instead. Importing this package is cheap: workers do it at start.
+`data_source`; `load_reward` takes a user's file instead. A file of this folder may have `check(**kwargs)`, which is
+called once before training and raises if the task cannot be scored here. Importing this package is cheap.
 """
 
 import importlib
 import importlib.util
+import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-# data_source (a shell pattern) -> file in this folder, imported when it is needed
+# data_source (a shell pattern) -> file in this folder, imported when it is needed; the names are verl's
 TABLE = {
     "openai/gsm8k": "gsm8k",
     "word_problems": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "numina_*": "math",
+    "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "math": "math_dapo",
+    "aime*": "math_dapo",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "mbpp": "code",
+    "countdown": "countdown",
+    "reasoning_gym*": "reasoning_gym",
 }
 
 
-def lookup(data_sources: Iterable[str]) -> dict[str, Callable]:
-    """The scoring function of every data source; ValueError for those that the table does not know."""
-    names = {source: [TABLE[pattern] for pattern in TABLE if fnmatchcase(source, pattern)] for source in data_sources}
-    unknown = sorted(source for source, found in names.items() if not found)
+def find(data_source: str) -> Callable | None:
+    """The table's scoring function for a data source, None if it has none."""
+    files = [TABLE[pattern] for pattern in TABLE if fnmatchcase(data_source, pattern)]
+    return importlib.import_module(f"rewards.{files[0]}").compute_score if files else None
+
+
+def lookup(data_sources: Iterable[str], kwargs: str = "{}") -> dict[str, Callable]:
+    """The scoring function of every data source, checked before training: ValueError for a source that the table does
+    not know, a keyword (--reward.kwargs) that no function takes, or a task that cannot be scored on this machine."""
+    functions = {source: find(source) for source in data_sources}
+    unknown = sorted(source for source, function in functions.items() if function is None)
     if unknown:
         raise ValueError(f"no reward for data_source {', '.join(map(repr, unknown))}; the table in rewards/__init__.py "
                          f"knows {', '.join(sorted(TABLE))}; give your own with --reward.function path/to/file.py:name")
-    return {source: importlib.import_module(f"rewards.{found[0]}").compute_score for source, found in names.items()}
+    prepare(functions.values(), parse_kwargs(kwargs))
+    return functions
+
+
+def prepare(functions: Iterable[Callable], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of `kwargs` that each function takes, after the `check` of its file. ValueError for one that none takes."""
+    functions = list(functions)
+    taken = [{key: value for key, value in kwargs.items() if takes(function, key)} for function in functions]
+    if unused := kwargs.keys() - set().union(*taken):
+        raise ValueError(f"--reward.kwargs {', '.join(sorted(unused))}: no reward function of this run takes it")
+    for function in functions:
+        module = inspect.getmodule(function)
+        if module and module.__name__.startswith("rewards.") and "check" in vars(module):
+            module.check(**kwargs)
+    return taken
+
+
+def takes(function: Callable, keyword: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return keyword in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def parse_kwargs(text: str) -> dict[str, Any]:
+    try:
+        kwargs = json.loads(text)
+    except ValueError:
+        kwargs = None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"--reward.kwargs {text} must be a JSON object, e.g. '{{\"method\": \"flexible\"}}'")
+    return kwargs
 
 
 def load_reward(spec: str) -> Callable:
@@ -35,12 +90,15 @@ def load_reward(spec: str) -> Callable:
     path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--reward.function {spec}: {path} is not a Python file; the form is path/to/file.py:name")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # pickle and dataclasses look it up there
-    module_spec.loader.exec_module(module)
+    if path.parent == Path(__file__).resolve().parent:  # one of ours
+        module = importlib.import_module(f"rewards.{path.stem}")
+    else:
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_spec.name] = module  # pickle and dataclasses look it up there
+        module_spec.loader.exec_module(module)
     if not callable(vars(module).get(name)):
         known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise ValueError(f"--reward.function {spec}: no function {name} in {path}; it has {', '.join(known) or 'none'}")

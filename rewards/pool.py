@@ -1,18 +1,16 @@
 """Scores responses in worker processes while generation goes on; no reward function can hang, kill or poison the run.
 
-A worker is a plain `python -m rewards.pool` on two pipes, because the trainer holds torch, vLLM and collectives: a fork
-of it is unsafe, and multiprocessing's spawn imports the training script again (seconds and hundreds of MB; this: 0.1 s,
-15 MB). Every sample has a deadline that holds in C code too: the worker's process group is killed and replaced.
+A worker is a plain `python -m rewards.worker` on two pipes, because the trainer holds torch, vLLM and collectives: a
+fork of it is unsafe, and multiprocessing's spawn imports the training script again (seconds and hundreds of MB; this:
+0.1 s, 15 MB). Every sample has a deadline that holds in C code too: the worker's process group is killed and replaced.
+`async def` and batched functions get several samples at once; if that ends in a kill, each is scored again alone.
 Whatever goes wrong is counted, and the first traceback of each kind is logged in full.
 """
 
 import contextlib
-import faulthandler
-import inspect
 import json
 import logging
 import math
-import numbers
 import os
 import pickle
 import queue
@@ -22,16 +20,17 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rewards import load_reward, lookup
+from rewards import parse_kwargs
+from rewards.worker import Scorer
 
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = 1.0    # by so much a batch's kill comes after the deadlines that an `async def` has in the worker itself
 START_S = 120.0  # a worker may take this long to import a user's reward file; it is outside every sample's deadline
 
 
@@ -42,9 +41,11 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """One factor per --reward.function, summed; none: 1 each."""
     kwargs: str = "{}"
-    """Further keyword arguments of the reward function(s), as a JSON object, e.g. '{"method": "flexible"}'."""
+    """Further keyword arguments, as a JSON object, e.g. '{"method": "flexible"}': each function gets those it names."""
     num_workers: int = 4
     """Worker processes per rank; 0 scores in the trainer's own process (for pdb), without deadline."""
+    concurrency: int = 32
+    """Samples that a worker is given at once if a function is `async def` or batched: what is queued, up to so many."""
     timeout_s: float = 10.0
     """Seconds one sample may take before its worker is killed and replaced."""
     on_error: Literal["zero", "drop", "stop"] = "zero"
@@ -72,108 +73,29 @@ class Scores:
         return sum(kind is not None for kind in self.failures) - self.num_timeouts
 
 
-# ---- what runs in a worker (and in the trainer with num_workers 0) ----
-
-class Scorer:
-    """The reward functions of a run, loaded once; a call scores one sample."""
-
-    def __init__(self, function: Sequence[str], weights: Sequence[float], kwargs: dict[str, Any]):
-        self.kwargs = kwargs
-        self.weights = list(weights) or [1.0] * max(len(function), 1)
-        self.functions = [(f"{Path(spec.partition(':')[0]).stem}.{spec.partition(':')[2]}", load_reward(spec))
-                          for spec in function]
-
-    def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None) -> dict:
-        """{"score", "extra"}, or {"failure", "text"} if the sample has no score."""
-        total, extras = 0.0, {}
-        for (name, function), weight in zip(self.functions or [("", None)], self.weights):
-            try:
-                function = function or lookup([data_source])[data_source]
-                result = call_reward(function, data_source, solution_str, ground_truth, extra_info, self.kwargs)
-                values = result if isinstance(result, dict) else {"score": result}
-                values = {str(key): plain(value) for key, value in values.items()}
-            except (Exception, SystemExit):
-                return {"failure": "exception", "text": traceback.format_exc()}
-            score = values.pop("score", "no key 'score'")
-            if isinstance(score, str) or not math.isfinite(score):
-                return {"failure": "invalid", "text": f"{name or data_source} returned {result!r:.500}; the rule is a "
-                                                      f"finite number or a dict with such a 'score'"}
-            total += weight * score
-            extras |= values if len(self.weights) == 1 else {f"{name}/{key}": value for key, value in values.items()}
-            if len(self.weights) > 1:
-                extras[name] = score
-        return {"score": total, "extra": extras}
-
-
-def call_reward(function: Callable, data_source, solution_str, ground_truth, extra_info, kwargs: dict) -> Any:
-    """One sample through a plain, an `async def` or a batched function (lists in, list out: `solution_strs`)."""
-    if "solution_strs" in inspect.signature(function).parameters:
-        return function(data_sources=[data_source], solution_strs=[solution_str], ground_truths=[ground_truth],
-                        extra_infos=[extra_info], **kwargs)[0]
-    result = function(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth,
-                      extra_info=extra_info, **kwargs)
-    if inspect.iscoroutine(result):
-        import asyncio  # only here: it would double a worker's start
-
-        return asyncio.run(result)
-    return result
-
-
-def plain(value: Any) -> float | str:
-    """A number as float (numpy and torch scalars too), anything else as text."""
-    if hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):  # more than one element
-            return str(value)
-    return float(value) if isinstance(value, numbers.Real) else str(value)
-
-
-def worker_main() -> None:
-    """Requests are length-prefixed pickles on fd 0, replies JSON lines on fd 1; functions may read and print freely."""
-    if sys.platform == "linux":  # die with the trainer even inside an endless loop
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(sys.argv[1]):
-            os._exit(1)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    os.register_at_fork(after_in_child=lambda: os.close(replies.fileno()))  # else a child keeps the pipe open
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    faulthandler.register(signal.SIGUSR1, file=replies)  # asked for right before a kill: shows where a sample hung
-    scorer = None
-    while header := requests.read(8):
-        request = pickle.loads(requests.read(struct.unpack("Q", header)[0]))
-        if scorer is None:
-            try:
-                scorer = Scorer(*request)
-                reply = {}
-            except (Exception, SystemExit):
-                reply = {"failure": "start", "text": traceback.format_exc()}
-        else:
-            reply = scorer(*request)
-        replies.write(json.dumps(reply).encode() + b"\n")
-
-
-# ---- what runs in the trainer ----
-
 class Worker:
     """One worker process; `ask` always returns within its deadline (plus a blink for the kill)."""
 
     def __init__(self, scorer_args: tuple):
+        """scorer_args: those of worker.Scorer."""
         env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}  # vLLM sets it for itself
         path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rewards.pool", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "rewards.worker", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, start_new_session=True)
         self.lock = threading.Lock()
         reply = self.ask(pickle.dumps(scorer_args), START_S)
         if "failure" in reply:
             self.kill()
             raise RuntimeError(f"a reward worker could not start ({reply['failure']}):\n{reply['text']}")
+        self.concurrent = reply["concurrent"]  # takes many samples at once
 
-    def ask(self, request: bytes, timeout_s: float) -> dict:
+    def score(self, samples: Sequence[bytes], timeout_s: float) -> list[dict]:
+        """A reply for each sample; the same failure for all if the worker had to be killed."""
+        reply = self.ask(pickle.dumps(samples), timeout_s)
+        return [reply] * len(samples) if isinstance(reply, dict) else reply
+
+    def ask(self, request: bytes, timeout_s: float) -> dict | list[dict]:
         timer = threading.Timer(timeout_s, self.expire)
         timer.daemon = True
         self.busy, self.expired = True, False
@@ -227,19 +149,21 @@ class RewardPool:
     """
 
     def __init__(self, function: str | Sequence[str] | None = None, weights: Sequence[float] = (), kwargs: str = "{}",
-                 num_workers: int = 4, timeout_s: float = 10.0, on_error: str = "zero", max_error_frac: float = 0.5):
+                 num_workers: int = 4, concurrency: int = 32, timeout_s: float = 10.0, on_error: str = "zero",
+                 max_error_frac: float = 0.5):
         function = (function,) if isinstance(function, str) else tuple(function or ())
         if weights and len(weights) != len(function):
             raise ValueError(f"--reward.weights has {len(weights)} numbers, --reward.function {len(function)} names; "
                              f"give one weight per function")
-        if num_workers < 0 or timeout_s <= 0:
-            raise ValueError(f"--reward.num-workers {num_workers} must be at least 0 "
-                             f"and --reward.timeout-s {timeout_s} above 0")
+        if num_workers < 0 or concurrency < 1 or timeout_s <= 0:
+            raise ValueError(f"--reward.num-workers {num_workers} must be at least 0, --reward.concurrency "
+                             f"{concurrency} at least 1 and --reward.timeout-s {timeout_s} above 0")
         for spec in function:
             if not Path(spec.rpartition(":")[0] if ":" in spec else spec).is_file():
                 raise ValueError(f"--reward.function {spec}: no such file; the form is path/to/file.py:name")
-        self.scorer_args = (function, tuple(weights), parse_kwargs(kwargs))
-        self.timeout_s, self.on_error, self.max_error_frac = timeout_s, on_error, max_error_frac
+        self.scorer_args = (function, tuple(weights), parse_kwargs(kwargs), timeout_s if num_workers else None)
+        self.concurrency, self.timeout_s = concurrency, timeout_s
+        self.on_error, self.max_error_frac = on_error, max_error_frac
         self.changed = threading.Condition()
         self.pending: set[int] = set()
         self.replies: dict[int, dict] = {}
@@ -262,7 +186,7 @@ class RewardPool:
         if index in self.pending or index in self.replies:
             raise ValueError(f"sample {index} was submitted twice")
         if self.scorer is not None:
-            self.replies[index] = self.scorer(data_source, solution_str, ground_truth, extra_info)
+            self.replies[index] = self.scorer([(data_source, solution_str, ground_truth, extra_info)])[0]
             return
         request = pickle.dumps((data_source, solution_str, ground_truth, extra_info))
         with self.changed:
@@ -303,8 +227,7 @@ class RewardPool:
 
     def serve(self) -> None:
         """One thread per worker: start it, hand it jobs, replace it when it is dead."""
-        worker = None
-        job = None
+        worker, jobs, alone = None, [], False
         while not self.closed:
             if worker is None or worker.process.poll() is not None:  # also one that died while idle
                 try:
@@ -317,17 +240,36 @@ class RewardPool:
                 with self.changed:
                     self.num_ready += 1
                     self.changed.notify_all()
-            if job is None:
-                job = self.jobs.get()
+            if not jobs:
+                jobs, alone = [self.jobs.get()], False
                 continue  # look at the worker once more: it may have waited for long
-            index, request = job
-            reply, job = worker.ask(request, self.timeout_s), None
+            if worker.concurrent and not alone:
+                with contextlib.suppress(queue.Empty):
+                    while len(jobs) < self.concurrency and jobs[-1] is not None:
+                        jobs.append(self.jobs.get_nowait())
+            if jobs[-1] is None:
+                break
+            indices, samples = zip(*(jobs[:1] if alone else jobs))
+            replies = worker.score(samples, self.timeout_s + (GRACE_S if worker.concurrent else 0.0))
+            if len(samples) > 1 and worker.process.poll() is not None:
+                alone = True  # which of them it was is not known
+                self.report_batch(len(samples), replies[0])
+                continue
+            jobs = jobs[len(samples):]
             with self.changed:
-                self.replies[index] = reply
-                self.pending.discard(index)
+                self.replies |= zip(indices, replies)
+                self.pending.difference_update(indices)
                 self.changed.notify_all()
+        self.jobs.put(None)  # for the next thread
         if worker is not None:
             worker.kill()
+
+    def report_batch(self, size: int, reply: dict) -> None:
+        if "batch" not in self.logged:
+            self.logged.add("batch")
+            log.warning("a batch of %d samples ended in a %s, they are scored again one by one (logged once; a batch "
+                        "has the deadline of one sample, see --reward.timeout-s and --reward.concurrency):\n%s",
+                        size, reply["failure"], reply["text"])
 
     def raise_if_broken(self) -> None:
         if self.broken:
@@ -336,8 +278,7 @@ class RewardPool:
     def close(self) -> None:
         """End all workers, also busy ones."""
         self.closed = True
-        for _ in self.threads:
-            self.jobs.put(None)
+        self.jobs.put(None)
         for worker in list(self.workers.values()):
             worker.kill()
 
@@ -346,17 +287,3 @@ class RewardPool:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def parse_kwargs(text: str) -> dict[str, Any]:
-    try:
-        kwargs = json.loads(text)
-    except ValueError:
-        kwargs = None
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"--reward.kwargs {text} must be a JSON object, e.g. '{{\"method\": \"flexible\"}}'")
-    return kwargs
-
-
-if __name__ == "__main__":
-    worker_main()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # a user's file in verl's signature; the response says how to misbehave
 MISBEHAVE = '''
-import asyncio, ctypes, os, re, subprocess, sys, time
+import asyncio, ctypes, os, re, resource, signal, subprocess, sys, time
 
 def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     if solution_str == "loop":
@@ -29,6 +29,11 @@ def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
         os._exit(3)
     if solution_str == "segfault":
         ctypes.string_at(0)
+    if solution_str == "memory":  # all that it may have: MemoryError
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        bytearray(2 << 30)
+    if solution_str == "oom killer":  # what the kernel sends when the machine has no more
+        os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "sys.exit":
         sys.exit(1)
     if solution_str == "raise":
@@ -58,14 +63,46 @@ async def later(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.01)
     return {"score": len(solution_str), "acc": True, "pred": ground_truth}
 
+running = 0
+
+async def together(data_source, solution_str, ground_truth, extra_info=None, pause=0.05):
+    global running
+    running += 1
+    try:
+        await asyncio.sleep(pause)
+        if solution_str == "block":
+            time.sleep(60)
+        if solution_str == "hang":
+            await asyncio.sleep(60)
+        if solution_str == "raise":
+            raise KeyError("late")
+        return running
+    finally:
+        running -= 1
+
 def batched(data_sources, solution_strs, ground_truths, extra_infos):
     return [len(text) for text in solution_strs]
+
+def whole_batch(data_sources, solution_strs, ground_truths, extra_infos, factor=1):
+    assert all(type(x) is list for x in (data_sources, solution_strs, ground_truths, extra_infos))
+    time.sleep(0.1)
+    if "segfault" in solution_strs:
+        ctypes.string_at(0)
+    if "loop" in solution_strs:
+        time.sleep(60)
+    if "raise" in solution_strs:
+        raise KeyError("one of them")
+    scores = [{"score": float(truth) * factor, "size": len(solution_strs), "source": source, "extra": extra["i"]}
+              for truth, source, extra in zip(ground_truths, data_sources, extra_infos)]
+    return scores[1:] if "short" in solution_strs else scores
 
 def environment(data_source, solution_str, ground_truth, extra_info=None):
     heavy = [name for name in ("torch", "numpy", "vllm", "transformers") if name in sys.modules]
     with open("/proc/self/status") as file:
         kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
-    return {"score": kilobytes, "heavy": ",".join(heavy), "pid": os.getpid()}
+    with open("/proc/self/oom_score_adj") as file:
+        first_to_go = file.read().strip()
+    return {"score": kilobytes, "heavy": ",".join(heavy), "pid": os.getpid(), "oom": first_to_go}
 '''
 
 
@@ -125,7 +162,7 @@ def test_gsm8k_refuses_a_truth_that_is_no_number():
 
 def test_lookup_names_unknown_sources_and_the_known():
     assert lookup(["openai/gsm8k", "word_problems"])["word_problems"] is gsm8k.compute_score
-    with pytest.raises(ValueError, match=r"'a/b', 'nope'.*openai/gsm8k, word_problems.*--reward.function"):
+    with pytest.raises(ValueError, match=r"'a/b', 'nope'.*openai/gsm8k, .*word_problems.*--reward.function"):
         lookup(["nope", "word_problems", "a/b"])
 
 
@@ -158,12 +195,12 @@ def test_pool_scores_in_order_of_index(misbehave):
 
 def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
     failures = {"loop": "timeout", "regex": "timeout", "exit": "crash", "segfault": "crash", "forge": "crash",
-                "sys.exit": "exception",
+                "sys.exit": "exception", "memory": "exception", "oom killer": "crash",
                 "raise": "exception", "other": "exception", "return float('nan')": "invalid", "return '1'": "invalid",
                 "return float('inf')": "invalid", "return None": "invalid", "return {'acc': 1}": "invalid",
                 "return 1 / 0": "exception"}
     responses = [text for response in failures for text in (response, "fine")]
-    with caplog.at_level(logging.ERROR), RewardPool(f"{misbehave}:score", num_workers=2, timeout_s=0.7) as pool:
+    with caplog.at_level(logging.ERROR), RewardPool(f"{misbehave}:score", num_workers=2, timeout_s=1.5) as pool:
         for index, response in enumerate(responses):
             pool.submit(index, "any", response, "3.5")
         results = pool.results()
@@ -172,12 +209,12 @@ def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
         assert pool.results().scores == [1.0] * 4
     assert results.failures == [failures.get(response) for response in responses]
     assert results.scores == [0.0 if response in failures else 3.5 for response in responses]
-    assert (results.num_timeouts, results.num_errors) == (2, 12)
+    assert (results.num_timeouts, results.num_errors) == (2, 14)
     text = caplog.text
-    assert text.count("no score after 0.7 s") == 1                     # the first of each kind, in full
+    assert text.count("no score after 1.5 s") == 1                     # the first of each kind, in full
     assert "misbehave.py" in text[text.index("no score after"):][:400]  # with the place where it hung
-    for expected in ("exit code 3", "KeyError: 'no such answer'", "ArithmeticError: another kind", "ZeroDivisionError",
-                     "finite number"):
+    for expected in ("exit code 3", "MemoryError", "KeyError: 'no such answer'", "ArithmeticError: another kind",
+                     "ZeroDivisionError", "finite number"):
         assert expected in text, expected
     assert text.count("finite number") == 1
 
@@ -211,6 +248,79 @@ def test_pool_takes_any_form_of_number_and_function(misbehave, num_workers):
     assert scores("batched", "four", "sixsix").scores == [4.0, 6.0]
     if num_workers:  # in this process it would wait for the terminal
         assert scores("score", "print").scores == [2.0]
+
+
+def test_pool_runs_async_functions_together(misbehave):
+    """Up to --reward.concurrency of them in one worker; the results stay in order and numbers of each its own."""
+    with RewardPool(f"{misbehave}:together", num_workers=1, concurrency=8, kwargs='{"pause": 0.3}') as pool:
+        for index in range(24):
+            pool.submit(index, "any", "x" * index, "1")
+        results = pool.results()
+    assert results.failures == [None] * 24
+    assert max(results.scores) == 8
+
+
+def test_pool_async_failures_cost_only_their_sample(misbehave, caplog):
+    responses = ["hang", "fine", "raise", "fine", "block", "fine", "hang"]
+    with RewardPool(f"{misbehave}:together", num_workers=1, timeout_s=1.5, max_error_frac=1.0) as pool:
+        worker = next(iter(pool.workers.values())).process.pid
+        for index, response in enumerate(["hang", "fine", "hang"]):
+            pool.submit(index, "any", response, "1")
+        assert pool.results().failures == ["timeout", None, "timeout"]
+        assert next(iter(pool.workers.values())).process.pid == worker  # given up, without a kill
+        for index, response in enumerate(responses):
+            pool.submit(index, "any", response, "1")
+        results = pool.results()
+        pool.submit(0, "any", "fine", "1")
+        assert pool.results().scores == [1.0]
+    kinds = {"hang": "timeout", "raise": "exception", "block": "timeout"}
+    assert results.failures == [kinds.get(response) for response in responses]
+    assert "scored again one by one" in caplog.text  # the one that blocks the others ends in a kill
+
+
+def test_pool_gives_batched_functions_what_is_queued(misbehave):
+    """verl's batched form: lists by those names; the first call may be small, the next takes what has piled up."""
+    with RewardPool(f"{misbehave}:whole_batch", num_workers=1, concurrency=10, kwargs='{"factor": 2}') as pool:
+        for index in range(25):
+            pool.submit(index, f"source {index}", "", str(index), {"i": index})
+        results = pool.results()
+    assert results.scores == [2.0 * index for index in range(25)]
+    assert [extra["source"] for extra in results.extras] == [f"source {index}" for index in range(25)]
+    assert [extra["extra"] for extra in results.extras] == list(range(25))
+    sizes = [extra["size"] for extra in results.extras]
+    assert max(sizes) == 10
+    assert abs(sum(1 / size for size in sizes) - round(sum(1 / size for size in sizes))) < 1e-9  # whole batches
+
+
+@pytest.mark.parametrize(("bad", "failure"), [
+    ("segfault", "crash"), ("loop", "timeout"), ("raise", "exception"), ("short", "exception")])
+def test_pool_blames_only_the_guilty_of_a_batch(misbehave, bad, failure):
+    with RewardPool(f"{misbehave}:whole_batch", num_workers=1, timeout_s=1.0) as pool:
+        for index in range(6):
+            pool.submit(index, "any", bad if index == 3 else "", "5", {"i": index})
+        results = pool.results()
+    assert results.failures == [failure if index == 3 else None for index in range(6)]
+    assert results.scores == [0.0 if index == 3 else 5.0 for index in range(6)]
+
+
+def test_keywords_go_to_the_functions_that_name_them(misbehave, tmp_path):
+    functions = (f"{misbehave}:score", f"{misbehave}:whole_batch")
+    with RewardPool(functions, num_workers=1, kwargs='{"bonus": 0.5, "factor": 10}') as pool:
+        pool.submit(0, "any", "", "2", {"i": 0})
+        assert pool.results().scores == [2.5 + 20.0]
+    with pytest.raises(RuntimeError, match=r"--reward\.kwargs bonsu: no reward function of this run takes it"):
+        RewardPool(functions, num_workers=1, kwargs='{"bonsu": 0.5}')
+    assert lookup(["openai/gsm8k", "countdown"], '{"method": "flexible"}')
+    with pytest.raises(ValueError, match=r"--reward\.kwargs method: no reward function"):
+        lookup(["countdown"], '{"method": "flexible"}')
+    with RewardPool(num_workers=1, kwargs='{"method": "flexible"}') as pool:  # countdown has no such keyword
+        pool.submit(0, "openai/gsm8k", "12", "12")
+        pool.submit(1, "countdown", "<answer>3 + 4</answer>", {"target": 7, "numbers": [3, 4]})
+        assert pool.results().scores == [1.0, 1.0]
+    (tmp_path / "open.py").write_text("def check(): raise SystemExit\ndef f(**kwargs): return kwargs['anything']\n")
+    with RewardPool(f"{tmp_path}/open.py:f", num_workers=1, kwargs='{"anything": 3}') as pool:
+        pool.submit(0, "any", "", "")
+        assert pool.results().scores == [3.0]  # and a user's own `check` is not ours to call
 
 
 def test_pool_in_process_counts_errors_too(misbehave):
@@ -288,6 +398,7 @@ def test_workers_are_light_and_several(misbehave):
         results = pool.results()
     assert max(results.scores) < 40_000
     assert {extra["heavy"] for extra in results.extras} == {""}
+    assert {extra["oom"] for extra in results.extras} == {"1000"}  # when memory runs out, it goes before the trainer
     pids = {int(extra["pid"]) for extra in results.extras}
     assert os.getpid() not in pids
     assert 1 <= len(pids) <= 2

@@ -200,7 +200,7 @@ def test_line_budgets():
     lines = {file: len(text.splitlines()) for file, text in SOURCES.items()}
     over = {file: n for file, n in lines.items() if n > (450 if file in SCRIPTS else 400) and file not in REWARDS}
     assert over == {}, "a script has at most 450 lines, a file of common/ 400"
-    assert sum(lines[file] for file in COMMON) <= 4500
+    assert sum(lines[file] for file in COMMON) <= 6000
 
 
 # --------------------------------------------------------------------------- imports

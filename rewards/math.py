@@ -1,0 +1,62 @@
+r"""MATH's score: the last \boxed{} against the ground truth, equal as normalised text or by the math-verify library.
+
+For lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500 and numina_*.
+"""
+
+import logging
+import re
+
+# what changes the look of an answer and not its value; a unit is dropped after a digit only
+DROPPED = re.compile(r"(?<=\d)(?:\s|\\[ ,;!])*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\d)?$"
+                     r"|\\(?:left|right|displaystyle|[!,;: $%])|[\s$%]|\^\{?\\circ\}?|(?<=\d),(?=\d{3}(?!\d))")
+REPLACED = ((re.compile(r"\\[dt]frac"), r"\\frac"), (re.compile(r"\\frac(\w)(\w)"), r"\\frac{\1}{\2}"),
+            (re.compile(r"\\sqrt(\w)"), r"\\sqrt{\1}"), (re.compile(r"(?<!\d)\.(?=\d)"), "0."),
+            (re.compile(r"(\.\d*?)0+(?!\d)"), r"\1"), (re.compile(r"\.(?!\d)"), ""),
+            (re.compile(r"^[a-zA-Z]=(?=.)"), ""), (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}"), r"\1"))
+MAX_PARSED = 500  # characters given to math-verify: an answer is short, and its parser is not fast
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{...} holds, its braces balanced; None without one or if it does not close."""
+    start = text.rfind(r"\boxed{")
+    depth = 0
+    for i in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
+        escaped = text[i - 1] == "\\"
+        depth += 0 if escaped else (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[start + len(r"\boxed{"):i]
+    return None
+
+
+def normalise(answer: str) -> str:
+    answer = DROPPED.sub("", answer.strip())
+    for pattern, replacement in REPLACED:
+        answer = pattern.sub(replacement, answer)
+    return answer
+
+
+def equal(answer: str, truth: str) -> bool:
+    if normalise(answer) == normalise(truth):
+        return True
+    if len(answer) > MAX_PARSED:
+        return False
+    from math_verify import parse, verify  # 0.3 s and 60 MB: only where the texts differ
+
+    # without the library's time-outs, which count as "not equal": the pool's deadline holds, and is counted
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that
+    gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
+    return verify(gold, given, timeout_seconds=None)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.0) -> dict:
+    r"""`score` if the last \boxed{} equals ground_truth (boxed or not), `format_score` if not, 0 without a box."""
+    answer = last_boxed(solution_str)
+    truth = str(ground_truth)
+    truth = last_boxed(truth) or truth
+    acc = answer is not None and equal(answer, truth)
+    return {"score": score if acc else 0.0 if answer is None else format_score, "acc": acc, "pred": answer or ""}
+
+
+def check(**_) -> None:
+    """Before training: the library must be there."""
+    import math_verify  # noqa: F401

@@ -1,0 +1,127 @@
+"""Runs model-written Python programs so that they can neither hurt nor outlive this process.
+
+Local: a jail (jail.py) with no network, an empty environment, one writable folder in memory, rlimits and a deadline.
+Where the system gives no namespaces only the rlimits are left: that is refused unless `allow_weak` is given, and the
+log says what is open. Remote: a server with SandboxFusion's HTTP interface (POST /run_code).
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program."""
+    timeout_s: float = 4.0  # wall clock; the kernel ends it at one second more of CPU time
+    memory_mb: int = 1024   # of each process: `processes` of them can use as many times as much
+    processes: int = 16     # and threads; two are the jail's own
+    file_mb: int = 16       # each file, standard output too
+    folder_mb: int = 64     # all files together (isolated only)
+    files: int = 64         # open at once in one process
+
+
+@dataclass(frozen=True)
+class Result:
+    exit_code: int | None   # 128 + N: ended by signal N; None: killed at the deadline
+    stdout: str
+    stderr: str
+
+
+def run(program: str, stdin: str = "", limits: Limits = Limits(), isolated: bool = True) -> Result:
+    """Run Python source. Raises RuntimeError if the jail cannot be built; whatever the program does is a Result."""
+    with (tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as given,
+          tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr):
+        Path(folder, "main.py").write_bytes(program.encode(errors="replace"))
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        errors, errors_end = os.pipe()
+        with open(errors, "rb") as failures:
+            jail = asdict(limits) | interpreter(isolated) | {
+                "parent": os.getpid(), "errors": errors_end, "folder": os.path.realpath(folder), "isolated": isolated}
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(Path(__file__).with_name("jail.py")), json.dumps(jail)], env={},
+                    stdin=given, stdout=stdout, stderr=stderr, pass_fds=[errors_end], start_new_session=True)
+            finally:
+                os.close(errors_end)
+            try:
+                code = process.wait(limits.timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also after its end: without isolation some may be left
+                process.wait()
+            if failure := failures.read():
+                raise RuntimeError(f"no sandbox: {failure.decode(errors='replace')}")
+        for file in (stdout, stderr):
+            file.seek(0)
+        return Result(128 - code if code and code < 0 else code, *(file.read().decode(errors="replace")
+                                                                 for file in (stdout, stderr)))
+
+
+def interpreter(isolated: bool) -> dict:
+    """The Python of this process: where it lies in the jail, and the folders to show there, read-only."""
+    if not isolated:
+        return {"python": sys.executable, "folders": {}}
+    folders = {} if sys.base_prefix == "/usr" else {sys.base_prefix: sys.base_prefix}
+    if sys.prefix == sys.base_prefix:
+        return {"python": sys.executable, "folders": folders}
+    return {"python": f"/venv/bin/{Path(sys.executable).name}", "folders": folders | {sys.prefix: "/venv"}}
+
+
+@functools.cache
+def isolation(allow_weak: bool = False) -> bool:
+    """Whether programs can be isolated here, found by trying. If not: False with allow_weak, else RuntimeError."""
+    try:
+        run("", limits=Limits(timeout_s=30))
+        return True
+    except RuntimeError as error:
+        files = ("read what all users may, write into folders open to all" if os.geteuid() == 0 else
+                 "read and change all that this user may, signal all its processes, the trainer too")
+        weak = (f"model-written code cannot be isolated here ({error}): only rlimits and a deadline would hold. It "
+                f"could use the network, {files}, and leave processes behind")
+    if not allow_weak:
+        raise RuntimeError(f"{weak}. Run where user namespaces are allowed (Linux 5.14), or give a server, "
+                           f"--reward.kwargs '{json.dumps({'sandbox_fusion_url': 'http://HOST:8080/run_code'})}', "
+                           f"or accept it, --reward.kwargs '{json.dumps({'allow_weak_sandbox': True})}'")
+    run("", limits=Limits(timeout_s=30), isolated=False)  # raises if even this is impossible
+    log.warning("%s", weak)
+    return False
+
+
+def run_remote(url: str, program: str, stdin: str = "", limits: Limits = Limits(), attempts: int = 3) -> Result:
+    """The same through a SandboxFusion server, e.g. http://host:8080/run_code. Busy or unreachable: tried again;
+    RuntimeError if it stays so or the server itself failed."""
+    body = {"code": program, "stdin": stdin, "language": "python", "compile_timeout": limits.timeout_s,
+            "run_timeout": limits.timeout_s, "memory_limit_MB": limits.memory_mb, "files": {}, "fetch_files": []}
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    for attempt in range(attempts):
+        try:
+            with urllib.request.urlopen(request, timeout=2 * limits.timeout_s + 10) as response:
+                answer = json.load(response)
+            break
+        except OSError as error:  # URLError, HTTPError and time-outs
+            final = isinstance(error, urllib.error.HTTPError) and error.code not in (429, 502, 503, 504)
+            if final or attempt == attempts - 1:
+                raise RuntimeError(f"sandbox server {url}: {error} (attempt {attempt + 1} of {attempts})") from error
+            time.sleep(0.25 * 2**attempt)
+    result = answer.get("run_result") or answer.get("compile_result")
+    if answer["status"] == "SandboxError" or result is None:
+        raise RuntimeError(f"sandbox server {url}: {answer['status']}: {answer.get('message')}")
+    code = None if result["status"] == "TimeLimitExceeded" else result["return_code"]
+    return Result(128 - code if code and code < 0 else code, result["stdout"] or "", result["stderr"] or "")
