@@ -112,8 +112,8 @@ class PromptSet(Sequence):
                 f"{len(loaded.bad_rows)} bad")
 
     def write_skipped(self, path: str | Path) -> None:
-        """One JSON line {file, row, rule} for every bad row that was left out; no file if there is none."""
-        if self.loaded.bad_rows:
+        """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
+        if self.loaded.bad_rows and not (dist.is_initialized() and dist.get_rank()):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.loaded.bad_rows))
 

@@ -167,8 +167,8 @@ class Asked:
         failed = torch.tensor([kind is not None for kind in scores.failures], dtype=torch.float64)
         meter.mean("reward/timeout_frac", timeout)
         meter.mean("reward/error_frac", failed - timeout)
-        names = all_names({name for extra in scores.extras for name, value in extra.items() if isinstance(value, float)})
-        for name in names:
+        numbers = {name for extra in scores.extras for name, value in extra.items() if isinstance(value, float)}
+        for name in all_names(numbers):
             values = [extra[name] for extra in scores.extras if isinstance(extra.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         rewards = scores.scores

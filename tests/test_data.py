@@ -68,6 +68,13 @@ def test_string_prompts_and_other_columns(tokenizer, tmp_path):
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("mine", 4, {})
 
 
+def test_keys_that_only_parquet_adds_are_left_out(tokenizer, tmp_path):
+    """Its structs give all messages the same keys, and templates ask `'tool_calls' in message`."""
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "tool_calls": "z"}]
+    assert load_prompts([write(tmp_path / "a.parquet", [row(prompt=messages)])], tokenizer, DataConfig())[0].messages \
+        == messages
+
+
 def test_json_lines_folders_and_globs(tokenizer, tmp_path):
     (tmp_path / "deep").mkdir()
     write(tmp_path / "b.parquet", [row("b0"), row("b1")])
@@ -121,11 +128,13 @@ def test_any_prompt_by_its_number_over_many_batches(tmp_path):
         return i % 7 == 0 and not 600 < i < 2000 and i < 3000
 
     rows = [row("x" * (1 if wanted(i) else 100), extra_info={"index": i}) for i in range(4000)]
+    rows[3500]["data_source"] = None
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1300)
-    prompts = load_prompts([str(path)], Counting(), DataConfig(max_prompt_length=1))
+    prompts = load_prompts([str(path)], Counting(), DataConfig(max_prompt_length=1, on_bad_row="skip"))
     left = [i for i in range(4000) if wanted(i)]
-    assert len(prompts) == len(left) > 200 and prompts.loaded.num_filtered == 4000 - len(left)
+    assert len(prompts) == len(left) > 200 and prompts.loaded.num_filtered == 3999 - len(left)
+    assert [bad["row"] for bad in prompts.loaded.bad_rows] == [3500]
     assert [prompt.extra_info["index"] for prompt in prompts] == left
     assert [prompt.extra_info["index"] for prompt in prompts[-3:]] == left[-3:]
     assert prompts[-1].extra_info["index"] == left[-1] and prompts[80].extra_info["index"] == left[80]

@@ -46,7 +46,8 @@ def test_verls_files_train_for_two_steps(tiny_llama, tmp_path):
             "extra_info": {"answer": f"{index}+{index + 2}\n#### {2 * index + 2}", "index": index,
                            "question": question, "split": "train"},
         })
-    for split, part in (("train", rows[:4]), ("test", rows[4:])):
+    no_truth = rows[0] | {"reward_model": {"ground_truth": None, "style": "rule"}}
+    for split, part in (("train", [*rows[:2], no_truth, *rows[2:4]]), ("test", rows[4:])):
         part = [row | {"extra_info": row["extra_info"] | {"split": split}} for row in part]
         pq.write_table(pa.Table.from_pylist(part, schema=SCHEMA), tmp_path / f"{split}.parquet")
     (tmp_path / "reward.py").write_text(REWARD.format(log=str(tmp_path / "calls.jsonl")))
@@ -56,9 +57,13 @@ def test_verls_files_train_for_two_steps(tiny_llama, tmp_path):
         str(tmp_path / "run"), "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4",
         "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr", "1e-3", "--total-steps", "2",
         "--reward.num-workers", "1", "--eval-samples", "0", "--data.max-prompt-length", "200",
+        "--data.on-bad-row", "skip",
     )
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1, 2]
+    skipped = json.loads((tmp_path / "run/skipped_train.jsonl").read_text())
+    assert skipped["row"] == 2 and "must have a ground_truth" in skipped["rule"]
+    assert not (tmp_path / "run/skipped_val.jsonl").exists()
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     train = [call for call in calls if call[0] == "train"]
     assert len(train) == 2 * 4 * 3 and len(calls) == 2 * 4 * 3 + 2 * 2          # two validations of two problems
