@@ -185,9 +185,10 @@ def main(args: Args) -> None:
     train_set = load_prompts(args.train_data, tokenizer, args.data)
     val_set = load_prompts(args.val_data, tokenizer, args.data) if args.val_data else None
     sampler = PromptSampler(len(train_set), args.seed)
-    say(world, f"train  {train_set.summary()}")
-    if val_set is not None:
-        say(world, f"val    {val_set.summary()}")
+    for name, prompts in {"train": train_set, "val": val_set}.items():
+        if prompts is not None:
+            say(world, f"{name:5}  {prompts.summary()}")
+            prompts.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
     sources = {*train_set.data_sources, *(val_set.data_sources if val_set is not None else ())}
     scoring = Scoring(tokenizer, args.reward, args.reward_model, sources)
 

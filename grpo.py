@@ -184,19 +184,12 @@ def main(args: Args) -> None:
     train_set = load_prompts(args.train_data, tokenizer, args.data)
     val_set = load_prompts(args.val_data, tokenizer, args.data) if args.val_data else None
     sampler = PromptSampler(len(train_set), args.seed)
-    say(world, f"train  {train_set.summary()}")
-    train_set.write_skipped(f"{args.run_dir}/skipped_train.jsonl")
-    if val_set is not None:
-        say(world, f"val    {val_set.summary()}")
-<<<<<<< HEAD
+    for name, prompts in {"train": train_set, "val": val_set}.items():
+        if prompts is not None:
+            say(world, f"{name:5}  {prompts.summary()}")
+            prompts.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
     sources = {*train_set.data_sources, *(val_set.data_sources if val_set is not None else ())}
     scoring = Scoring(tokenizer, args.reward, args.reward_model, sources)
-=======
-        val_set.write_skipped(f"{args.run_dir}/skipped_val.jsonl")
-    if not args.reward.function:
-        lookup(set(train_set.data_sources) | set(val_set.data_sources if val_set else ()))
-    pool = RewardPool(**vars(args.reward))
->>>>>>> h-data
 
     # engine, then models: the engine reads free memory as it starts
     probe = [prompt.tokens for prompt in train_set[:4]]
