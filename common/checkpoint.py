@@ -108,7 +108,7 @@ class Checkpoints:
         be written, or is not the same folder for all ranks."""
         self.config, self.world, self.parts, self.files, self.watch = config, world, parts, files, watch
         self.run_dir, self.root = run_dir, Path(run_dir).resolve() / "checkpoints"
-        self.flags = flags_of(args)
+        self.flags, self.script = flags_of(args), Path(sys.argv[0]).name
         self.state: dict[str, Any] = {"step": 0}                # after the last finished step, like the next three
         self.random_state = get_random_state()
         self.score: float | None = None
@@ -224,7 +224,7 @@ class Checkpoints:
             tensors = self.host
         manifest = {
             "step": self.state["step"], "score": self.score, "best_score": self.best_score, "state": self.state,
-            "world_size": self.world.size, "script": Path(sys.argv[0]).name, "parts": sorted(self.parts),
+            "world_size": self.world.size, "script": self.script, "parts": sorted(self.parts),
             "flags": self.flags, "versions": {name: version(name) for name in ("torch", "transformers")},
         }
         self.writing = self.writer.submit(self._write, tensors, manifest, self.random_state)
@@ -283,10 +283,12 @@ class Checkpoints:
         write_manifest(partial, manifest)
         for folder in (partial / "hf", partial):
             sync(folder)
+        replaced = final.with_name(f".{final.name}.replaced")   # an incomplete one: complete ones are never replaced
         if final.exists():
-            final.rename(final.with_name(f".{final.name}.replaced"))
+            final.rename(replaced)
         partial.rename(final)
         sync(self.root)
+        shutil.rmtree(replaced, ignore_errors=True)
         found = complete_checkpoints(self.run_dir)
         scores = {folder: read_manifest(folder)["score"] for folder in found}
         ranked = sorted((score, folder) for folder, score in scores.items() if score is not None)
@@ -348,10 +350,9 @@ class Checkpoints:
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         reader = Reader(folder)
         stored = reader.read_metadata().state_dict_metadata
-        script = Path(sys.argv[0]).name
         wrong = []
-        if self.config.resume == "auto" and manifest["script"] != script:
-            wrong.append(f"it is of {manifest['script']}, this is {script}")
+        if self.config.resume == "auto":
+            wrong += differences({"script": manifest["script"]}, {"script": self.script})
         wrong += differences({"trained parts": manifest["parts"]}, {"trained parts": sorted(self.parts)})
         before, now = (json.loads(x) for x in ((folder / "hf/config.json").read_bytes(), self.files["config.json"]))
         wrong += [text for text in differences(before, now) if text.split()[0] not in NOT_COMPARED]

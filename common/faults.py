@@ -58,7 +58,7 @@ class Watch:
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
             if self.launcher is not None and os.getppid() != self.launcher:
-                self._end("torchrun is gone", 1)
+                self._end(f"torchrun is gone, in phase {self.current[0]!r}", 1)
             name, since = self.current
             if 0 < self.timeout_s < time.monotonic() - since:
                 self._end(f"phase {name!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
@@ -67,7 +67,8 @@ class Watch:
         if self.signal == signal.SIGINT == number:
             os._exit(128 + number)
         if not self.signal and number == signal.SIGTERM and self._a_peer_is_gone():
-            self._end("another rank ended", 1)  # no safe point can be reached without it
+            # no safe point can be reached without it
+            self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
         self.signal = self.signal or number
 
     def _a_peer_is_gone(self) -> bool:
@@ -77,13 +78,12 @@ class Watch:
         return len(psutil.Process(self.launcher).children()) < self.num_local_ranks
 
     def _end(self, why: str, code: int) -> None:
-        text = f"[rank {self.rank}] {why}; in phase {self.current[0]!r}"
         if code == HANG_EXIT_CODE:
             with tempfile.TemporaryFile("w+") as file:
                 faulthandler.dump_traceback(file)
                 file.seek(0)
-                text += f"; all Python stacks:\n{file.read()}"  # written in one piece: ranks do not mix
-        sys.stderr.write(text + "\n")
+                why += f"; all Python stacks:\n{file.read()}"
+        sys.stderr.write(f"[rank {self.rank}] {why}\n")  # in one piece: ranks do not mix
         sys.stderr.flush()
         if code == HANG_EXIT_CODE:
             time.sleep(GRACE_S)

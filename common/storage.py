@@ -170,7 +170,8 @@ def flags_of(args: Any) -> dict[str, Any]:
     for name, value in dataclasses.asdict(args).items():
         nested = value if isinstance(value, dict) else {}
         flat |= {f"--{name}.{key}": x for key, x in nested.items()} if nested else {f"--{name}": value}
-    return {name.replace("_", "-").rstrip("-"): value for name, value in json.loads(json.dumps(flat, default=str)).items()}
+    plain = json.loads(json.dumps(flat, default=str))
+    return {name.replace("_", "-").rstrip("-"): value for name, value in plain.items()}  # async_ is --save.async
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
