@@ -118,9 +118,11 @@ class Server:
     """`start(fault, script, *flags)` without the seconds that imports take; for runs of one rank."""
 
     def __init__(self):
+        ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         self.process = subprocess.Popen(
             [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
     def __call__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> int:
         """The exit code, minus the signal's number for one that was killed."""
