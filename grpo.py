@@ -20,10 +20,12 @@ import numpy as np
 import torch
 import tyro
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoTokenizer
 
-from common import checkpoint, correction, dist, losses
+from common import checkpoint, correction, dist, losses, storage
 from common.data import DataConfig, Prompt, PromptSampler, PromptSet, load_prompts
+from common.faults import Watch
 from common.kernels import choose_attention
 from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost, train_flops
 from common.policy import (
@@ -198,9 +200,11 @@ def evaluate(args: Args, engine: Engine, prompts: PromptSet, pool: RewardPool, t
     return metrics
 
 
+@record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     # setup
     world = dist.init()
+    watch = Watch(args.save.timeout_s)
     check(args, world)
     hf_config = read_config(args.model, args.policy)
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
@@ -229,7 +233,9 @@ def main(args: Args) -> None:
     say(world, describe(args, world, choose_attention(world.device, hf_config)))
 
     # resume
-    state = checkpoint.load_latest(args.run_dir, policy, optimizer) if args.save.resume else {}
+    parts, files = {"policy": (policy, optimizer)}, storage.hf_files(args.model, policy.lm.config, tokenizer)
+    checkpoints = checkpoint.Checkpoints(args.save, args.run_dir, args, world, parts, files, watch)
+    state = checkpoints.resume()
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
     sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
     P, G = args.prompts_per_step, args.samples_per_prompt
@@ -237,19 +243,19 @@ def main(args: Args) -> None:
     if state:
         first_step = state["step"]
         sampler.load_state_dict(state["sampler"])
-        say(world, f"resumed after step {first_step} of {args.run_dir}; --save.no-resume starts anew")
     elif val_set is not None:
         engine.wake(policy)
         metrics = evaluate(args, engine, val_set, pool, tokenizer)
         engine.sleep()
+        checkpoints.check()
         tracker.log(0, metrics, val_line("before training", metrics))
 
     for step in range(first_step, args.total_steps):
-        timer, meter = Timer(), Meter()
+        timer, meter = Timer(watch.phase), Meter()
 
         # 1 rollout: engine e samples prompts e, e + engines, ...; a group never leaves its engine
         prompts = [train_set[i] for i in sampler.take(P)]
-        metrics = engine.wake(policy)
+        metrics = engine.wake(policy) | checkpoints.metrics()
         requests = [(p, g) for p in engine.deal(P) for g in range(G)]
         asked = [prompts[p] for p, _ in requests]
         with timer("gen"):
@@ -258,8 +264,10 @@ def main(args: Args) -> None:
                 [dist.seed_of(args.seed, step, p, g) for p, g in requests],
                 sampling,
                 on_finish=partial(score_later, pool, tokenizer, asked),
+                stop=checkpoints.stopping,
             )
         engine.sleep()
+        checkpoints.check()
 
         # 2 reward: then lengths and rewards are known everywhere, and each response moves to the rank that trains on it
         with timer("reward"):
@@ -337,6 +345,7 @@ def main(args: Args) -> None:
                         meter.mean(name, values, microbatch.mask)
                     meter.mean("actor/entropy", entropy, microbatch.mask)
                     correction.measure(meter, microbatch, old_logp, args.rollout_threshold)
+                    checkpoints.check()
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim.max_grad_norm)
                 skipped_in_a_row = 0 if np.isfinite(grad_norm) else skipped_in_a_row + 1
                 meter.total("actor/skipped_steps", float(not np.isfinite(grad_norm)), per=world.size)
@@ -354,10 +363,6 @@ def main(args: Args) -> None:
                 engine.wake(policy)
                 metrics |= evaluate(args, engine, val_set, pool, tokenizer)
                 engine.sleep()
-        if last or (args.save.every and done % args.save.every == 0):
-            with timer("save_checkpoint"):
-                state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
-                checkpoint.save(args.run_dir, done, policy, optimizer, state, world, args.save.keep)
         update_flops = train_flops(lengths[trained], hf_config) * args.epochs_per_step
         metrics |= meter.reduce() | timer.metrics() | memory(world)
         metrics |= spread("critic/rewards", rewards[rewards.isfinite()]) | spread("critic/advantages", advantages)
@@ -377,9 +382,12 @@ def main(args: Args) -> None:
             (dist.all_sum([scores.num_errors, scores.num_timeouts]) / (P * G)).tolist(),
         ))
         tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
+        state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
+        checkpoints.after_step(state, last, checkpoint.validation_score(metrics))
 
-    if args.save.hf:
-        checkpoint.export(policy, tokenizer, args.model, tracker.run_dir / "model", world)
+    if args.save.hf != "never":
+        checkpoint.export(policy, files, tracker.run_dir / "model", world)
+    checkpoints.close()
     tracker.close()
     pool.close()
     engine.close()

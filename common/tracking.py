@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,20 +70,23 @@ class Meter:
 
 
 class Timer:
-    """Seconds by phase, of this rank: `with timer("gen"): ...`."""
+    """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears every phase's name as it begins."""
 
-    def __init__(self):
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
+        self.on_phase = on_phase
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.on_phase(phase)
         start = time.perf_counter()
         with torch.profiler.record_function(phase):
             yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] += time.perf_counter() - start
+        self.on_phase(f"after {phase}")
 
     def metrics(self) -> dict[str, float]:
         total = time.perf_counter() - self.start
