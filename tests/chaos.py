@@ -133,8 +133,8 @@ def main(chaos: Chaos) -> None:
                 killed += disturb(server, folder, name, ranks, most, flags + more, want, numbers)
             total += killed
         server.close()
-        print(f"\n{total} kills in {runs} runs: every run ended with the weights, optimizer state, metrics and exported "
-              f"model of the undisturbed one, byte for byte; no kill left a damaged checkpoint.")
+        print(f"\n{total} kills in {runs} runs: every run ended with the weights, optimizer state, metrics and "
+              f"exported model of the undisturbed one, byte for byte; no kill left a damaged checkpoint.")
 
 
 if __name__ == "__main__":

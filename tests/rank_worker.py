@@ -1,5 +1,6 @@
 """Run by test_checkpoint.py and test_tracking.py under torchrun: `rank_worker.py TASK FOLDER`."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,13 @@ def checkpoints(folder: Path, world: dist.World) -> None:
         torch.save(results, folder / "results.pt")
 
 
+def not_shared(folder: Path, world: dist.World) -> None:
+    """Each rank has a run folder of its own under the same name, as without a shared file system."""
+    os.makedirs(folder / str(world.rank))
+    os.chdir(folder / str(world.rank))
+    checkpoints_of("run", world, *start(str(folder / "model"), world), Watch(0))
+
+
 def meters(folder: Path, world: dist.World) -> None:
     torch.save(fill_meter(world.rank).reduce(), folder / f"metrics_{world.rank}.pt")
 
@@ -98,5 +106,5 @@ def fill_meter(rank: int) -> Meter:
 
 if __name__ == "__main__":
     world = dist.init()
-    {"checkpoints": checkpoints, "meters": meters}[sys.argv[1]](Path(sys.argv[2]), world)
+    {"checkpoints": checkpoints, "meters": meters, "not_shared": not_shared}[sys.argv[1]](Path(sys.argv[2]), world)
     dist.shutdown()

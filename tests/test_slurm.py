@@ -1,4 +1,4 @@
-"""The sbatch scripts as they are, on two "nodes" of this machine: stub `srun` and `scontrol`, real torchrun and USR1."""
+"""The sbatch scripts as they are, on two "nodes" of this machine: stub srun and scontrol, real torchrun and USR1."""
 
 import os
 import signal
@@ -64,8 +64,8 @@ def submit(script: str, environment: dict[str, str], log, *arguments) -> subproc
 
 
 def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path):  # noqa: F811
-    """USR1 to the batch script, as `--signal=B:USR1@120` sends it, in the third of four steps; then Slurm starts the job
-    again. Two nodes of one rank do what two ranks of one node do."""
+    """USR1 to the batch script, as `--signal=B:USR1@120` sends it, in the third of four steps; then Slurm starts the
+    job again."""
     run, log = tmp_path / "run", tmp_path / "log"
     job = submit("many_nodes.sbatch", cluster, log, *flags, "--save.every", "0")
     deadline = time.monotonic() + 200
