@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import tyro
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing import errors
 from transformers import AutoTokenizer
 
 from common import checkpoint, correction, dist, losses, storage
@@ -200,7 +200,7 @@ def evaluate(args: Args, engine: Engine, prompts: PromptSet, pool: RewardPool, t
     return metrics
 
 
-@record  # torchrun prints a failed rank's traceback last
+@errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     # setup
     world = dist.init()

@@ -27,6 +27,8 @@ INSTANTS = {  # calls of each point in about two steps
     "save": 2, "write": 130, "checksum": 10, "manifest": 2, "manifest after": 2, "rename": 5, "rename after": 5,
     "prune": 5, "prune after": 5, "export": 1,
 }
+EXPECTED = {-9, 130, 138, 143}                              # of one rank; of torchrun it is 1, and its report says more
+EXPECTED_TEXT = ("(SIGKILL)", "stopped by SIG", "death signal")
 ACTIONS = ["kill"] * 4 + ["killall"] * 2 + ["term", "int", "usr1"]
 
 
@@ -97,6 +99,8 @@ def disturb(server: Server, folder: Path, name: str, ranks: int, kills: int, fla
             raise AssertionError(f"{name} does not finish:\n{log.read_text()[-6000:]}")
         else:
             killed += 1
+            text = log.read_text()
+            assert code in EXPECTED or any(x in text for x in EXPECTED_TEXT), (fault, text[-6000:])
         point, count, rank, action, delay = fault.split(":") if fault != "none" else [""] * 5
         instant = f"{point} {count}{f' + {delay} s' if delay not in '0' else ''}"
         action += f" rank {rank}" if action == "kill" and ranks > 1 else ""

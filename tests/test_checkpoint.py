@@ -372,3 +372,25 @@ def test_export_in_several_files(trained, exported, model, world, tmp_path):
     assert_same(weights, {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
+    """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
+    files = storage.hf_files(model, trained[0].lm.config, exported[1])
+    run = checkpoints_of(tmp_path, world, *trained, watch, files, hf="always", async_=True)
+    run.after_step(STATE, last=True, score=0.5)
+    run.close()
+    folder = tmp_path / "checkpoints/step_000002"
+    assert "hf/model-00000.safetensors" in storage.read_manifest(folder)["files"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
+    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
+    assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
+    storage.list_checkpoints(str(tmp_path))
+    assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
+    storage.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
+    names = sorted(path.name for path in (folder / "hf").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
+    (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
+    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
+        storage.export_checkpoint(str(folder), tmp_path / "again")
