@@ -19,12 +19,14 @@ from typing import Literal
 import torch
 import tyro
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
 from transformers import AutoTokenizer
 
-from common import checkpoint, correction, dist, losses
+from common import checkpoint, correction, dist, losses, storage
 from common.correction import CorrectionConfig
 from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
 from common.experience import Asked, Scoring, check_sizes, deal, gather_results, validation_metrics
+from common.faults import Watch
 from common.kernels import choose_attention
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import train_flops
@@ -170,9 +172,11 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
     return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
 
 
+@errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     # setup
     world = dist.init()
+    watch = Watch(args.save.timeout_s)
     chosen = check(args, world)
     correct = correction.resolve(args.correction, args.loss)
     hf_config = read_config(args.model, args.policy)
@@ -205,31 +209,36 @@ def main(args: Args) -> None:
     say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
 
     # resume
-    state = checkpoint.load_latest(args.run_dir, parts) if args.save.resume else {}
+    files = storage.hf_files(args.model, policy.lm.config, tokenizer)
+    checkpoints = checkpoint.Checkpoints(args.save, args.run_dir, args, world, parts, files, watch)
+    state = checkpoints.resume()
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
     first_step = 0
     if state:
         first_step = state["step"]
         sampler.load_state_dict(state["sampler"])
-        say(world, f"resumed after step {first_step} of {args.run_dir}; --save.no-resume starts anew")
     elif val_set is not None:
         engine.wake(policy)
         with tracker.progress("validation", len(engine.deal(len(val_set))) * (1 + args.eval_n)) as scoring.advance:
             metrics = evaluate(args, engine, scoring, val_set)
         engine.sleep()
         tracker.log(0, metrics, val_line("before training", metrics))
+        checkpoints.check()
 
     P, G = args.prompts_per_step, args.samples_per_prompt
     peak = peak_flops(world, args.policy.compute_dtype)
     for step in range(first_step, args.total_steps):
         tracker.begin(step + 1)
-        timer, meter, record = Timer(tracker.run_dir), Meter(), Record(args.log, tracker.run_dir, step + 1, G)
+        timer, meter = Timer(tracker.run_dir, watch.phase), Meter()
+        record = Record(args.log, tracker.run_dir, step + 1, G)
 
         # 1 rollout: scoring starts as each response ends
-        metrics = engine.wake(policy)
+        metrics = engine.wake(policy) | checkpoints.metrics()
         with timer("gen"), tracker.progress("rollout", len(engine.deal(P)) * G) as scoring.advance:
-            asked = Asked(engine, scoring, train_set, sampler.take(P), G, sampling, args.seed, step)
+            seed, stop = (args.seed, step), checkpoints.stopping
+            asked = Asked(engine, scoring, train_set, sampler.take(P), G, sampling, *seed, stop=stop)
         engine.sleep()
+        checkpoints.check()
 
         # 2 reward: now known everywhere; then each response moves to the rank that trains on it
         with timer("reward"):
@@ -295,6 +304,7 @@ def main(args: Args) -> None:
                     meter.mean("actor/entropy", entropy, microbatch.mask)
                     record.add(microbatch, logp, entropy, stats)
                     advance()
+                    checkpoints.check()
                 grad_norm = optimizer_step(policy, optimizer, lr, args.optim)
                 meter.total("actor/grad_norm", grad_norm, per=num_updates * world.size)
                 meter.total("actor/skipped_steps", not math.isfinite(grad_norm), per=world.size)
@@ -322,13 +332,12 @@ def main(args: Args) -> None:
             "reward/constant_group_frac": float(constant.double().mean()),
         }
         tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
-        if last or (args.save.every and done % args.save.every == 0):
-            with timer("save_checkpoint"):
-                state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
-                checkpoint.save(args.run_dir, done, parts, state, world, args.save.keep)
+        state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
+        checkpoints.after_step(state, last, checkpoint.validation_score(metrics))
 
-    if args.save.hf:
-        checkpoint.export(policy, tokenizer, args.model, tracker.run_dir / "model", world)
+    if args.save.hf != "never":
+        checkpoint.export(policy, files, tracker.run_dir / "model", world)
+    checkpoints.close()
     tracker.close()
     scoring.close()
     engine.close()

@@ -51,7 +51,13 @@ def init(timeout_s: float = 1800.0) -> World:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    store = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, local_rank, device, init_device_mesh(device.type, (size,)))
 
 

@@ -131,11 +131,12 @@ class Asked:
     """Responses that were generated and are being scored; `collect` waits for the scores."""
 
     def __init__(self, engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                 sampling: Sampling, *seed: int | str):
+                 sampling: Sampling, *seed: int | str, stop: Callable[[], bool] = bool):
         """Sample `num_samples` responses to each prompt `data[row]`, scoring each as it finishes.
 
         Engine e takes prompts e, e + engines, ...; a group never leaves its engine. `seed` and the number of a response
-        are all that its own seed depends on.
+        are all that its own seed depends on. When `stop()` turns true (`bool()` never
+        is), sampling ends; then do not `collect`.
         """
         self.scoring, self.texts = scoring, {}
         self.requests = [(p, g) for p in engine.deal(len(rows)) for g in range(num_samples)]
@@ -147,6 +148,7 @@ class Asked:
             [seed_of(*seed, p, g) for p, g in self.requests],
             sampling,
             on_finish=self._score,
+            stop=stop,
         )
 
     def _score(self, i: int, response: Response) -> None:

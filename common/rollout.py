@@ -119,20 +119,25 @@ class Engine:
         seeds: Sequence[int],
         sampling: Sampling,
         on_finish: Callable[[int, Response], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[Response]:
         """One response per prompt (token ids), in order; all ranks of an engine ask for the same.
 
-        `on_finish(i, response)` is called as each one ends, on one rank of the engine: the one that scores it.
+        `on_finish(i, response)` is called as each one ends, on one rank of the engine: the one that scores it. Once
+        `stop()` is true, what is still missing may stay None: the caller will not use it.
         """
         if not self.awake:
             raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
         if len(prompts) != len(seeds):
             raise ValueError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds")
+        self.stop = stop if self.config.tp == 1 else lambda: False  # ranks of a group hear of it at different times
         responses: list[Response | None] = [None] * len(prompts)
         for i, response in self._generate(prompts, seeds, sampling):
             responses[i] = response
             if on_finish is not None and i % self.config.tp == self.tp_rank:
                 on_finish(i, response)
+            if self.stop():
+                break
         return responses
 
     def deal(self, num_prompts: int) -> range:

@@ -132,15 +132,16 @@ class Meter:
 
 
 class Timer:
-    """Seconds by phase, of this rank: `with timer("gen"): ...`. Out of memory: the error says the phase and the flags
-    to turn, and on a GPU a snapshot of the memory is left in `run_dir/profiles`."""
+    """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
+    memory: the error says the phase and the flags to turn, and on a GPU a snapshot is left in `run_dir/profiles`."""
 
-    def __init__(self, run_dir: Path | None = None):
-        self.run_dir, self.start = run_dir, time.perf_counter()
+    def __init__(self, run_dir: Path | None = None, on_phase: Callable[[str], None] = lambda name: None):
+        self.run_dir, self.on_phase, self.start = run_dir, on_phase, time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.on_phase(phase)
         start = time.perf_counter()
         try:
             with torch.profiler.record_function(phase):
@@ -154,6 +155,7 @@ class Timer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] += time.perf_counter() - start
+        self.on_phase(f"after {phase}")
 
     def metrics(self) -> dict[str, float]:
         total = time.perf_counter() - self.start

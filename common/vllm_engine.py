@@ -127,7 +127,7 @@ class VLLMEngine(Engine):
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, params)
-            while engine.has_unfinished_requests():
+            while engine.has_unfinished_requests() and not self.stop():
                 for request in engine.step():
                     out = request.outputs[0]
                     tokens = list(out.token_ids)

@@ -1,12 +1,15 @@
 """Run by test_checkpoint.py and test_tracking.py under torchrun: `rank_worker.py TASK FOLDER`."""
 
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common import checkpoint, dist
+from common.faults import Watch
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.policy import ModelConfig, Policy, load_policy
 from common.tracking import Meter
@@ -42,16 +45,44 @@ def everything(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
+@dataclass
+class Flags:
+    """A script's flags, as far as checkpoints look at them."""
+
+    save: checkpoint.SaveConfig
+    lr: float = 0.01
+
+
+def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> checkpoint.Checkpoints:
+    config = checkpoint.SaveConfig(**flags)
+    files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
+    parts = {"policy": (policy, optimizer)}
+    run = checkpoint.Checkpoints(config, str(run_dir), Flags(config), world, parts, files, watch)
+    run.script = "script.py"                                            # pytest's own name is another one than ours
+    return run
+
+
 def checkpoints(folder: Path, world: dist.World) -> None:
-    """Load what one rank saved, then save on these ranks."""
+    """Load what one rank saved, then save on these ranks, in the background, and train on meanwhile."""
+    watch = Watch(0)
     policy, optimizer = start(str(folder / "model"), world)
-    loaded = checkpoint.load_latest(str(folder / "by_one"), {"policy": (policy, optimizer)})
-    results = {"state": loaded, "loaded": everything(policy, optimizer)}
+    run = checkpoints_of(folder / "by_one", world, policy, optimizer, watch)
+    results = {"state": run.resume(), "loaded": everything(policy, optimizer)}
     train(policy, optimizer, range(2, 4))
     results["trained"] = everything(policy, optimizer)
-    checkpoint.save(str(folder / "by_many"), 4, {"policy": (policy, optimizer)}, STATE | {"step": 4}, world, keep=2)
+    run = checkpoints_of(folder / "by_many", world, policy, optimizer, watch, async_=True)
+    run.after_step(STATE | {"step": 4}, last=True)
+    train(policy, optimizer, range(4, 6))
+    run.close()
     if world.is_main:
         torch.save(results, folder / "results.pt")
+
+
+def not_shared(folder: Path, world: dist.World) -> None:
+    """Each rank has a run folder of its own under the same name, as without a shared file system."""
+    os.makedirs(folder / str(world.rank))
+    os.chdir(folder / str(world.rank))
+    checkpoints_of("run", world, *start(str(folder / "model"), world), Watch(0))
 
 
 def meters(folder: Path, world: dist.World) -> None:
@@ -76,5 +107,5 @@ def fill_meter(rank: int) -> Meter:
 
 if __name__ == "__main__":
     world = dist.init()
-    {"checkpoints": checkpoints, "meters": meters}[sys.argv[1]](Path(sys.argv[2]), world)
+    {"checkpoints": checkpoints, "meters": meters, "not_shared": not_shared}[sys.argv[1]](Path(sys.argv[2]), world)
     dist.shutdown()

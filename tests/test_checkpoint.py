@@ -1,25 +1,24 @@
-"""Checkpoints give back every byte, on other numbers of ranks too; a killed run continues as if it had not been."""
+"""Checkpoints give back every byte, on other numbers of ranks too; which ones are kept and taken; what is exported."""
 
-import json
+import binascii
 import os
+import pickle
+import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from common import checkpoint, dist
+from common import checkpoint, dist, faults, storage
 from common.packing import Batch
 from common.policy import ModelConfig, load_policy, read_config
 from common.rollout import RolloutConfig, Sampling, make_engine, stop_tokens
-from tests.conftest import ROOT, launch
-from tests.rank_worker import STATE, everything, start, train
+from tests.conftest import launch
+from tests.rank_worker import STATE, checkpoints_of, everything, start, train
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +26,16 @@ def world():
     world = dist.init()
     yield world
     dist.shutdown()
+
+
+@pytest.fixture(scope="module")
+def watch():
+    """The real one; afterwards pytest gets its signals back."""
+    before = {number: signal.getsignal(number) for number in faults.STOP_SIGNALS}
+    yield faults.Watch(0)
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +57,44 @@ def trained(model, world):
     return policy, optimizer
 
 
+@pytest.fixture
+def save(trained, world, watch, tmp_path):
+    """save(step, score): one more checkpoint of a run in `tmp_path`; flags as in SaveConfig."""
+    def save(step: int, score: float | None = None, **flags):
+        run = checkpoints_of(tmp_path, world, *trained, watch, **flags)
+        run.after_step(STATE | {"step": step}, last=True, score=score)
+        run.close()
+    return save
+
+
+def resume(run_dir, model, world, watch, **flags):
+    """A fresh policy and optimizer, filled; the state that came with them."""
+    policy, optimizer = start(model, world)
+    run = checkpoints_of(run_dir, world, policy, optimizer, watch, **flags)
+    return run.resume(), policy, optimizer
+
+
+def names(run_dir) -> list[str]:
+    return [folder.name for folder in storage.complete_checkpoints(str(run_dir))]
+
+
 def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert found.keys() == want.keys()
     for name in want:
         assert torch.equal(found[name], want[name]), name
 
 
-def test_round_trip_gives_back_every_byte(model, trained, world, tmp_path):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_round_trip_gives_back_every_byte(in_background, model, trained, world, watch, save, tmp_path):
     """Weights, moments and step counts; then the next step is the same too."""
-    checkpoint.save(str(tmp_path), 2, {"policy": trained}, STATE, world, keep=1)
+    save(2, async_=in_background)
     want = everything(*trained)
     assert len(want) == 4 * len(list(trained[0].parameters()))          # exp_avg, exp_avg_sq, step
     assert all(want[name].any() for name in want)
-    policy, optimizer = start(model, world)
-    assert not torch.equal(everything(policy, optimizer)["lm_head.weight"], want["lm_head.weight"])
-    assert checkpoint.load_latest(str(tmp_path), {"policy": (policy, optimizer)}) == STATE
+    fresh = start(model, world)
+    assert not torch.equal(everything(*fresh)["lm_head.weight"], want["lm_head.weight"])
+    state, policy, optimizer = resume(tmp_path, model, world, watch)
+    assert state == STATE
     assert_same(everything(policy, optimizer), want)
     train(policy, optimizer, range(2, 3))
     again, again_optimizer = start(model, world)
@@ -70,94 +102,186 @@ def test_round_trip_gives_back_every_byte(model, trained, world, tmp_path):
     assert_same(everything(policy, optimizer), everything(again, again_optimizer))
 
 
-def test_saving_changes_nothing(model, trained, world, tmp_path):
+def test_two_trained_parts(model, trained, world, watch, tmp_path):
+    """A policy and a critic with an optimizer of its own, and a parameter that has never had a gradient."""
+    torch.manual_seed(1)
+    critic = torch.nn.Linear(3, 2)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+    critic.weight.grad = torch.randn(2, 3)
+    critic_optimizer.step()
+    policy, optimizer = trained
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
+    run.parts = run.parts | {"critic": (critic, critic_optimizer)}
+    run.after_step(STATE, last=True)
+    run.close()
+    fresh = torch.nn.Linear(3, 2)
+    fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
+    run = checkpoints_of(tmp_path, world, *start(model, world), watch)
+    with pytest.raises(ValueError, match=r"trained parts was \['critic', 'policy'\], is \['policy'\]"):
+        run.resume()
+    run.parts = run.parts | {"critic": (fresh, fresh_optimizer)}
+    run.resume()
+    assert torch.equal(fresh.weight, critic.weight) and torch.equal(fresh.bias, critic.bias)
+    momentum = [fresh_optimizer.state[p].get("momentum_buffer") for p in fresh.parameters()]
+    assert torch.equal(momentum[0], critic_optimizer.state[critic.weight]["momentum_buffer"])
+    assert momentum[1] is None
+
+
+def test_saving_changes_nothing(trained, save):
     before = everything(*trained)
-    checkpoint.save(str(tmp_path), 2, {"policy": trained}, STATE, world, keep=1)
+    save(2)
     assert_same(everything(*trained), before)
 
 
-def test_nothing_to_load(model, world, tmp_path):
-    policy, optimizer = start(model, world)
-    before = everything(policy, optimizer)
-    assert checkpoint.load_latest(str(tmp_path), {"policy": (policy, optimizer)}) == {}
-    assert_same(everything(policy, optimizer), before)
+def test_nothing_to_load(model, world, watch, tmp_path):
+    before = everything(*start(model, world))
+    state, *filled = resume(tmp_path, model, world, watch)
+    assert state == {}
+    assert_same(everything(*filled), before)
 
 
-def test_other_numbers_of_ranks(model, world, tmp_path):
-    """Saved by one rank and loaded by two; saved by two and loaded by one."""
+def test_other_numbers_of_ranks(model, world, watch, tmp_path):
+    """Saved by one rank and loaded by two; saved by two in the background, while they train on, and loaded by one."""
     shutil.copytree(model, tmp_path / "model")
     policy, optimizer = start(model, world)
     train(policy, optimizer, range(2))
-    checkpoint.save(str(tmp_path / "by_one"), 2, {"policy": (policy, optimizer)}, STATE, world, keep=1)
+    run = checkpoints_of(tmp_path / "by_one", world, policy, optimizer, watch)
+    run.after_step(STATE, last=True)
+    run.close()
     want = everything(policy, optimizer)
     launch("tests/rank_worker.py", "checkpoints", tmp_path, ranks=2, timeout=170)
     results = torch.load(tmp_path / "results.pt")
     assert results["state"] == STATE
     assert_same(results["loaded"], want)
 
-    manifest = json.loads((tmp_path / "by_many/checkpoints/step_000004/manifest.json").read_text())
-    assert manifest["world_size"] == 2
-    fresh, fresh_optimizer = start(model, world)
-    state = checkpoint.load_latest(str(tmp_path / "by_many"), {"policy": (fresh, fresh_optimizer)})
+    assert storage.read_manifest(tmp_path / "by_many/checkpoints/step_000004")["world_size"] == 2
+    state, *fresh = resume(tmp_path / "by_many", model, world, watch)
     assert state == STATE | {"step": 4}
-    assert_same(everything(fresh, fresh_optimizer), results["trained"])
+    assert_same(everything(*fresh), results["trained"])
     train(policy, optimizer, range(2, 4))                               # two ranks trained as one does
     for name, tensor in everything(policy, optimizer).items():
         assert torch.allclose(results["trained"][name], tensor, rtol=1e-5, atol=1e-6), name
 
 
-def test_the_newest_is_loaded(model, world, tmp_path):
+def test_todays_optimizer_flags_win(model, world, watch, save, tmp_path):
+    save(2)
     policy, optimizer = start(model, world)
-    for step in range(1, 4):
-        train(policy, optimizer, range(step - 1, step))
-        checkpoint.save(str(tmp_path), step, {"policy": (policy, optimizer)}, STATE | {"step": step}, world, keep=3)
-    fresh, fresh_optimizer = start(model, world)
-    assert checkpoint.load_latest(str(tmp_path), {"policy": (fresh, fresh_optimizer)})["step"] == 3
-    assert_same(everything(fresh, fresh_optimizer), everything(policy, optimizer))
+    optimizer.param_groups[0]["weight_decay"] = 0.7
+    checkpoints_of(tmp_path, world, policy, optimizer, watch).resume()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.0]
 
+
+def test_random_numbers_go_on(trained, world, watch, tmp_path, model):
+    """The loop does not draw from the global generators; a fork of it may."""
+    dist.seed_everything(7)
+    run = checkpoints_of(tmp_path, world, *trained, watch)
+    random.gauss(0, 1), np.random.normal()                              # each keeps a second number for later
+    run.after_step(STATE, last=True)
+    run.close()
+    want = random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()
+    dist.seed_everything(8)
+    assert (random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()) != want
+    resume(tmp_path, model, world, watch)
+    assert (random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()) == want
+
+
+# --------------------------------------------------------------------------- which ones stay, which one is taken
 
 @pytest.fixture
-def four(trained, world, tmp_path):
+def four(save, tmp_path):
     """Checkpoints of steps 1 to 4."""
     for step in range(1, 5):
-        checkpoint.save(str(tmp_path), step, {"policy": trained}, STATE | {"step": step}, world, keep=4)
+        save(step, keep=4)
     return tmp_path / "checkpoints"
 
 
-def names(run_dir) -> list[str]:
-    return [folder.name for folder in checkpoint.complete_checkpoints(str(run_dir))]
-
-
-def test_only_the_newest_are_kept(four, trained, world):
+def test_only_the_newest_are_kept(four, save):
     assert names(four.parent) == ["step_000001", "step_000002", "step_000003", "step_000004"]
-    checkpoint.save(str(four.parent), 5, {"policy": trained}, STATE, world, keep=2)
+    save(5, keep=2)
     assert sorted(path.name for path in four.iterdir()) == ["step_000004", "step_000005"]
     with pytest.raises(ValueError, match=r"--save.keep 0 at least 1"):
         checkpoint.SaveConfig(keep=0)
 
 
-def test_what_a_kill_leaves_is_passed_over(four, trained):
-    """No manifest, a file cut short, a file gone, a half-written folder under its temporary name."""
+def test_the_best_are_kept_too(save, tmp_path):
+    for step, score in enumerate([0.5, 0.9, 0.7, None, 0.7, 0.1, 0.2], start=1):
+        save(step, score, keep=1, keep_best=2)
+    assert names(tmp_path) == ["step_000002", "step_000005", "step_000007"]     # of equal scores the newer one
+    assert [storage.read_manifest(f)["best_score"] for f in storage.complete_checkpoints(tmp_path)] == [0.9, 0.7, 0.2]
+    save(8, 0.3, keep=1, keep_best=0)
+    assert names(tmp_path) == ["step_000008"]
+
+
+def test_the_best_score_outlives_its_checkpoint(save, model, world, watch, tmp_path):
+    save(1, 0.9, keep_best=0, keep=1)
+    policy, optimizer = start(model, world)
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch, keep_best=0, keep=1)
+    run.resume()
+    run.after_step(STATE | {"step": 2}, last=True, score=0.4)
+    run.close()
+    assert storage.read_manifest(tmp_path / "checkpoints/step_000002")["best_score"] == 0.9
+
+
+def test_the_score_is_the_mean_of_the_validation_results():
+    metrics = {"val-core/a/acc/greedy": 0.25, "val-core/b/acc/mean@4": 0.75, "critic/rewards/mean": 9.0}
+    assert checkpoint.validation_score(metrics) == 0.5
+    assert checkpoint.validation_score({"critic/rewards/mean": 9.0}) is None
+
+
+def test_what_a_kill_leaves_is_passed_over_and_removed(four, save, model, world, watch):
     (four / "step_000004/manifest.json").unlink()
-    assert names(four.parent)[-1] == "step_000003"
-    data = max((four / "step_000003").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data.write_bytes(data.read_bytes()[:-1])
-    assert names(four.parent)[-1] == "step_000002"
     shutil.copytree(four / "step_000002", four / ".step_000009.partial")
-    (four / "step_000002/.metadata").unlink()
-    assert names(four.parent) == ["step_000001"]
-    assert checkpoint.load_latest(str(four.parent), {"policy": trained})["step"] == 1
-
-
-def test_an_unfinished_save_is_replaced(four, trained, world):
-    (four / ".step_000005.partial").mkdir()
-    (four / ".step_000005.partial/rubbish").write_text("half")
-    (four / "step_000004/manifest.json").unlink()
-    checkpoint.save(str(four.parent), 5, {"policy": trained}, STATE, world, keep=9)
-    checkpoint.save(str(four.parent), 4, {"policy": trained}, STATE, world, keep=9)
+    shutil.copytree(four / "step_000002", four / ".step_000001.deleted")
+    assert names(four.parent)[-1] == "step_000003"
+    assert resume(four.parent, model, world, watch)[0]["step"] == 3
+    save(5, keep=9)
+    save(4, keep=9)                                                     # an incomplete one of that name is replaced
     assert names(four.parent)[-2:] == ["step_000004", "step_000005"]
     assert not list(four.glob(".*"))
-    assert not (four / "step_000005/rubbish").exists()
+
+
+def test_a_checkpoint_or_a_run_folder_by_name(four, model, world, watch, tmp_path):
+    """A new run may start from any; in the run's own folder, newer ones would be continued later by mistake."""
+    other = tmp_path / "other"
+    assert resume(other, model, world, watch, resume=str(four.parent))[0]["step"] == 4
+    state, *_ = resume(other, model, world, watch, resume=str(four / "step_000002"))
+    assert state["step"] == 2 and "tracker" not in state                # another run's wandb run is not continued
+    assert resume(four.parent, model, world, watch, resume=str(four / "step_000004"))[0] == STATE | {"step": 4}
+    with pytest.raises(ValueError, match=r"newer checkpoints \(step_000004\).*--save.resume .*step_000002, choose"):
+        resume(four.parent, model, world, watch, resume=str(four / "step_000002"))
+    with pytest.raises(ValueError, match=r"newer checkpoints \(step_000004\).*--save.resume none, choose another"):
+        resume(four.parent, model, world, watch, resume="none")
+    assert resume(other, model, world, watch, resume="none")[0] == {}
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        resume(other, model, world, watch, resume=str(other))
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_continues_whatever_the_flag_says(name, four, model, world, watch, monkeypatch, tmp_path):
+    monkeypatch.setenv(name, "1")
+    assert resume(four.parent, model, world, watch, resume="none")[0]["step"] == 4
+    assert resume(four.parent, model, world, watch, resume=str(four / "step_000002"))[0]["step"] == 4
+    assert resume(tmp_path / "new", model, world, watch, resume=str(four / "step_000002"))[0]["step"] == 2
+
+
+def test_a_manifest_says_what_made_it(four, tmp_path):
+    manifest = storage.read_manifest(four / "step_000003")
+    assert manifest["state"] == STATE | {"step": 3}
+    assert manifest["flags"]["--save.keep"] == 4 and manifest["flags"]["--lr"] == 0.01
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "__0_random.json", "hf/config.json"}
+    entry, data = manifest["files"]["__0_0.distcp"], (four / "step_000003/__0_0.distcp").read_bytes()
+    assert entry == {"size": len(data), "crc32": binascii.crc32(data)}
+
+
+def test_an_index_that_would_run_code_is_refused(four, model, world, watch):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch /tmp/evil",)
+
+    (four / "step_000004/.metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"asks for posix\.system"):
+        storage.Reader(four / "step_000004").read_metadata()
 
 
 # --------------------------------------------------------------------------- export
@@ -173,7 +297,7 @@ def exported(tiny_llama, world, tmp_path_factory):
     train(policy, optimizer, range(2))
     out.mkdir()
     (out / "old.safetensors").write_text("of an earlier run")
-    checkpoint.export(policy, tokenizer, str(source), out, world)
+    checkpoint.export(policy, storage.hf_files(str(source), policy.lm.config, tokenizer), out, world)
     return policy, tokenizer, out
 
 
@@ -237,7 +361,8 @@ def test_export_brings_tokenizer_and_chat_template(exported):
 
 def test_export_in_several_files(trained, exported, model, world, tmp_path):
     """Small files with an index, an untied head."""
-    checkpoint.export(trained[0], exported[1], model, tmp_path / "model", world, file_gb=2048 / 2**30)
+    files = storage.hf_files(model, trained[0].lm.config, exported[1])
+    checkpoint.export(trained[0], files, tmp_path / "model", world, file_gb=2048 / 2**30)
     files = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(files) > 2
     pairs = [pair for file in files for pair in load_file(file).items()]
@@ -249,117 +374,23 @@ def test_export_in_several_files(trained, exported, model, world, tmp_path):
     assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
 
 
-# --------------------------------------------------------------------------- a real run, killed and resumed
-
-TOTAL, PROMPTS, SAMPLES = 4, 2, 4
-NOT_COMPARED = ("timing_s/", "perf/", "rollout/tokens_per_s")
-
-
-@pytest.fixture(scope="module")
-def flags(tiny_llama, tmp_path_factory) -> list[str]:
-    data = tmp_path_factory.mktemp("data") / "questions.jsonl"
-    rows = [{"prompt": f"What is {i} + {i}?", "data_source": "sums", "reward_model": {"ground_truth": str(2 * i)}}
-            for i in range(5)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        "--model", tiny_llama, "--train-data", str(data), "--val-data", str(data), "--total-steps", str(TOTAL),
-        "--prompts-per-step", str(PROMPTS), "--samples-per-prompt", str(SAMPLES), "--minibatches-per-step", "2",
-        "--kl-loss-coef", "0.1", "--eval-every", "0", "--eval-n", "1", "--save.every", "2",
-        "--policy.compute-dtype", "float32",
-        "--optim.lr", "0.01", "--optim.schedule", "linear", "--optim.warmup-steps", "2",
-        "--rollout.engine", "hf", "--rollout.max-response-length", "6", "--data.max-prompt-length", "100",
-        "--reward.function", "tests/reward_for_resume.py", "--reward.num-workers", "1", "--reward.timeout-s", "600",
-    ]
-
-
-def metrics(run_dir) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
-
-
-def tensors(value, prefix="") -> dict[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return {prefix: value}
-    nested = value.items() if isinstance(value, dict) else ()
-    return {name: tensor for key, x in nested for name, tensor in tensors(x, f"{prefix}/{key}").items()}
-
-
-def final_state(run_dir) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of the last checkpoint."""
-    file = run_dir / "whole.pt"
-    dcp_to_torch_save(run_dir / f"checkpoints/step_{TOTAL:06d}", file)
-    return tensors(torch.load(file, weights_only=False))
-
-
-def assert_same_run(run, want) -> None:
-    assert metrics(run) == metrics(want)
-    assert_same(final_state(run), final_state(want))
-    assert (run / "model/model-00000.safetensors").read_bytes() == (want / "model/model-00000.safetensors").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def in_one_go(flags, tmp_path_factory):
-    run = tmp_path_factory.mktemp("in_one_go")
-    launch("grpo.py", *flags, "--run-dir", run, timeout=170)
-    return run
-
-
-def test_the_run_learns_something(in_one_go, tiny_llama):
-    """Guard: what is compared below is not constant, and every kind of number is there."""
-    rows = metrics(in_one_go)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert len({row["critic/rewards/mean"] for row in rows[1:]}) > 1
-    assert all(row["actor/grad_norm"] > 0.01 for row in rows[1:])
-    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0.005, 0.01, 0.01, 0.0])
-    assert rows[-1]["val-core/sums/acc/greedy"] >= 0
-    start = AutoModelForCausalLM.from_pretrained(tiny_llama).state_dict()["model.embed_tokens.weight"]
-    end = AutoModelForCausalLM.from_pretrained(in_one_go / "model").state_dict()["model.embed_tokens.weight"]
-    assert (start - end.float()).abs().max() > 0.005
-
-
-def test_a_killed_run_continues_exactly(flags, in_one_go, tmp_path):
-    """kill -9 in step 4, after the checkpoint of step 2: a fresh process drops step 3's line and does it again."""
-    run, marker = tmp_path / "run", tmp_path / "stuck"
-    calls = 5 * 2 + 3 * PROMPTS * SAMPLES                               # validation before training, three steps
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= {"OMP_NUM_THREADS": "1", "HANG_AFTER": str(calls), "HANG_MARKER": str(marker)}
-    with (tmp_path / "log").open("w") as log:
-        command = [sys.executable, "grpo.py", *flags, "--run-dir", str(run)]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 170
-            while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert marker.exists(), (tmp_path / "log").read_text()[-3000:]
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-    assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
-    assert names(run) == ["step_000002"]
-    done = launch("grpo.py", *flags, "--run-dir", run, timeout=170)
-    assert "resumed after step 2" in done.stdout
-    assert_same_run(run, in_one_go)
-
-
-def test_a_finished_run_is_left_as_it_is(flags, in_one_go, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(in_one_go, run)
-    done = launch("grpo.py", *flags, "--run-dir", run, timeout=170)
-    assert f"resumed after step {TOTAL}" in done.stdout
-    assert_same_run(run, in_one_go)
-
-
-def test_two_ranks_do_what_one_does_and_continue_exactly(flags, in_one_go, tmp_path):
-    """The same tokens and rewards in the first step, the same gradient; then resumed without the last checkpoint."""
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    launch("grpo.py", *flags, "--run-dir", whole, ranks=2, timeout=170)
-    ours, theirs = metrics(whole)[1], metrics(in_one_go)[1]
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        assert value == pytest.approx(theirs[key], rel=1e-5, abs=2e-6), key
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / f"checkpoints/step_{TOTAL:06d}")
-    shutil.rmtree(resumed / "model")
-    launch("grpo.py", *flags, "--run-dir", resumed, ranks=2, timeout=170)
-    assert_same_run(resumed, whole)
+def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
+    """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
+    files = storage.hf_files(model, trained[0].lm.config, exported[1])
+    run = checkpoints_of(tmp_path, world, *trained, watch, files, hf="always", async_=True)
+    run.after_step(STATE, last=True, score=0.5)
+    run.close()
+    folder = tmp_path / "checkpoints/step_000002"
+    assert "hf/model-00000.safetensors" in storage.read_manifest(folder)["files"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
+    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
+    assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
+    storage.list_checkpoints(str(tmp_path))
+    assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
+    storage.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
+    names = sorted(path.name for path in (folder / "hf").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
+    (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
+    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
+        storage.export_checkpoint(str(folder), tmp_path / "again")

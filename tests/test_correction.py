@@ -493,10 +493,10 @@ def test_the_script_bypasses(tiny_llama, tmp_path):
 
 def run(model: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
     launch("grpo.py", "--model", model, "--train-data", TRAIN, "--run-dir", folder, "--data.max-prompt-length", "200",
-           "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1", "--save.no-hf",
-           "--reward.function", "tests/reward_by_length.py:compute_score", "--prompts-per-step", "4",
-           "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr", "0.01",
-           "--total-steps", "2", *flags, ranks=ranks)
+           "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1",
+           "--save.hf", "never", "--prompts-per-step", "4", "--samples-per-prompt", "3", "--total-steps", "2",
+           "--reward.function", "tests/reward_by_length.py:compute_score", "--rollout.max-response-length", "6",
+           "--optim.lr", "0.01", *flags, ranks=ranks)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

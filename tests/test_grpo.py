@@ -14,7 +14,7 @@ from tests.conftest import MODEL, ROOT, TRAIN, VAL, launch
 DATA = ("--train-data", str(TRAIN), "--val-data", str(VAL), "--data.max-prompt-length", "200")
 TINY = (*DATA[:2], *DATA[4:], "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4",
         "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr", "1e-3", "--reward.num-workers",
-        "1", "--total-steps", "2", "--save.no-hf")
+        "1", "--total-steps", "2", "--save.hf", "never")
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, ranks, script, fl
 def test_ranks_do_not_change_the_run(tiny_llama, tmp_path):
     """Per-response seeds: one and two ranks sample the same tokens and make the same update."""
     for ranks in (1, 2):
-        flags = (*TINY[:-1], "--run-dir", str(tmp_path / str(ranks)), "--run-constant-groups", "--kl-loss-coef", "0.1",
+        flags = (*TINY[:-2], "--run-dir", str(tmp_path / str(ranks)), "--run-constant-groups", "--kl-loss-coef", "0.1",
                  "--entropy-coef", "0.1", "--minibatches-per-step", "2", "--max-tokens-per-gpu", "300")
         launch("grpo.py", "--model", tiny_llama, *flags, ranks=ranks)
     one, two = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
@@ -96,7 +96,7 @@ def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
         "    return float(extra_info['index'] % 2 and len(solution_str) % 2)\n"
     )
     for name in ("skipped", "run"):
-        flags = [*TINY[:-1], "--run-dir", str(tmp_path / name), "--reward.function", f"{reward}:compute_score"]
+        flags = [*TINY[:-2], "--run-dir", str(tmp_path / name), "--reward.function", f"{reward}:compute_score"]
         launch("grpo.py", "--model", tiny_llama, *flags, *(["--run-constant-groups"] if name == "run" else []))
     skipped, run = metrics_of(tmp_path / "skipped"), metrics_of(tmp_path / "run")
     assert 0 < skipped[0]["reward/constant_group_frac"] < 1

@@ -17,8 +17,8 @@ from tests.conftest import ROOT, TRAIN, launch
 
 BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--prompts-per-step", "4", "--samples-per-prompt", "3", "--rollout.max-response-length", "6",
-        "--optim.lr", "1e-3", "--reward.num-workers", "1", "--total-steps", "1", "--save.no-hf", "--reward.function",
-        f"{ROOT / 'tests/reward_by_length.py'}:compute_score"]
+        "--optim.lr", "1e-3", "--reward.num-workers", "1", "--total-steps", "1", "--save.hf", "never",
+        "--reward.function", f"{ROOT / 'tests/reward_by_length.py'}:compute_score"]
 TWO_UPDATES = ["--minibatches-per-step", "2"]
 LOSSES = ["grpo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"]
 BASELINES = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg"]

@@ -1,0 +1,43 @@
+# Sourced by the sbatch scripts: checks before anything heavy, and a step that is stopped in time, saved and queued again.
+set -euo pipefail
+
+die() { echo "error: $*" >&2; exit 2; }
+
+[[ -n ${SLURM_JOB_ID:-} ]] || die "no SLURM_JOB_ID: submit this with sbatch"
+[[ -f grpo.py ]] || die "no grpo.py in $PWD: submit from the root of the repository"
+[[ -n ${IMAGE:-} || -x .venv/bin/torchrun ]] || die "no .venv/bin/torchrun in $PWD: install requirements.txt in .venv first"
+[[ -z ${IMAGE:-} || -f $IMAGE ]] || die "IMAGE $IMAGE does not exist"
+(($(ulimit -n) >= 4096)) || ulimit -n 4096 || die "open files are limited to $(ulimit -n): raise ulimit -n to 4096"
+
+# Every node by itself: the repository is there, the run folder can be written, the GPUs that Slurm promised answer.
+node_check='[[ -f grpo.py ]] || { echo "$HOSTNAME: no $PWD/grpo.py"; exit 1; }
+mkdir -p "$RUN_DIR" && touch "$RUN_DIR/.$HOSTNAME" && rm "$RUN_DIR/.$HOSTNAME" || { echo "$HOSTNAME: no $RUN_DIR"; exit 1; }
+found=$( (nvidia-smi -L 2> /dev/null || true) | wc -l)
+(( found >= ${SLURM_GPUS_ON_NODE:-0} )) || { echo "$HOSTNAME: $found GPUs, not ${SLURM_GPUS_ON_NODE}"; exit 1; }
+echo "$HOSTNAME: $found GPUs, $(df -h --output=avail "$RUN_DIR" | tail -n 1 | tr -d " ") free in $RUN_DIR"'
+export RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME}
+srun bash -c "$node_check" || die "a node is not ready"
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100  # seconds that torchrun leaves the ranks to save, of the 120 before the end
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+HEAD=${nodes[0]}
+PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+# train COMMAND: on SIGUSR1, passed on by srun and torchrun, the ranks save and exit; then the job is queued again, and
+# continues from that checkpoint. A run that ends by itself, or fails, is not.
+train() {
+    local code=0 stopped=""
+    "$@" &
+    local step=$!
+    trap 'stopped=1; kill -USR1 "$step"' USR1
+    while kill -0 "$step" 2> /dev/null; do  # a trapped signal ends `wait` early
+        code=0
+        wait "$step" || code=$?
+    done
+    if [[ -n $stopped && $code != 0 ]]; then
+        echo "the time limit is near: job $SLURM_JOB_ID is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    return "$code"
+}

@@ -1,0 +1,167 @@
+"""Real runs, killed, stopped and resumed: weights, optimizer state, metrics and texts as if nothing had been."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
+
+from common import storage
+from tests.conftest import launch
+from tests.faulty import Server
+
+TOTAL, PROMPTS, SAMPLES = 4, 2, 4
+NOT_COMPARED = ("timing_s/", "perf/", "rollout/tokens_per_s")
+
+
+def tiny_run(model: str, folder) -> list[str]:
+    """Flags of a run of four steps with two mini-batches each, a reference, warm-up and validation."""
+    data = folder / "questions.jsonl"
+    rows = [{"prompt": f"What is {i} + {i}?", "data_source": "sums", "reward_model": {"ground_truth": str(2 * i)}}
+            for i in range(5)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "--model", model, "--train-data", str(data), "--val-data", str(data), "--total-steps", str(TOTAL),
+        "--prompts-per-step", str(PROMPTS), "--samples-per-prompt", str(SAMPLES), "--minibatches-per-step", "2",
+        "--kl-loss-coef", "0.1", "--eval-every", "0", "--eval-samples", "1", "--save.every", "2",
+        "--policy.compute-dtype", "float32",
+        "--optim.lr", "0.01", "--optim.schedule", "linear", "--optim.warmup-steps", "2",
+        "--rollout.engine", "hf", "--rollout.max-response-length", "6", "--data.max-prompt-length", "100",
+        "--reward.function", "tests/reward_for_resume.py", "--reward.num-workers", "1", "--reward.timeout-s", "600",
+    ]
+
+
+def metrics(run_dir) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
+
+
+def final_state(run_dir, total: int = TOTAL) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the last checkpoint, by torch's own converter."""
+    file = run_dir / "whole.pt"
+    dcp_to_torch_save(run_dir / f"checkpoints/step_{total:06d}", file)
+    return torch.load(file)
+
+
+def assert_same_run(run, want, total: int = TOTAL) -> None:
+    assert metrics(run) == metrics(want)
+    found, state = final_state(run, total), final_state(want, total)
+    assert found.keys() == state.keys()
+    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+    assert (run / "model/model-00000.safetensors").read_bytes() == (want / "model/model-00000.safetensors").read_bytes()
+
+
+def steps_on_disk(run_dir) -> list[int]:
+    return [storage.read_manifest(folder)["step"] for folder in storage.complete_checkpoints(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_llama, tmp_path_factory) -> list[str]:
+    return tiny_run(tiny_llama, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Runs of one rank, in forks of a process that has imported torch and transformers."""
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def in_one_go(flags, start, tmp_path_factory):
+    run = tmp_path_factory.mktemp("in_one_go")
+    code = start(run / "log", "none", "grpo.py", *flags, "--run-dir", run, env={"REWARD_LOG": str(run / "texts")})
+    assert code == 0, (run / "log").read_text()[-6000:]
+    return run
+
+
+def test_the_run_learns_something(in_one_go, tiny_llama):
+    """Guard: what is compared below is not constant, and every kind of number is there."""
+    rows = metrics(in_one_go)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert len({row["critic/rewards/mean"] for row in rows[1:]}) > 1
+    assert all(row["actor/grad_norm"] > 0.01 for row in rows[1:])
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0.005, 0.01, 0.01, 0.0])
+    assert rows[-1]["val-core/sums/acc/greedy"] >= 0
+    start = AutoModelForCausalLM.from_pretrained(tiny_llama).state_dict()["model.embed_tokens.weight"]
+    end = AutoModelForCausalLM.from_pretrained(in_one_go / "model").state_dict()["model.embed_tokens.weight"]
+    assert (start - end.float()).abs().max() > 0.005
+    score = sum(value for name, value in rows[-1].items() if name.startswith("val-core/")) / 2
+    assert storage.read_manifest(in_one_go / "checkpoints/step_000004")["score"] == score
+
+
+def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
+    """kill -9 in step 4, before its update: the next process drops step 3's line and does it again, text by text. Both
+    write in the background. Started once more, it has nothing to do."""
+    run, texts, log = tmp_path / "run", tmp_path / "texts", tmp_path / "log"
+    flags = [*flags, "--run-dir", run, "--save.async"]
+    assert start(log, "optimizer:7:0:kill", "grpo.py", *flags) == -signal.SIGKILL
+    assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
+    assert steps_on_disk(run) == [2]
+    assert start(log, "none", "grpo.py", *flags, env={"REWARD_LOG": str(texts)}) == 0, log.read_text()[-6000:]
+    assert "resumed after step 2" in log.read_text()
+    assert_same_run(run, in_one_go)
+    before = 5 * 2 + 2 * PROMPTS * SAMPLES                              # validation, two steps
+    found, want = texts.read_text().splitlines(), (in_one_go / "texts").read_text().splitlines()
+    assert found == want[before:] and len(set(found)) > 10
+    assert start(log, "none", "grpo.py", *flags) == 0
+    assert f"resumed after step {TOTAL}" in log.read_text()
+    assert_same_run(run, in_one_go)
+
+
+@pytest.mark.parametrize(("fault", "number", "saved"), [
+    ("rollout:31:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
+    ("forward:18:0:usr1", signal.SIGUSR1, 2),               # in its update, before an optimizer step: it is dropped
+    ("optimizer after:5:0:term", signal.SIGTERM, 3),        # after the first of two optimizer steps: it is finished
+    ("save:1:0:term", signal.SIGTERM, 2),                   # while step 2 is saved anyway
+])
+def test_a_stopped_run_continues_exactly(fault, number, saved, flags, start, in_one_go, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    flags = [*flags, "--run-dir", run, "--save.every", "2" if fault.startswith("save") else "0"]
+    assert start(log, fault, "grpo.py", *flags) == 128 + number
+    assert f"stopped by {number.name} after step {saved}, which is saved" in log.read_text()
+    assert steps_on_disk(run) == [saved]
+    assert [row["step"] for row in metrics(run)] == list(range(saved + 1))
+    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert_same_run(run, in_one_go)
+
+
+def test_a_run_stopped_before_its_first_step_starts_again(flags, start, in_one_go, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    flags = [*flags, "--run-dir", run]
+    assert start(log, "rollout:1:0:usr1", "grpo.py", *flags) == 128 + signal.SIGUSR1
+    assert "there is nothing to save yet" in log.read_text()
+    assert steps_on_disk(run) == []
+    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert_same_run(run, in_one_go)
+
+
+def test_two_ranks_do_what_one_does_and_continue_exactly(flags, in_one_go, tmp_path):
+    """The same tokens and rewards in the first step, the same gradient. Then rank 1 is killed as it writes its part of
+    step 4's checkpoint, and torchrun starts both again by itself: the run ends as the undisturbed one did."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    launch("grpo.py", *flags, "--run-dir", whole, ranks=2, timeout=170)
+    ours, theirs = metrics(whole)[1], metrics(in_one_go)[1]
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert value == pytest.approx(theirs[key], rel=1e-5, abs=2e-6), key
+    done = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+                  "tests/faulty.py", "write:90:1:kill", "grpo.py", *flags, "--run-dir", again, timeout=300)
+    assert "resumed after step 2" in done.stdout
+    assert_same_run(again, whole)
+
+
+def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):
+    """From its folder alone, in a process without a group: the bytes that the run's own end wrote, and what loads."""
+    alone = shutil.copytree(in_one_go / "checkpoints/step_000004", tmp_path / "step_000004")
+    done = launch("-m", "common.checkpoint", "export", alone, tmp_path / "out", timeout=170)
+    assert "step_000004 ->" in done.stdout
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == sorted(path.name for path in (in_one_go / "model").iterdir())
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} < set(names)
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (in_one_go / "model" / name).read_bytes(), name
