@@ -118,7 +118,9 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
     """Keys and values of old weights, left in the cache, change the probe; with the reset they do not."""
     engine, good = awake
     engine.generate(prompts, range(len(prompts)), SAMPLING)
-    engine.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr("common.vllm_cpu.give_back_cache", lambda worker: None)
+        engine.sleep()
     with torch.no_grad():
         for name, p in policy.lm.named_parameters():
             if "v_proj" in name:
@@ -219,9 +221,9 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    monkeypatch.setattr("common.rollout._installed", lambda name: ["0.11.2"])
+    monkeypatch.setattr("common.vllm_engine._installed", lambda name: ["0.11.2"])
     with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range 0.26 to 0.32"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
-    monkeypatch.setattr("common.rollout._installed", lambda name: [])
+    monkeypatch.setattr("common.vllm_engine._installed", lambda name: [])
     with pytest.raises(ValueError, match=r"vLLM is not installed: install a version from 0.26 to 0.32"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
