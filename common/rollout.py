@@ -97,9 +97,8 @@ class Sampling:
 
     @classmethod
     def training(cls, config: RolloutConfig) -> "Sampling":
-        c = config
-        return cls(c.temperature, c.max_response_length, c.top_p, c.top_k, c.min_p, c.stop, c.stop_token_ids,
-                   c.oversample)
+        return cls(config.temperature, config.max_response_length, config.top_p, config.top_k, config.min_p,
+                   config.stop, config.stop_token_ids, config.oversample)
 
     @classmethod
     def validation(cls, config: RolloutConfig, temperature: float) -> "Sampling":

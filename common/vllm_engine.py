@@ -51,7 +51,7 @@ class VLLMEngine(Engine):
         trainer_gb: float,
     ):
         super().__init__(config, model_config, world, probe)
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids, self.sleep_level = stop_token_ids, config.sleep_level
         self.on_cpu = world.device.type == "cpu"
         self.seeds = config.seeds if config.seeds != "auto" else ("response" if self.on_cpu else "engine")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -146,8 +146,8 @@ class VLLMEngine(Engine):
         if self.on_cpu:
             self.llm.collective_rpc(vllm_cpu.give_back_cache)
             return {"sleep/used_after_gb": self._used_gb()}
-        self.llm.sleep(level=self.config.sleep_level)
-        if self.config.sleep_level == 2:
+        self.llm.sleep(level=self.sleep_level)
+        if self.sleep_level == 2:
             self._loaded = None
         torch.cuda.synchronize()
         gc.collect()
@@ -203,7 +203,14 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.abort_request([str(i) for i in requests])
 
     def close(self) -> None:
+        from vllm.distributed import parallel_state
+
+        # left to itself vLLM destroys the trainer's process group too, on each rank as it gets there
+        destroy, parallel_state.destroy_distributed_environment = (
+            parallel_state.destroy_distributed_environment, lambda: None
+        )
         self.llm.llm_engine.engine_core.shutdown()
+        parallel_state.destroy_distributed_environment = destroy
 
 
 def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World) -> None:

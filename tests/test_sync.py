@@ -226,3 +226,13 @@ def test_the_models_are_what_they_are_called(tmp_path):
     for tied in (True, False):
         model = engine_models.oracle(make_model("qwen2", tied, tmp_path), 0.0)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_the_gpu_check_runs_here_too():
+    """The same script, one tiny shape: every row of its table is filled, and its checks are alive."""
+    done = launch("-m", "tests.gpu.check_engine", "--cycles", "4", "--prompts", "2", "--max-tokens", "8", timeout=300.0)
+    row = json.loads(done.stdout.splitlines()[0])
+    assert row["parameters"] == 512 * 128 + 2 * (128 * 256 + 256 + 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
+    assert 0 < row["probe prob diff"] < 0.02 and row["sync gb_per_s"] > 0
+    assert row["tokens/s in the loop"] > 0 and row["asleep growth GiB"] < 0.1
+    assert done.stdout.splitlines()[-1].startswith("| loop / bare |")

@@ -102,7 +102,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     }
     policy = random_policy(hf_config, world)
     for level in (1, 2):
-        config.sleep_level = level
+        engine.sleep_level = level
         wakes, sleeps, freed = [], [], []
         for _ in range(4):
             engine.wake(policy)                                         # level 1: no sync after the first
