@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from common import checkpoint, correction, dist, losses
 from common.data import DataConfig, Prompt, PromptSampler, PromptSet, load_prompts
 from common.kernels import choose_attention
+from common.offload import Offload, OffloadConfig, resident_gb
 from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost, train_flops
 from common.policy import (
     ModelConfig,
@@ -110,6 +111,7 @@ class Args:
     policy: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     save: checkpoint.SaveConfig = field(default_factory=checkpoint.SaveConfig)
@@ -184,7 +186,7 @@ def evaluate(args: Args, engine: Engine, prompts: PromptSet, pool: RewardPool, t
         engine.generate(
             [prompt.tokens for prompt in asked],
             [dist.seed_of(args.seed, "val", p, g) for p, g in requests],
-            Sampling(temperature, args.rollout.max_response_length),
+            Sampling.validation(args.rollout, temperature),
             on_finish=partial(score_later, pool, tokenizer, asked),
         )
         scores, totals = pool.results(), defaultdict(lambda: [0.0, 0.0])
@@ -203,7 +205,7 @@ def main(args: Args) -> None:
     world = dist.init()
     check(args, world)
     hf_config = read_config(args.model, args.policy)
-    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length, args.correct_rollout)
     dist.seed_everything(args.seed)
 
     # data and rewards
@@ -221,17 +223,21 @@ def main(args: Args) -> None:
     # engine, then models: the engine reads free memory as it starts
     probe = [prompt.tokens for prompt in train_set[:4]]
     stops = stop_tokens(args.model, tokenizer)
-    engine = make_engine(args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed)
+    trainer_gb = resident_gb(hf_config, args.offload, world.size, trained=1, frozen=bool(args.kl_loss_coef))
+    engine = make_engine(
+        args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed, trainer_gb
+    )
     policy = load_policy(args.model, args.policy, world)
     reference = load_policy(args.model, args.policy, world, frozen=True) if args.kl_loss_coef else None
     optimizer = make_optimizer(policy, args.optim)
+    engine.offload = Offload(args.offload, [policy] + [reference] * (reference is not None), [optimizer])
     loss_fn = partial(losses.ppo, clip_low=args.clip_low, clip_high=args.clip_high, dual_clip=args.clip_dual)
     say(world, describe(args, world, choose_attention(world.device, hf_config)))
 
     # resume
     state = checkpoint.load_latest(args.run_dir, policy, optimizer) if args.save.resume else {}
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
-    sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
+    sampling = Sampling.training(args.rollout)
     P, G = args.prompts_per_step, args.samples_per_prompt
     first_step, skipped_in_a_row = 0, 0
     if state:
@@ -259,7 +265,7 @@ def main(args: Args) -> None:
                 sampling,
                 on_finish=partial(score_later, pool, tokenizer, asked),
             )
-        engine.sleep()
+        metrics |= engine.sleep()
 
         # 2 reward: then lengths and rewards are known everywhere, and each response moves to the rank that trains on it
         with timer("reward"):

@@ -31,8 +31,8 @@ class ModelConfig:
     """Data type of activations and matrix products. Master weights, gradients and logits are float32 in any case."""
     attention: Literal["auto", "flash_attention_2", "packed_varlen", "packed_sdpa"] = "auto"
     """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory for about a third more compute."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
     Needs --policy.attention packed_sdpa, the one that CPUs use."""
@@ -247,7 +247,8 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm).train()
     policy.share_prompt = config.share_prompt
-    if config.gradient_checkpointing:
+    many = sum(p.numel() for p in lm.parameters()) > 1e9
+    if many if config.gradient_checkpointing is None else config.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if frozen:
         policy.requires_grad_(False)

@@ -125,7 +125,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     for _ in range(args.cycles):
         policy.version += 1
         metrics = engine.wake(policy)
-        engine.generate(prompts[:4], range(4), Sampling(1.0, 8))
+        engine.generate(prompts[:2], range(2), Sampling(1.0, 8))
         metrics |= engine.sleep()
         used.append(metrics["sleep/used_after_gb"])
         residues.append(metrics.get("sleep/residue_gb", 0.0))
