@@ -30,6 +30,7 @@ from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
 from common.experience import Asked, Scoring, check_sizes, deal, gather_results, give_out, validation_metrics
 from common.faults import Watch
 from common.kernels import choose_attention
+from common.offload import Offload, OffloadConfig, resident_gb
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import Batch, train_flops
 from common.policy import CAUSAL_LM, SCORED, ModelConfig, load_critic, load_policy, read_config
@@ -131,6 +132,7 @@ class Args:
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic_optim: OptimConfig = field(default_factory=partial(OptimConfig, lr=1e-5))
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -162,7 +164,7 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
     """Scores per data source with the weights in the engine: greedy, and over `eval_n` sampled responses a prompt."""
     metrics, meter = {}, Meter()
     for num_samples, temperature in [(1, 0.0)] + [(args.eval_n, args.eval_temperature)] * (args.eval_n > 0):
-        sampling = Sampling(temperature, args.rollout.max_response_length)
+        sampling = Sampling.validation(args.rollout, temperature)
         rows = range(len(prompts))
         asked = Asked(engine, scoring, prompts, rows, num_samples, sampling, args.seed, "val")
         metrics |= validation_metrics(asked.collect(meter), num_samples, greedy=temperature == 0)
@@ -177,7 +179,8 @@ def main(args: Args) -> None:
     chosen = check(args, world)
     correct = correction.resolve(args.correction, "ppo")
     hf_config = read_config(args.model, args.policy)
-    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    corrected = correct.weights != "none" or correct.bypass
+    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length, corrected)
     dist.seed_everything(args.seed)
 
     # data and rewards
@@ -195,10 +198,13 @@ def main(args: Args) -> None:
     # engine, then models: the engine reads free memory as it starts
     probe = [prompt.tokens for prompt in train_set[:4]]
     stops = stop_tokens(args.model, tokenizer)
-    engine = make_engine(args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed)
+    with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
+    trainer_gb = resident_gb(hf_config, args.offload, world.size, trained=2, frozen=with_reference)
+    engine = make_engine(
+        args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed, trainer_gb
+    )
     policy = load_policy(args.model, args.policy, world)
     critic = load_critic(args.critic_model or args.model, args.policy, world)
-    with_reference = args.kl_loss_coef or args.kl_reward_coef
     reference = load_policy(args.model, args.policy, world, frozen=True) if with_reference else None
     optimizer, critic_optimizer = make_optimizer(policy, args.optim), make_optimizer(critic, args.critic_optim)
     parts = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
@@ -206,7 +212,9 @@ def main(args: Args) -> None:
     kl_in_reward = losses.KLController(args.kl_reward_coef, kl_target, args.kl_horizon)
     scoring.load_model(args.reward_model, args.policy, world)
     loss_fn = losses.make_loss("ppo", chosen)
-    sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
+    models, optimizers = [policy, critic] + [reference] * (reference is not None), [optimizer, critic_optimizer]
+    engine.offload = Offload(args.offload, models, optimizers)
+    sampling = Sampling.training(args.rollout)
     say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
 
     # resume
@@ -239,7 +247,7 @@ def main(args: Args) -> None:
         with timer("gen"), tracker.progress("rollout", len(engine.deal(P)) * G) as scoring.advance:
             seed, stop = (args.seed, step), checkpoints.stopping
             asked = Asked(engine, scoring, train_set, sampler.take(P), G, sampling, *seed, stop=stop)
-        engine.sleep()
+        metrics |= engine.sleep()
         checkpoints.check()
 
         # 2 reward: now known everywhere; then each response moves to the rank that trains on it

