@@ -54,7 +54,7 @@ class Watch:
              "--rollout.max-response-length, or the policy no longer ends its responses (read some)")
         over("mismatch", "training/rollout_probs_diff_mean", 0.01,
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
-             "weights if sync/probe_prob_diff jumped too, else precision; correct for it (--correct-rollout) or run "
+             "weights if sync/probe_prob_diff jumped too, else precision; correct for it (--correction.preset) or run "
              "both in float32 (--policy.compute-dtype float32)")
         over("skipped", "actor/skipped_steps", 0.0,
              "{:.0f} optimizer step(s) skipped, the gradient norm was not finite: lower --optim.lr; look at "

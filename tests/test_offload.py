@@ -4,7 +4,8 @@ import torch
 
 from common import dist
 from common.offload import Offload, OffloadConfig, resident_gb
-from common.policy import ModelConfig, OptimConfig, load_policy, make_optimizer, read_config
+from common.optim import OptimConfig, make_optimizer
+from common.policy import ModelConfig, load_policy, read_config
 from common.rollout import RolloutConfig, make_engine
 from tests.rank_worker import train
 

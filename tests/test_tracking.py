@@ -361,7 +361,7 @@ HEALTHY = {"reward/constant_group_frac": 0.6, "actor/ppo_kl": 1e-4, "actor/entro
     ({"actor/kl_loss": 0.6}, "actor/kl_loss jumped to 0.6 .*--kl-loss-coef"),
     ({"actor/kl_loss": math.nan}, "actor/kl_loss jumped to nan"),
     ({"response_length/clip_ratio": 0.75}, "75% of the responses reach .*--rollout.max-response-length"),
-    ({"training/rollout_probs_diff_mean": 0.0123}, "differ by 0.012 .*--correct-rollout"),
+    ({"training/rollout_probs_diff_mean": 0.0123}, "differ by 0.012 .*--correction.preset"),
     ({"training/rollout_probs_diff_mean": math.nan}, "differ by nan"),
     ({"actor/skipped_steps": 2.0}, r"2 optimizer step\(s\) skipped.*--optim.lr"),
     ({"reward/timeout_frac": 0.25, "reward/error_frac": 0.125}, "37.5% of the samples have no reward.*--reward"),
