@@ -108,6 +108,7 @@ def test_hendrycks_math(tmp_path, monkeypatch):
         r"Hence the answer is $\boxed 7$.": "7",
         r"It is \fbox{D}.": "D",
         r"the set $\boxed{\{x : x > \sqrt{2}\}}$": r"\{x : x > \sqrt{2}\}",
+        r"two cases, $\boxed{\left\{ a, b \right.}$": r"\left\{ a, b \right.",
     }
     source = [{"problem": f"Problem {i}: $x^2$?", "level": "Level 3", "type": "Algebra", "solution": solution}
               for i, solution in enumerate(solutions)]
@@ -214,6 +215,8 @@ def test_countdown_problems_have_solutions_and_are_distinct(tmp_path, monkeypatc
         sizes.add(len(truth["numbers"]))
         operators |= set(solution) & set("+-*/")
     assert len(seen) == 440 and sizes == {3, 4} and operators == set("+-*/")
+    many = [truth for _, row in countdown.make_rows(20_000, 500, 0) for truth in truths([row])]
+    assert len(many) == len({(truth["target"], *sorted(truth["numbers"])) for truth in many}) == 20_500
     assert rows["train"][0]["data_source"] == "countdown"
     again = convert(countdown, monkeypatch, tmp_path / "b", *flags)
     other = convert(countdown, monkeypatch, tmp_path / "c", *flags, "--seed", "1")
