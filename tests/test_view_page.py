@@ -149,7 +149,7 @@ def test_step_reward_and_text_filter_the_table(browser, report):
     assert shown() == ["1 1.25", "1 0", "1 0.5", "1 -0.5", "5 1.25", "5 0", "5 0.5", "5 -0.5"]
     browser.type("#min", "0.1")
     assert shown() == ["1 1.25", "1 0.5", "5 1.25", "5 0.5"]
-    browser.type("#q", "NAÏVE")
+    browser.type("#q", "how MANY")                                      # a prompt's
     assert shown() == ["1 0.5", "5 0.5"]
     assert browser.texts("#count") == ["2 of 8 responses"]
     browser.choose("#step", "5")
@@ -157,6 +157,8 @@ def test_step_reward_and_text_filter_the_table(browser, report):
     assert "step=5" in browser.evaluate("location.hash")
     browser.open(report, "#tab=rollouts&step=5&max=0&sort=reward")      # the address holds the view
     assert shown() == ["5 -0.5", "5 0"]
+    browser.open(report, "#tab=rollouts&q=NAÏVE")                       # a response's
+    assert shown() == ["1 0.5", "5 0.5"]
     assert browser.complaints() == []
 
 
