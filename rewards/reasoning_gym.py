@@ -31,7 +31,7 @@ def entry_of(ground_truth: str | dict, extra_info: dict) -> dict:
         entry = {"question": extra_info.get("question", ""), "answer": ground_truth, "metadata": metadata}
     if "source_dataset" not in entry["metadata"]:
         raise ValueError("neither ground_truth nor extra_info has the metadata of a reasoning-gym entry, with its "
-                         "source_dataset; data/reasoning_gym.py writes them")
+                         "source_dataset; data/reasoning_gym_task.py writes them")
     return entry
 
 
