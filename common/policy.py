@@ -99,8 +99,8 @@ class PackedModel(nn.Module):
         ).last_hidden_state[0]                                                                  # [T, H]
         return sampled, hidden[before]
 
-    def reshard(self) -> None:
-        """Free the unsharded weights, which FSDP2 would keep until a backward."""
+    def free_unsharded(self) -> None:
+        """Free the unsharded weights, which FSDP2 would keep until a backward. (FSDP2's `reshard` is of one module.)"""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -132,7 +132,7 @@ class Policy(PackedModel):
     def score(self, batch: Batch, temperature: float) -> Tensor:
         """Log-probs [T] without a gradient."""
         logp, _ = self(batch, temperature)
-        self.reshard()
+        self.free_unsharded()
         return logp
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class Critic(PackedModel):
     def score(self, batch: Batch) -> Tensor:
         """Values [T] without a gradient."""
         value = self(batch)
-        self.reshard()
+        self.free_unsharded()
         return value
 
 
