@@ -91,12 +91,12 @@ quickstart: setup model data ## train a real chat model with GRPO on this machin
 	.venv/bin/python -m common.view $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
 
-learn: setup model data ## the quickstart's task with all four scripts (40 minutes), docs/learn.png and its table
-	@train() { .venv/bin/torchrun --standalone --nproc-per-node 1 "$$@"; }
-	train grpo.py --run-dir runs/learn/grpo $(TASK) $(ARGS)
-	train ppo.py --run-dir runs/learn/ppo $(TASK) --minibatches-per-step 1 --critic-optim.lr 1e-4 $(ARGS)
-	train dapo.py --run-dir runs/learn/dapo $(TASK) --max-gen-batches 3 --overlong-buffer 8 $(ARGS)
-	train rloo.py --run-dir runs/learn/rloo $(TASK) $(ARGS)
+learn: setup model data ## the quickstart's task with all four scripts (20 minutes), docs/learn.png and its table
+	@train() { .venv/bin/torchrun --standalone --nproc-per-node 1 "$$@" --total-steps 16 --eval-every 8 $(ARGS); }
+	train grpo.py --run-dir runs/learn/grpo $(TASK)
+	train ppo.py --run-dir runs/learn/ppo $(TASK) --minibatches-per-step 1 --critic-optim.lr 1e-4
+	train dapo.py --run-dir runs/learn/dapo $(TASK) --max-gen-batches 3 --overlong-buffer 8
+	train rloo.py --run-dir runs/learn/rloo $(TASK)
 	.venv/bin/python -m common.view $(addprefix runs/learn/,grpo ppo dapo rloo) --out docs/learn.png
 	.venv/bin/python -m tests.bench.quickstart_table $(addprefix runs/learn/,grpo ppo dapo rloo) | tee docs/learn.md
 
