@@ -123,8 +123,8 @@ def test_a_flag_that_nobody_reads_is_found():
     assert Flags(SOURCES | {"grpo.py": source}).unread() == ["grpo.py Args.never"]
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
-    sources = {file: text.replace("args.save.hf", "True") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint.py SaveConfig.hf"]
+    sources = {file: text.replace("args.save.timeout_s", "0") for file, text in SOURCES.items()}
+    assert Flags(sources).unread() == ["common/checkpoint.py SaveConfig.timeout_s"]
     source = SOURCES["rewards/pool.py"].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {"rewards/pool.py": source}).unread() == ["rewards/pool.py RewardConfig.max_error_frac"]
 
