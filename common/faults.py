@@ -48,12 +48,14 @@ class Watch:
     def phase(self, name: str) -> None:
         """A phase begins, and with it its time; `name` is what a report of a hang says."""
         self.current = (name, time.monotonic())
-        if self.timeout_s:  # should a hang hold the interpreter's lock, so that the thread below cannot report it
-            faulthandler.dump_traceback_later(self.timeout_s + 3 * GRACE_S, exit=True)
 
     def _watch(self, pipe: int) -> None:
+        seen = time.monotonic()
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5)
+            away, seen = time.monotonic() - seen, time.monotonic()
+            if away > GRACE_S:  # the whole process was suspended, by Slurm or Ctrl-Z: that is no part of the phase
+                self.current = (self.current[0], self.current[1] + away)
             for number in os.read(pipe, 64) if ready else b"":
                 if number in STOP_SIGNALS:
                     self._on_signal(number)

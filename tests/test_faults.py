@@ -242,6 +242,17 @@ def test_a_phase_without_end_is_reported():
     assert 'File "<string>", line 9 in <module>' in stderr
 
 
+def test_a_suspended_process_does_not_hang():
+    """Stopped for longer than a phase may take, as Slurm does to make room: the phase goes on afterwards."""
+    process = program(timeout_s=4)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    process.send_signal(signal.SIGCONT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    assert process.wait(60) == faults.HANG_EXIT_CODE
+
+
 def test_ranks_end_with_their_launcher(flags, tmp_path):
     """kill -9 of torchrun itself must not leave ranks that write into the run folder of its successor."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
