@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup model data quickstart learn seeds extras test lint
+.PHONY: help setup model data quickstart learn chaos seeds extras test lint
 
 PYTHON ?= python3
 MODEL := models/SmolLM2-135M-Instruct
@@ -99,6 +99,9 @@ learn: setup model data ## the quickstart's task with all four scripts (20 minut
 	train rloo.py --run-dir runs/learn/rloo $(TASK)
 	.venv/bin/python -m common.view $(addprefix runs/learn/,grpo ppo dapo rloo) --out docs/learn.png
 	.venv/bin/python -m tests.bench.quickstart_table $(addprefix runs/learn/,grpo ppo dapo rloo) | tee docs/learn.md
+
+chaos: setup model data ## 50 kills at random instants, each run resumed and compared (30 minutes), prints the table
+	@.venv/bin/python -m tests.chaos --kills 50 --two-rank-kills 10
 
 seeds: ## the quickstart with three seeds (20 minutes), its table and docs/quickstart.png
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory quickstart RUN=runs/seed$$seed ARGS="--seed $$seed"; done
