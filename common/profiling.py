@@ -108,7 +108,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_note(phase: str) -> str:
     """For the traceback of an error in `phase`: what fills the memory, and what to lower."""
-    flags = FLAGS_OF_PHASE.get(phase, "--max-tokens-per-gpu; then --policy.gradient-checkpointing")
+    flags = FLAGS_OF_PHASE.get(phase, "--max-tokens-per-gpu; then --policy.gradient-checkpointing True")
     advice = f"ran out of memory in phase {phase}. Lower or set: {flags}"
     if not torch.cuda.is_available():
         return advice

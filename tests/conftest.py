@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import dist
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
 TRAIN, VAL = ROOT / "data/word_problems/train.parquet", ROOT / "data/word_problems/test.parquet"
@@ -21,6 +23,14 @@ def smollm() -> str:
     if not (MODEL / "config.json").is_file():
         pytest.fail(f"{MODEL} is missing: run the tests with `make test`, which makes it")
     return str(MODEL)
+
+
+@pytest.fixture(scope="session")
+def world():
+    """A group of one for the whole session: vLLM and DeviceMesh keep what they made of it."""
+    world = dist.init()
+    yield world
+    dist.shutdown()
 
 
 @pytest.fixture(scope="session")

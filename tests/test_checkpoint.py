@@ -22,13 +22,6 @@ from tests.rank_worker import STATE, checkpoints_of, everything, start, train
 
 
 @pytest.fixture(scope="module")
-def world():
-    world = dist.init()
-    yield world
-    dist.shutdown()
-
-
-@pytest.fixture(scope="module")
 def watch():
     """The real one; afterwards pytest gets its signals back."""
     before = {number: signal.getsignal(number) for number in faults.STOP_SIGNALS}

@@ -26,7 +26,7 @@ def tiny_run(model: str, folder) -> list[str]:
     return [
         "--model", model, "--train-data", str(data), "--val-data", str(data), "--total-steps", str(TOTAL),
         "--prompts-per-step", str(PROMPTS), "--samples-per-prompt", str(SAMPLES), "--minibatches-per-step", "2",
-        "--kl-loss-coef", "0.1", "--eval-every", "0", "--eval-samples", "1", "--save.every", "2",
+        "--kl-loss-coef", "0.1", "--eval-every", "0", "--eval-n", "1", "--save.every", "2",
         "--policy.compute-dtype", "float32",
         "--optim.lr", "0.01", "--optim.schedule", "linear", "--optim.warmup-steps", "2",
         "--rollout.engine", "hf", "--rollout.max-response-length", "6", "--data.max-prompt-length", "100",

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import dist
 from common.data import DataConfig, load_prompts
 from common.policy import ModelConfig, load_policy, read_config
 from common.rollout import RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
@@ -13,13 +12,6 @@ from tests.conftest import TRAIN
 
 pytestmark = pytest.mark.engine
 SAMPLING = Sampling(temperature=1.0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = dist.init()
-    yield world
-    dist.shutdown()
 
 
 @pytest.fixture(scope="module")

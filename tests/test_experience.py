@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import dist
 from common.data import Prompt
 from common.experience import Results, Samples, best_at, gather_results, majority, validation_metrics
 from common.rollout import Response
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = dist.init()
-    yield world
-    dist.shutdown()
-
 
 DATA = [Prompt([1] * (3 + row), f"source{row % 2}", str(row), {"row": row}, []) for row in range(6)]
 

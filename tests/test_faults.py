@@ -21,7 +21,7 @@ import pytest
 from common import checkpoint, faults, storage
 from tests.conftest import ROOT, launch
 from tests.rank_worker import STATE, checkpoints_of, start
-from tests.test_checkpoint import model, save, trained, watch, world  # noqa: F401 (fixtures)
+from tests.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.test_checkpoint_resume import flags  # noqa: F401
 
 

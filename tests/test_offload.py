@@ -2,7 +2,6 @@
 
 import torch
 
-from common import dist
 from common.offload import Offload, OffloadConfig, resident_gb
 from common.optim import OptimConfig, make_optimizer
 from common.policy import ModelConfig, load_policy, read_config
@@ -37,8 +36,7 @@ def run(model, world, config: OffloadConfig):
     return weights, seen
 
 
-def test_offloading_changes_no_weight_and_frees_every_storage(tiny_llama):
-    world = dist.init()
+def test_offloading_changes_no_weight_and_frees_every_storage(tiny_llama, world):
     plain, kept = run(tiny_llama, world, OffloadConfig())
     assert all(all(sizes) and away == 0 and probed for sizes, away, probed in kept)
     for config in (OffloadConfig(params=True, optimizer=True), OffloadConfig(optimizer=True)):
@@ -50,7 +48,6 @@ def test_offloading_changes_no_weight_and_frees_every_storage(tiny_llama):
             whole = sum(kept[0][0][0 if config.params else num_params :])
             assert away == whole / 2**30
             assert probed is not config.params                      # the probe waits for the weights
-    dist.shutdown()
 
 
 def test_resident_gb_by_hand(tiny_llama):

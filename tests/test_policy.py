@@ -20,7 +20,6 @@ from transformers import (
     T5Config,
 )
 
-from common import dist
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import Batch
 from common.policy import CAUSAL_LM, SCORED, ModelConfig, load_critic, load_policy, read_config
@@ -30,13 +29,6 @@ TOLERANCE = 5e-6                        # log-probs and entropies of up to 11 in
 SIZES = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
 STOP = 2
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = dist.init()
-    yield world
-    dist.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from common import dist
 from common.data import Prompt
 from common.policy import ModelConfig
 from common.reward_model import RewardModel, RewardModelConfig
@@ -12,13 +11,6 @@ from common.reward_model import RewardModel, RewardModelConfig
 FLOAT32 = ModelConfig(compute_dtype="float32")
 TEXTS = ["The answer is 4.", "I do not know", "#### 12", ""]
 PROMPTS = [Prompt([1], "s", "", {}, [{"role": "user", "content": f"What is {i} + {i}?"}]) for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = dist.init()
-    yield world
-    dist.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -352,15 +353,16 @@ print(weak(COUNT_FORKS, limits=small).stdout)
 """
 
 
-def as_user(folder: Path, program: str) -> list[str]:
+def as_user(program: str) -> list[str]:
     """Lines that a program prints as an ordinary user with the system's Python, beside a copy of the sandbox."""
-    for shown in (folder, folder.parent, folder.parent.parent):
-        shown.chmod(0o755)
-    (folder / "rewards").mkdir()
-    for name in ("__init__", "sandbox", "jail"):
-        shutil.copy(ROOT / f"rewards/{name}.py", folder / f"rewards/{name}.py")
-    done = subprocess.run(["/usr/bin/python3", "-B", "-c", program], user=54321, group=54321, extra_groups=[], cwd="/",
-                          env={"SECRET": "1", "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "rewards").mkdir()
+        for name in ("__init__", "sandbox", "jail"):
+            shutil.copy(ROOT / f"rewards/{name}.py", f"{folder}/rewards/{name}.py")
+        done = subprocess.run(["/usr/bin/python3", "-B", "-c", program], user=54321, group=54321, extra_groups=[],
+                              cwd="/", env={"SECRET": "1", "PYTHONPATH": folder}, capture_output=True, text=True,
+                              timeout=60)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.strip()]
 
@@ -370,8 +372,8 @@ needs_user = pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/python3"
 
 
 @needs_user
-def test_rlimits_alone_as_an_ordinary_user(tmp_path):
-    lines = as_user(tmp_path, WEAK.replace("COUNT_FORKS", repr(COUNT_FORKS)))
+def test_rlimits_alone_as_an_ordinary_user():
+    lines = as_user(WEAK.replace("COUNT_FORKS", repr(COUNT_FORKS)))
     assert lines[:3] == ["0 True ['main.py'] ['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR'] in", "None", "True"]
     assert lines[3] not in ("0", "None")
     assert lines[4:6] == ["x", "137"]
@@ -380,7 +382,7 @@ def test_rlimits_alone_as_an_ordinary_user(tmp_path):
 
 @needs_user
 @needs_isolation
-def test_isolation_as_an_ordinary_user(tmp_path):
+def test_isolation_as_an_ordinary_user():
     """The same jail through a user namespace: no privilege, bounded, nothing writable, no network."""
     attacks = tries("open('/usr/x', 'w')", "os.kill(os.getppid(), 9)", f"os.kill({os.getpid()}, 0)",
                     "socket.create_connection(('8.8.8.8', 53), 1)", "bytearray(300 << 20)") + COUNT_FORKS + """
@@ -388,7 +390,7 @@ libc = ctypes.CDLL(None)
 print(libc.unshare(0x10000000), libc.mount(b"none", b"/box", b"tmpfs", 0, b""), libc.ptrace(16, 1, 0, 0))
 print(libc.mount(None, b"/usr", None, 4096 | 32, None))  # read-only folders stay so
 """
-    lines = as_user(tmp_path, f"from rewards.sandbox import run, Limits\n"
+    lines = as_user(f"from rewards.sandbox import run, Limits\n"
                               f"result = run({attacks!r}, limits=Limits(memory_mb=200, processes=8))\n"
                               f"print(result.stdout, result.stderr)")
     assert lines[:5] == ["OSError", "done", "ProcessLookupError", "OSError", "MemoryError"]

@@ -32,7 +32,7 @@ VARIANTS = {
     "grpo no std": ["--no-norm-by-std"],
     "grpo entropy": ["--entropy-coef", "0.1"],
     "grpo epochs": ["--epochs-per-step", "2", "--optim.schedule", "cosine", "--optim.warmup-steps", "1"],
-    "grpo checkpointing": ["--policy.gradient-checkpointing"],
+    "grpo checkpointing": ["--policy.gradient-checkpointing", "True"],
     "grpo share prompt": ["--policy.share-prompt", "--max-tokens-per-gpu", "300"],
     "grpo reward model": ["--reward-model.path", "RM", "--reward-model.weight", "0.5"],
     "grpo reward model alone": ["--reward-model.path", "RM", "--reward-model.alone", "--reward-model.max-tokens", "99"],

@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import select
 from dataclasses import dataclass, field
 
 import pytest
@@ -270,7 +271,9 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
             for _ in range(64):
                 advance()
         terminal.flush()
-        shown = os.read(ours, 1 << 16).decode()
+        shown = ""
+        while select.select([ours], [], [], 0.2)[0]:                    # a terminal hands over what it has, in pieces
+            shown += os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert "rollout" in shown and "64/64" in shown
     assert shown.endswith("\x1b[2K")                                    # and is wiped off in the end
@@ -297,7 +300,7 @@ def test_a_profile_of_chosen_steps_names_the_phases(tmp_path, capsys):
 
 def test_out_of_memory_says_the_phase_and_the_flag():
     """A real one: 4 EiB on the CPU. Other errors are left as they are."""
-    for phase, flag in (("update_actor", "--max-tokens-per-gpu; then --policy.gradient-checkpointing"),
+    for phase, flag in (("update_actor", "--max-tokens-per-gpu; then --policy.gradient-checkpointing True"),
                         ("gen", "--rollout.max-num-seqs")):
         timer = Timer()
         with pytest.raises(RuntimeError, match="can't allocate memory") as caught, timer(phase):
@@ -319,7 +322,7 @@ def test_what_fills_a_gpu_by_hand(monkeypatch):
                         ("memory_reserved", 42 * gib), ("max_memory_allocated", 41 * gib)):
         monkeypatch.setattr(profiling.torch.cuda, name, lambda value=value: value)
     assert profiling.memory_note("ref").splitlines() == [
-        "ran out of memory in phase ref. Lower or set: --max-tokens-per-gpu; then --policy.gradient-checkpointing",
+        "ran out of memory in phase ref. Lower or set: --max-tokens-per-gpu; then --policy.gradient-checkpointing True",
         "of 80.0 GiB: 30.0 in the trainer's tensors (weights, gradients, optimizer, activations; peak 41.0), 12.0 "
         "cached by torch, 28.0 in the engine's pool and other processes, 10.0 free"]
 
