@@ -153,8 +153,9 @@ class Engine:
         self.offload.optimizer_out()
         metrics = self._wake_weights()
         if self._loaded != policy.version:
-            metrics |= self._sync(policy)
+            self._num_checksums = self._sync(policy)
             self._loaded = policy.version
+        metrics["sync/num_checksums"] = self._num_checksums
         self.offload.params_out()
         metrics |= self._wake_cache()
         self.awake = True
@@ -241,9 +242,9 @@ class Engine:
     def close(self) -> None:
         """Before the process group goes."""
 
-    def _sync(self, policy: Policy) -> dict[str, float]:
+    def _sync(self, policy: Policy) -> int:
         """Load the trainer's weights, then compare checksums of a sample: all tensors outside the layers and those of
-        one layer, another one at each version."""
+        one layer, another one at each version. Returns how many were compared."""
         layer = policy.version % policy.lm.config.num_hidden_layers
         sent: dict[str, int] = {}
 
@@ -258,7 +259,7 @@ class Engine:
         wrong = [f"{name} ({want} sent, {have} held)" for name, (want, have) in held.items() if want != have]
         if wrong:
             raise RuntimeError(f"weight sync: checksums differ, the engine holds other weights: {', '.join(wrong)}")
-        return {"sync/num_checksums": len(held)}
+        return len(held)
 
     def _free_bucket_mb(self) -> int:
         """A sixteenth of the memory that is free on the fullest rank, 64 MiB to 1 GiB."""

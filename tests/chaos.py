@@ -23,7 +23,7 @@ from tests.test_checkpoint_resume import assert_same_run, steps_on_disk, tiny_ru
 
 TOTAL = 6
 INSTANTS = {  # calls of each point in about two steps
-    "rollout": 16, "reward": 2, "forward": 12, "optimizer": 4, "optimizer after": 4, "log": 2, "log after": 2,
+    "rollout": 80, "reward": 2, "forward": 12, "optimizer": 4, "optimizer after": 4, "log": 2, "log after": 2,
     "save": 2, "write": 130, "checksum": 10, "manifest": 2, "manifest after": 2, "rename": 5, "rename after": 5,
     "prune": 5, "prune after": 5, "export": 1,
 }

@@ -18,7 +18,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 POINTS = {
-    "rollout": "common.rollout HFEngine._sample",
+    "rollout": "common.hf_engine HFEngine._sample",
     "reward": "rewards.pool RewardPool.results",
     "forward": "common.policy Policy.forward",
     "optimizer": "torch.optim AdamW.step",

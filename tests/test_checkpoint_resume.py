@@ -14,7 +14,7 @@ from tests.conftest import launch
 from tests.faulty import Server
 
 TOTAL, PROMPTS, SAMPLES = 4, 2, 4
-NOT_COMPARED = ("timing_s/", "perf/", "rollout/tokens_per_s")
+NOT_COMPARED = ("timing_", "perf/", "rollout/tokens_per_s", "sleep/")                       # seconds and memory
 
 
 def tiny_run(model: str, folder) -> list[str]:
@@ -47,7 +47,10 @@ def final_state(run_dir, total: int = TOTAL) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(run, want, total: int = TOTAL) -> None:
-    assert metrics(run) == metrics(want)
+    ours, theirs = metrics(run), metrics(want)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for a, b in zip(ours, theirs):
+        assert {k: (a.get(k), b.get(k)) for k in a | b if a.get(k) != b.get(k)} == {}, a["step"]
     found, state = final_state(run, total), final_state(want, total)
     assert found.keys() == state.keys()
     assert [name for name in state if not torch.equal(found[name], state[name])] == []
@@ -114,7 +117,7 @@ def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "number", "saved"), [
-    ("rollout:31:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
+    ("rollout:97:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
     ("forward:18:0:usr1", signal.SIGUSR1, 2),               # in its update, before an optimizer step: it is dropped
     ("optimizer after:5:0:term", signal.SIGTERM, 3),        # after the first of two optimizer steps: it is finished
     ("save:1:0:term", signal.SIGTERM, 2),                   # while step 2 is saved anyway
@@ -148,7 +151,8 @@ def test_two_ranks_do_what_one_does_and_continue_exactly(flags, in_one_go, tmp_p
     ours, theirs = metrics(whole)[1], metrics(in_one_go)[1]
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
-        assert value == pytest.approx(theirs[key], rel=1e-5, abs=2e-6), key
+        if not key.startswith("global_seqlen/"):                            # tokens of a rank
+            assert value == pytest.approx(theirs[key], rel=1e-5, abs=2e-6), key
     done = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
                   "tests/faulty.py", "write:90:1:kill", "grpo.py", *flags, "--run-dir", again, timeout=300)
     assert "resumed after step 2" in done.stdout

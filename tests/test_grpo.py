@@ -41,9 +41,9 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "script", "flags"), [
     (1, "grpo.py", ["--run-constant-groups"]),
-    (2, "grpo.py", ["--run-constant-groups"]),
-    (1, "ppo.py", ["--kl-reward-coef", "0.01", "--minibatches-per-step", "2"]),
-    (1, "dapo.py", ["--max-gen-batches", "2", "--overlong-buffer", "8"]),
+    (2, "grpo.py", ["--run-constant-groups", "--policy.share-prompt"]),
+    (1, "ppo.py", ["--kl-reward-coef", "0.01", "--minibatches-per-step", "2", "--policy.share-prompt"]),
+    (1, "dapo.py", ["--max-gen-batches", "2", "--overlong-buffer", "8", "--policy.share-prompt"]),
     (1, "rloo.py", ["--baseline", "remax", "--run-constant-groups"]),
 ])
 def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, ranks, script, flags):
