@@ -175,8 +175,8 @@ def main(args: Args) -> None:
     ratios = {f"{peer}_over_{own}": {figure: median(peer, figure, own) for figure in compared}
               for peer in programs if peer.startswith("trl") for own in ("ours", "ours_equal")}
     ask = "from importlib.metadata import version; print(version('trl'))"
-    trl_version = subprocess.run([args.trl_python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
-    report("step", trl=trl_version, threads=threads, prompts=args.prompts, samples=args.samples,
+    trl_version = subprocess.run([args.trl_python, "-c", ask], capture_output=True, text=True, check=True).stdout
+    report("step", trl_version=trl_version.strip(), threads=threads, prompts=args.prompts, samples=args.samples,
            max_new_tokens=args.max_new_tokens, counted_steps=args.rounds * (args.steps - 1), ratios=ratios,
            **{kind: {figure: median(kind, figure) for figure in rounds[0][kind]} for kind in programs},
            trl_with_vllm=trl_vllm, differences=DIFFERENCES, rounds=rounds)
