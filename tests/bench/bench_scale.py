@@ -7,7 +7,7 @@
    of each rank (tokens, FLOPs, bytes gathered, reduce-scattered, exchanged, synced). Gloo ranks share the cores, so
    their seconds say nothing and are not taken.
 3. simulate.py's prediction of every one of these numbers, as predicted / measured.
-4. Its prediction for H100s. PREDICTIONS: nothing there was measured on a GPU; ASSUMED lists what they stand on.
+4. Its prediction for H100s (h100.py): nothing there was measured on a GPU.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 import tyro
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.bench.h100 import ASSUMED, Batch, predict, table
 from tests.bench.record import ROOT, report
 from tests.bench.simulate import (
     Job,
     Machine,
     Shape,
     rollout_seconds,
-    step_seconds,
     sync_seconds,
     update_seconds,
     update_work,
@@ -39,25 +39,6 @@ from tests.conftest import MODEL
 
 TINY = {"small": (128, 4), "middle": (256, 6), "large": (512, 8)}       # hidden size, layers
 MAX_TOKENS, MAX_NUM_SEQS, BUCKET_MB = 2048, 64, 16
-SIZES = {"7B": Qwen2Config(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-                           intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False),
-         "32B": Qwen2Config(hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
-                            intermediate_size=27648, vocab_size=152064, tie_word_embeddings=False),
-         "70B": LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-                            intermediate_size=28672, vocab_size=128256, tie_word_embeddings=False)}
-TP = {"7B": 1, "32B": 4, "70B": 8}
-H100 = Machine("H100 SXM", flops=989e12, bytes_per_s=3.35e12, memory_gb=80, update_mfu=0.40, prefill_mfu=0.50,
-               memory_frac=0.70, layer_s=1e-3, decode_step_s=3e-3, decode_sequence_s=10e-6, node_bytes_per_s=350e9,
-               nic_bytes_per_s=40e9, host_bytes_per_s=40e9, hop_s=3e-6)
-ASSUMED = {
-    "machine": dataclasses.asdict(H100),
-    "responses": "log-normal, cut at --longest; no stop of stragglers",
-    "loop": "one update a step, so no old log-probs; no reference; layers recomputed in backward; FSDP over all ranks; "
-            "at most 256 sequences an engine; of these the first that fits with 15 GiB of cache: 32,768 or 16,384 tokens "
-            "a micro-batch, one longest sequence, that with masters and moments in host memory during the rollout",
-    "model": "as simulate.py says",
-}
-
 
 @dataclass
 class Args:
@@ -65,16 +46,7 @@ class Args:
     """Of each measured phase; medians."""
     smoke: bool = False
     """Two cases only: does it work?"""
-    prompts: int = 1024
-    """Of an H100 step, whatever the number of GPUs."""
-    samples: int = 8
-    prompt: int = 512
-    """Tokens."""
-    median: int = 2000
-    """Of the response lengths, tokens."""
-    sigma: float = 0.8
-    """Of the logarithm of the response lengths."""
-    longest: int = 8192
+    h100: Batch = field(default_factory=Batch)
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> Path:
@@ -119,14 +91,20 @@ def this_machine(found: dict, shape: Shape) -> Machine:
     """Fixed times and shares, so that the calibrating micro-batches and decode steps come out right."""
     layers, lengths = shape.config.num_hidden_layers, np.array(found["full_lengths"])
     responses = lengths // 2
-    ideal = Machine("this CPU", found["flops"], found["bytes_per_s"], 0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-    layer_s = found["small_s"] / layers
+    ideal = Machine("this CPU", found["flops"], found["bytes_per_s"], 0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    tensor_s = (found["sync_s"] - sync_seconds(ideal, shape, Job(lengths, lengths, 1))) / shape.num_tensors
+    moved_s = shape.weights * 24 / found["bytes_per_s"]                  # what update_seconds adds to a micro-batch
+    layer_s = max(found["small_s"] - moved_s, 0.0) / layers
     work = update_work(shape, Job(lengths - responses, responses, 1, max_tokens=MAX_TOKENS))["flops"].sum()
     mfu = work / (found["full_s"] - found["small_s"]) / found["flops"]
-    decode = {int(n): seconds for n, seconds in found["decode_s"].items()}
-    sequence_s = (decode[32] - decode[1]) / 31
-    return dataclasses.replace(ideal, update_mfu=mfu, prefill_mfu=mfu, layer_s=layer_s, decode_sequence_s=sequence_s,
-                               decode_step_s=decode[1] - sequence_s)
+    ideal = dataclasses.replace(ideal, prefill_mfu=mfu)
+    fixed = {}
+    for n in (1, 32):                                                   # as `calibrate` asked: 32 tokens after 32
+        job = Job(np.full(n, 32), np.full(n, 32), n)
+        fixed[n] = found["decode_s"][str(n)] - rollout_seconds(ideal, shape, job, n)["rollout_s"] / 32
+    sequence_s = max((fixed[32] - fixed[1]) / 31, 0.0)
+    return dataclasses.replace(ideal, update_mfu=mfu, layer_s=layer_s, decode_sequence_s=sequence_s,
+                               decode_step_s=fixed[1] - sequence_s, tensor_s=tensor_s)
 
 
 def compare(row: dict, ranks: int, model: str, shape: Shape, machine: Machine) -> dict:
@@ -143,36 +121,6 @@ def compare(row: dict, ranks: int, model: str, shape: Shape, machine: Machine) -
     sizes = {name: row[name] for name in ("prompts", "samples", "prompt", "response", "microbatches")}
     ratios = {name: predicted[name] / value for name, value in measured.items() if value}
     return {"model": model, "ranks": ranks, **sizes, "measured": measured, "predicted_over_measured": ratios}
-
-
-def on_h100s(args: Args) -> list[dict]:
-    rng, rows = np.random.default_rng(0), []
-    lengths = rng.lognormal(np.log(args.median), args.sigma, args.prompts * args.samples)
-    lengths, longest = np.clip(lengths, 1, args.longest).astype(int), args.prompt + args.longest
-    for size, config in SIZES.items():
-        shape = Shape.of(config)
-        for gpus in (8, 64, 512, 1024):
-            for max_tokens, offload in ((32768, False), (16384, False), (longest, False), (longest, True)):
-                job = Job(np.full(len(lengths), args.prompt), lengths, args.samples, gpus, TP[size],
-                          max_tokens=max_tokens, checkpointing=True, offload=offload)
-                found = step_seconds(H100, shape, job)
-                if found["fits"] and found["cache_gb"] >= 15:
-                    tokens = float((job.prompt_lengths + lengths).sum())
-                    found["tokens_per_s_per_gpu"] = tokens / found["step_s"] / gpus
-                    break
-            rows.append({"model": size, "gpus": gpus, "tp": job.tp, "max_tokens": job.max_tokens,
-                         "offload": job.offload, **found})
-    return rows
-
-
-def table(rows: list[dict]) -> None:
-    columns = ["model", "gpus", "tp", "max_tokens", "offload", "slots", "rollout_s", "mean_engine_s", "sync_s",
-               "offload_s", "update_s", "imbalance", "network_bound_frac", "train_gb", "cache_gb", "step_s",
-               "tokens_per_s_per_gpu"]
-    print("\n| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-    for row in rows:
-        shown = [row.get(name, "does not fit" if name == "step_s" else "") for name in columns]
-        print("| " + " | ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in shown) + " |")
 
 
 def main(args: Args) -> None:
@@ -194,13 +142,11 @@ def main(args: Args) -> None:
             for row in done["rows"]:
                 rows.append(compare(row, ranks, model, shape, machine))
                 print(json.dumps(rows[-1]), flush=True)
-    predicted = on_h100s(args)
-    print("\nH100s: PREDICTED, not measured")
+    predicted = predict(args.h100)
     table(predicted)
     report("scale", constants=calibration | {"machine": dataclasses.asdict(machine)}, rows=rows,
-           h100={"note": "predictions; nothing was measured on a GPU", "assumed": ASSUMED,
-                 "batch": {name: getattr(args, name) for name in ("prompts", "samples", "prompt", "median", "sigma",
-                                                                  "longest")}, "rows": predicted})
+           h100={"note": "predictions: nothing was measured on a GPU", "assumed": ASSUMED,
+                 "batch": dataclasses.asdict(args.h100), "rows": predicted})
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ class Machine:
     layer_s: float                      # fixed time of a layer, forward and backward, in a micro-batch
     decode_step_s: float                # fixed time of a decode step: scheduler, launches
     decode_sequence_s: float            # and per sequence in it: sampling, bookkeeping
+    tensor_s: float                     # fixed time of a weight tensor in the sync
     node_bytes_per_s: float = np.inf    # that a rank receives from the others of its node in a ring
     nic_bytes_per_s: float = np.inf     # of a rank's network card
     host_bytes_per_s: float = np.inf    # between a rank and host memory
     hop_s: float = 0.0
     ranks_per_node: int = 8
 
-    def collective_s(self, size: float, ranks: int, count: int = 1) -> float:
+    def collective_s(self, size: float | np.ndarray, ranks: int, count: int = 1) -> float | np.ndarray:
         """`count` gathers or reduce-scatters, unsharded `size` bytes in all. Rings use all network cards of a node."""
         if ranks == 1:
             return 0.0
@@ -71,14 +72,14 @@ class Shape:
     config: PretrainedConfig
     layer_weights: int                  # in all layers
     root_weights: int                   # embedding, head, last norm
+    num_tensors: int
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        total = sum(p.numel() for p in model.parameters())
-        layers = sum(p.numel() for p in model.model.layers.parameters())
-        return cls(config, layers, total - layers)
+        total, layers = ([p.numel() for p in part.parameters()] for part in (model, model.model.layers))
+        return cls(config, sum(layers), sum(total) - sum(layers), len(total))
 
     @property
     def weights(self) -> int:
@@ -102,11 +103,10 @@ def update_work(shape: Shape, job: Job) -> dict[str, np.ndarray]:
     costs = sequence_cost(lengths, shape.config)
     plan = plan_step(lengths, costs, job.minibatches, job.ranks, job.max_tokens, seed=0)
     layers, head = costs - shape.head_flops(lengths), shape.head_flops(job.response_lengths)
-    per_response = {"flops": (4 if job.checkpointing else 3) * layers + 4 * head, "forward": layers + head,
-                    "tokens": lengths}
+    each = {"flops": (4 if job.checkpointing else 3) * layers + 4 * head, "forward": layers + head, "tokens": lengths}
     microbatches = [ranks for minibatch in plan.minibatches for ranks in minibatch]
     work = {name: np.array([[values[responses].sum() for responses in ranks] for ranks in microbatches])
-            for name, values in per_response.items()}
+            for name, values in each.items()}
     others, n = (job.ranks - 1) / job.ranks, len(microbatches)
     home = np.arange(len(lengths)) // job.samples % job.ranks           # the engine that sampled it, at tp 1
     moved = plan.rank != home
@@ -120,7 +120,7 @@ def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]
     work, n = update_work(shape, job), job.ranks
     count, num_layers = len(work["flops"]), shape.config.num_hidden_layers
     # weights cast and copied out of the gather, gradients cast into the reduce-scatter and added up
-    traffic = (shape.weights * (6 + 6 / n) + shape.weights / n * 12) / machine.bytes_per_s
+    traffic = shape.weights * (6 + 18 / n) / machine.bytes_per_s
     gather = machine.collective_s(2 * shape.layer_weights, n, num_layers)
     root = machine.collective_s(2 * shape.root_weights, n)
     scatter = machine.collective_s(4 * shape.weights, n, num_layers + 1)
@@ -137,10 +137,11 @@ def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]
 
 
 def sync_seconds(machine: Machine, shape: Shape, job: Job) -> float:
-    """Cast, gather on every rank, copy into the engine."""
+    """Cast, gather on every rank, copy into the engine, tensor by tensor."""
     buckets = -(-2 * shape.weights // (job.sync_bucket_mb * 2**20))
     copies = (6 * shape.weights / job.ranks + 4 * shape.weights) / machine.bytes_per_s
-    return copies + machine.collective_s(2 * shape.weights, job.ranks, buckets)
+    gathers = machine.collective_s(2 * shape.weights, job.ranks, buckets)
+    return copies + gathers + shape.num_tensors * machine.tensor_s
 
 
 def rollout_seconds(machine: Machine, shape: Shape, job: Job, slots: int) -> dict[str, float]:
@@ -164,38 +165,38 @@ def rollout_seconds(machine: Machine, shape: Shape, job: Job, slots: int) -> dic
     pair_flops = float(sequence_cost(np.array([2]), config)[0]) - 2 * weight_flops              # of one more token seen
     products = (active * weight_flops + context * pair_flops) / job.tp / (machine.flops * machine.prefill_mfu)
     reads = (2 * shape.weights + context * shape.kv_bytes) / job.tp / (machine.bytes_per_s * machine.memory_frac)
-    sent = 4 * config.num_hidden_layers * 2 * config.hidden_size * active       # two all-reduces a layer, each twice
-    tp_hops = 4 * config.num_hidden_layers * (job.tp - 1) * machine.hop_s if job.tp > 1 else 0.0
-    between = sent * (job.tp - 1) / job.tp / machine.node_bytes_per_s + tp_hops
-    fixed = machine.decode_step_s + machine.decode_sequence_s * active
-    decode = np.where(active > 0, np.maximum(products, reads) + between + fixed, 0.0).sum(0)    # [engine]
+    rings = 4 * config.num_hidden_layers                # of tp ranks: two all-reduces a layer, each scatters and gathers
+    between = machine.collective_s(rings * 2 * config.hidden_size * active, job.tp, rings)
+    seconds = np.maximum(products, reads) + between + machine.decode_step_s + machine.decode_sequence_s * active
+    decode = np.where(active > 0, seconds, 0.0).sum(0)                                          # [engine]
     first = np.arange(0, len(group), job.samples)
-    prompts = sequence_cost(job.prompt_lengths[first], config) - shape.head_flops(job.prompt_lengths[first])
+    asked = job.prompt_lengths[first]
+    prompts = sequence_cost(asked, config) - shape.head_flops(asked)
     prefill = np.bincount(group[first] % engines, prompts, engines) / job.tp / (machine.flops * machine.prefill_mfu)
     return {"rollout_s": (decode + prefill).max(), "mean_engine_s": (decode + prefill).mean()}
 
 
 def memory(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
     """GiB on one rank: while it trains (masters, gradients, moments, two unsharded layers, the root, activations), and
-    what is left for the key-value cache beside the engine's weights and the trainer's."""
+    what the engine's weights and the trainer leave for the key-value cache."""
     config, n = shape.config, job.ranks
     layer = shape.layer_weights / config.num_hidden_layers
     width = 8 * config.hidden_size + 3 * config.intermediate_size       # activations of a layer that backward needs
     kept = config.num_hidden_layers * (config.hidden_size if job.checkpointing else width) + width
-    train = 16 * shape.weights / n + 2 * (2 * layer + shape.root_weights) + 4 * (layer + shape.root_weights)
+    train = 16 * shape.weights / n + 8 * layer + 6 * shape.root_weights + 2 * job.max_tokens * kept
     resident = 0 if job.offload else 12 * shape.weights / n
     cache = 0.9 * machine.memory_gb * 2**30 - 2 * shape.weights / job.tp - resident
-    return {"train_gb": (train + 2 * job.max_tokens * kept) / 2**30, "cache_gb": cache / 2**30}
+    return {"train_gb": train / 2**30, "cache_gb": cache / 2**30}
 
 
 def step_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
     room = memory(machine, shape, job)
-    mean_context = float((job.prompt_lengths + job.response_lengths / 2).mean())
-    slots = int(min(job.max_num_seqs, room["cache_gb"] * 2**30 * job.tp / shape.kv_bytes / mean_context))
+    mean_bytes = float((job.prompt_lengths + job.response_lengths / 2).mean()) * shape.kv_bytes / job.tp
+    slots = int(min(job.max_num_seqs, room["cache_gb"] * 2**30 / mean_bytes))
     if slots < 1 or room["train_gb"] > 0.95 * machine.memory_gb:
         return room | {"fits": False}
     seconds = rollout_seconds(machine, shape, job, slots) | update_seconds(machine, shape, job)
     seconds["sync_s"] = sync_seconds(machine, shape, job)
     seconds["offload_s"] = 2 * 12 * shape.weights / job.ranks / machine.host_bytes_per_s if job.offload else 0.0
-    phases = ("rollout_s", "sync_s", "offload_s", "old_log_prob_s", "update_s")
-    return room | seconds | {"fits": True, "slots": slots, "step_s": sum(seconds.get(phase, 0.0) for phase in phases)}
+    total = sum(seconds.get(name, 0.0) for name in ("rollout_s", "sync_s", "offload_s", "old_log_prob_s", "update_s"))
+    return room | seconds | {"fits": True, "slots": slots, "step_s": total}
