@@ -136,6 +136,11 @@ def main(args: Args) -> None:
              for part in np.array_split(response_lengths, -(-args.responses // 8))]
     computed = sum(len(b) * b.max_seqlen for b in mixed)
     padding = {"padding_frac": 1 - sum(len(b.tokens) for b in mixed) / computed}
+    logps = []
+    for packed in (False, True):
+        set_up(policy, packed=packed)
+        logps.append(policy.score(mixed[0], 1.0))
+    padding["mean_logp_difference"] = float((logps[0] - logps[1])[mixed[0].mask].abs().mean())  # bfloat16's rounding
     for checkpointing in (False, True):
         works = {"padded": work(mixed, packed=False, checkpointing=checkpointing),
                  "packed": work(mixed, checkpointing=checkpointing)}

@@ -6,7 +6,7 @@ matrix products, plus a fixed time and a time per sequence; a sequence gets a sl
 A group's prompt is prefilled once. In the update all ranks wait for the slowest one in every micro-batch (the plan is
 `packing.plan_step`'s); FSDP's gathers and reduce-scatters hide behind the products, except a layer's first gather.
 A collective over n ranks is a ring: bytes at the slowest link's rate and n - 1 hops. Rewards are ready as generation
-ends. Not in it: logging, validation, checkpoints, allocator stalls, stragglers, failures.
+ends. Not in it: logging, validation, checkpoints, stragglers, failures.
 """
 
 import heapq
@@ -108,7 +108,7 @@ def update_work(shape: Shape, job: Job) -> dict[str, np.ndarray]:
     work = {name: np.array([[values[responses].sum() for responses in ranks] for ranks in microbatches])
             for name, values in each.items()}
     others, n = (job.ranks - 1) / job.ranks, len(microbatches)
-    home = np.arange(len(lengths)) // job.samples % job.ranks           # the engine that sampled it, at tp 1
+    home = np.arange(len(lengths)) // job.samples % job.ranks           # the rank that sampled it, at tp 1
     moved = plan.rank != home
     return work | {"all_gather": 2 * (2 * shape.layer_weights + shape.root_weights) * others * n,
                    "reduce_scatter": 4 * shape.weights * others * n, "sync": 2 * shape.weights * others,
@@ -130,10 +130,8 @@ def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]
     optimizer = 32 * shape.weights / n / machine.bytes_per_s            # 4 reads for the norm, 16 reads, 12 writes
     seconds = {"update_s": update + job.minibatches * optimizer, "imbalance": slowest.sum() / compute.mean(1).sum() - 1,
                "network_bound_frac": float((slowest < network).mean()), "microbatches": count}
-    if job.minibatches > 1:
-        forward = work["forward"] / (machine.flops * machine.update_mfu) + num_layers * machine.layer_s / 3
-        seconds["old_log_prob_s"] = np.maximum(forward.max(1), gather + root).sum()
-    return seconds
+    forward = work["forward"] / (machine.flops * machine.update_mfu) + num_layers * machine.layer_s / 3
+    return seconds | {"old_log_prob_s": (job.minibatches > 1) * np.maximum(forward.max(1), gather + root).sum()}
 
 
 def sync_seconds(machine: Machine, shape: Shape, job: Job) -> float:
@@ -165,14 +163,14 @@ def rollout_seconds(machine: Machine, shape: Shape, job: Job, slots: int) -> dic
     pair_flops = float(sequence_cost(np.array([2]), config)[0]) - 2 * weight_flops              # of one more token seen
     products = (active * weight_flops + context * pair_flops) / job.tp / (machine.flops * machine.prefill_mfu)
     reads = (2 * shape.weights + context * shape.kv_bytes) / job.tp / (machine.bytes_per_s * machine.memory_frac)
-    rings = 4 * config.num_hidden_layers                # of tp ranks: two all-reduces a layer, each scatters and gathers
+    rings = 4 * config.num_hidden_layers        # of tp ranks: two all-reduces a layer, each scatters and gathers
     between = machine.collective_s(rings * 2 * config.hidden_size * active, job.tp, rings)
     seconds = np.maximum(products, reads) + between + machine.decode_step_s + machine.decode_sequence_s * active
     decode = np.where(active > 0, seconds, 0.0).sum(0)                                          # [engine]
     first = np.arange(0, len(group), job.samples)
     asked = job.prompt_lengths[first]
-    prompts = sequence_cost(asked, config) - shape.head_flops(asked)
-    prefill = np.bincount(group[first] % engines, prompts, engines) / job.tp / (machine.flops * machine.prefill_mfu)
+    prefill = np.bincount(group[first] % engines, sequence_cost(asked, config) - shape.head_flops(asked), engines)
+    prefill /= job.tp * machine.flops * machine.prefill_mfu
     return {"rollout_s": (decode + prefill).max(), "mean_engine_s": (decode + prefill).mean()}
 
 
@@ -191,12 +189,12 @@ def memory(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
 
 def step_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
     room = memory(machine, shape, job)
-    mean_bytes = float((job.prompt_lengths + job.response_lengths / 2).mean()) * shape.kv_bytes / job.tp
+    mean_bytes = (job.prompt_lengths + job.response_lengths / 2).mean() * shape.kv_bytes / job.tp
     slots = int(min(job.max_num_seqs, room["cache_gb"] * 2**30 / mean_bytes))
     if slots < 1 or room["train_gb"] > 0.95 * machine.memory_gb:
         return room | {"fits": False}
     seconds = rollout_seconds(machine, shape, job, slots) | update_seconds(machine, shape, job)
     seconds["sync_s"] = sync_seconds(machine, shape, job)
-    seconds["offload_s"] = 2 * 12 * shape.weights / job.ranks / machine.host_bytes_per_s if job.offload else 0.0
-    total = sum(seconds.get(name, 0.0) for name in ("rollout_s", "sync_s", "offload_s", "old_log_prob_s", "update_s"))
+    seconds["offload_s"] = job.offload * 24 * shape.weights / job.ranks / machine.host_bytes_per_s
+    total = sum(seconds[name] for name in ("rollout_s", "sync_s", "offload_s", "old_log_prob_s", "update_s"))
     return room | seconds | {"fits": True, "slots": slots, "step_s": total}
