@@ -80,7 +80,7 @@ def main(args: Args) -> None:
                 for name, values in stats.items():
                     meter.mean(name, values, batch.mask)
                 meter.mean("actor/entropy", logp, batch.mask)
-                correction.measure(meter, batch, logp, 2.0)
+                correction.measure(meter, batch, logp)
 
         def responses() -> None:
             record = Record(args.log, Path(folder), 5, G)
