@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup model data quickstart learn chaos seeds extras test lint
+.PHONY: help setup model data quickstart learn chaos seeds bench bench-trl-env extras test lint
 
 PYTHON ?= python3
 MODEL := models/SmolLM2-135M-Instruct
@@ -108,6 +108,35 @@ seeds: ## the quickstart with three seeds (20 minutes), its table and docs/quick
 	mkdir -p docs
 	.venv/bin/python -m common.view runs/seed1 runs/seed2 runs/seed3 --out docs/quickstart.png
 	.venv/bin/python -m tests.bench.quickstart_table runs/seed1 runs/seed2 runs/seed3 | tee docs/quickstart.md
+
+# What `make bench` runs, one line of docs/bench.jsonl each; BENCHES="update step" picks some. BENCH_x: flags of bench_x.
+BENCHES ?= packing kernels logging data rewards checkpoint sync rollout update scale step
+BENCH_data := --rows 200000
+BENCH_rewards := --samples 1024 --gen-s 30
+
+bench: setup model data bench-trl-env ## all of tests/bench (1 hour, nothing else running) into docs/bench.jsonl
+	@lines=docs/bench.jsonl failed=
+	mkdir -p docs
+	run() {  # run NAME FLAGS...: everything to the terminal; the line replaces the one of the last time
+		echo "== bench_$$1"
+		local text
+		text=$$(.venv/bin/python -m tests.bench.bench_$$1 "$${@:2}" | tee >(cat >&2) | grep "^{\"bench\": \"$$1\"") || return 1
+		{ grep -v "^{\"bench\": \"$$1\"" $$lines 2> /dev/null || true; echo "$$text"; } > $$lines.partial
+		mv $$lines.partial $$lines
+	}
+	$(foreach b,$(BENCHES),run $(b) $(BENCH_$(b)) || failed="$$failed $(b)"
+	)
+	[ -z "$$failed" ] || { echo "error: no line from:$$failed" >&2; exit 1; }
+
+# TRL alone (8 MB) in an environment that finds all other packages in .venv, for bench_step
+bench-trl-env: setup
+	@[ ! -e .venv-trl/complete ] || exit 0
+	.venv/bin/python -m venv --without-pip --clear .venv-trl
+	packages=lib/$$(.venv/bin/python -c 'import sys; print("python%d.%d" % sys.version_info[:2])')/site-packages
+	realpath .venv/$$packages > .venv-trl/$$packages/venv.pth
+	.venv/bin/python -m pip --python .venv-trl/bin/python install -q --disable-pip-version-check --no-input --no-deps \
+		trl==1.16.0
+	touch .venv-trl/complete
 
 lint: setup ## ruff
 	@.venv/bin/ruff check .

@@ -20,6 +20,7 @@ from common.checkpoint import Checkpoints, SaveConfig
 from common.faults import Watch
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.policy import ModelConfig, load_policy
+from tests.bench.record import report
 from tests.conftest import MODEL
 
 
@@ -75,6 +76,9 @@ def main(args: Args) -> None:
     for name, values in seconds.items():
         middle = statistics.median(values)
         print(f"| {name} | {middle:.2f} | {middle / base:.2f} | {min(values):.2f} to {max(values):.2f} |")
+    rows = {name: {"median_s": statistics.median(values), "of_torch_save": statistics.median(values) / base,
+                   "min_s": min(values), "max_s": max(values)} for name, values in seconds.items()}
+    report("checkpoint", state_gb=gb, repeats=args.repeats, rows=rows)
     dist.shutdown()
 
 

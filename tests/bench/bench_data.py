@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
 from common.data import DataConfig, PromptSampler, load_prompts
+from tests.bench.record import report
 
 WORDS = ["a", "the", "of", "Anna", "Ben", "has", "gives", "apples", "boxes", "more", "how", "many", "does", "left", "3",
          "17", "250", "each", "buys", "sells", "week", "then"]
@@ -73,8 +74,9 @@ def main() -> None:
         print(prompts.summary())
         print(f"file {path.stat().st_size / 1e6:.0f} MB in {pq.ParquetFile(path).num_row_groups} row group(s); "
               f"Arrow file {prompts.arrow.size / 1e6:.0f} MB")
+        after = anonymous_mb()
         print(f"load {seconds:.1f} s, {prompts.loaded.num_rows / seconds:.0f} rows/s; anonymous memory before "
-              f"{samples[0]:.0f} MB, peak {max(samples):.0f} MB, after {anonymous_mb():.0f} MB")
+              f"{samples[0]:.0f} MB, peak {max(samples):.0f} MB, after {after:.0f} MB")
         sampler = PromptSampler(len(prompts), seed=0)
         start = time.perf_counter()
         sampler.take(1)
@@ -86,6 +88,11 @@ def main() -> None:
             times.append(time.perf_counter() - start)
         print(f"shuffle {shuffle * 1e3:.0f} ms an epoch; 128 random prompts {np.median(times) * 1e3:.1f} ms (median); "
               f"{sum(len(prompt.tokens) for prompt in batch)} tokens; memory then {anonymous_mb():.0f} MB")
+        rows = prompts.loaded.num_rows
+        report("data", rows=rows, file_mb=path.stat().st_size / 1e6, arrow_mb=prompts.arrow.size / 1e6,
+               row_groups=pq.ParquetFile(path).num_row_groups, load_s=seconds, rows_per_s=rows / seconds,
+               before_mb=samples[0], peak_mb=max(samples), after_mb=after, shuffle_ms=shuffle * 1e3,
+               read_128_ms=float(np.median(times)) * 1e3)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from common.kernels import linear_logp, tile_shape
+from tests.bench.record import report
 
 
 class Measurement(NamedTuple):
@@ -121,6 +122,7 @@ def main() -> None:
         print(f"| {r['kernel']} | {r['dtype']} | {r['tokens']} | {r['vocab']} | {r['peak_mb']:.0f} "
               f"| {r['extra_mb']:.0f} ({r['goal_extra_mb']:.0f}) "
               f"| {r['seconds']:.3f} | {r['time_ratio']:.2f} | {r['memory_ratio']:.3f} |")
+    report("kernels", rows=rows)
 
 
 if __name__ == "__main__":

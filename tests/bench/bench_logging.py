@@ -21,6 +21,7 @@ from common import correction, dist, losses
 from common.packing import Batch
 from common.record import Record
 from common.tracking import LogConfig, Meter, Timer, Tracker, step_line, step_metrics
+from tests.bench.record import report
 
 
 @dataclass
@@ -79,7 +80,7 @@ def main(args: Args) -> None:
                 for name, values in stats.items():
                     meter.mean(name, values, batch.mask)
                 meter.mean("actor/entropy", logp, batch.mask)
-                correction.measure(meter, batch, logp, 2.0)
+                correction.measure(meter, batch, logp)
 
         def responses() -> None:
             record = Record(args.log, Path(folder), 5, G)
@@ -102,6 +103,8 @@ def main(args: Args) -> None:
     for name, s in [*seconds.items(), ("all", sum(seconds.values()))]:
         print(f"| {name} | {1000 * s:.2f} | {s / step_s:.4%} |")
     print(f"\na step of {step_s:.2f} s; {P * G} responses take {size / 1024:.0f} KiB on disk")
+    report("logging", step_s=step_s, responses_kib=size / 1024, all_frac=sum(seconds.values()) / step_s,
+           parts={name: {"ms": 1000 * s, "frac": s / step_s} for name, s in seconds.items()})
     dist.shutdown()
 
 

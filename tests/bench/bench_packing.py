@@ -23,6 +23,7 @@ import torch
 from transformers import Qwen2Config
 
 from common.packing import Batch, plan_step, sequence_cost
+from tests.bench.record import report
 
 QWEN_7B = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
            "intermediate_size": 18944, "vocab_size": 152064}
@@ -65,11 +66,12 @@ def measure(world_size: int, samples_per_rank: int, seed: int) -> dict:
 def main(out: str | None) -> None:
     print(f"{platform.machine()}, numpy {np.__version__}; prompts {PROMPT}, responses log-normal, median {MEDIAN}, "
           f"sigma {SIGMA}, at most {LONGEST}; {BUDGET} tokens a micro-batch; cost of a 7B model; worst of 3 seeds")
-    lines, table = [], []
+    lines, table, worst_of = [], [], []
     for world_size, samples_per_rank in [(8, 32), (32, 32), (128, 32), (512, 32), (1024, 32), (1024, 8)]:
         cases = [measure(world_size, samples_per_rank, seed) for seed in range(3)]
         lines += [json.dumps(case) for case in cases]
         worst = {key: max(case[key] for case in cases) for key in cases[0]}
+        worst_of.append(worst)
         share = {key: f"{100 * worst[key]:.2f}%" for key in ("padding", "rank", "lockstep", "dealt", "bound")}
         table.append(f"| {world_size} | {worst['samples']} | {worst['num_microbatches']} | {share['padding']} "
                      f"({100 * worst['padding_if_padded']:.0f}% if padded) | {share['rank']} | {share['lockstep']} | "
@@ -78,6 +80,7 @@ def main(out: str | None) -> None:
     print("\n| ranks | samples | micro-batches | padding | rank | lockstep | dealt | bound | fill | plan_s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     print("\n".join(table))
+    report("packing", worst_of_3_seeds=worst_of)
     if out:
         with open(out, "w") as file:
             file.write("\n".join(lines) + "\n")

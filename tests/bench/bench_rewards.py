@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from rewards.pool import RewardPool
+from tests.bench.record import report
 
 SLOW = """
 import time
@@ -85,6 +86,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['score_s']:8.2f}{row['workers']:8d}{row['burst']!s:>7}{row['gen_s']:7.0f}{row['wait_s']:8.2f}"
               f"{row['added']:8.2%}{row['alone_s']:9.1f}{row['trainer_cpu_s']:7.2f}")
+    report("rewards", rows=rows)
 
 
 if __name__ == "__main__":

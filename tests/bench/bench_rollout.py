@@ -1,7 +1,6 @@
 """Rollout tokens/s inside the loop (engine.generate with rewards streamed to their workers, trainer in memory) against
 bare vLLM (`LLM.generate`) on the same requests: `python -m tests.bench.bench_rollout`. Alternating, median of pairs."""
 
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from common.reward_model import RewardModelConfig
 from common.rollout import RolloutConfig, Sampling, make_engine, stop_tokens
 from common.tracking import Meter
 from rewards.pool import RewardConfig
+from tests.bench.record import report
 
 
 @dataclass
@@ -73,7 +73,7 @@ def main(args: Args) -> None:
         rates = {f.__name__: f(10 + pair) for f in order}
         rows.append(rates | {"ratio": rates["loop"] / rates["bare"]})
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    print(json.dumps({"bench": "rollout", "unit": "response tokens/s", **result, "pairs": rows}))
+    report("rollout", unit="response tokens/s", **result, pairs=rows)
     scoring.close()
     engine.close()
     dist.shutdown()

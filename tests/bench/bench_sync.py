@@ -4,7 +4,6 @@ The floor is what the data itself asks for: each weight cast once (float32 to th
 rank where there are several, and copied once into the engine, measured here on as many bytes. Median of rounds.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import tyro
 from common import dist
 from common.policy import ModelConfig, Policy, all_gather, load_policy, read_config
 from common.rollout import Engine, RolloutConfig, make_engine
+from tests.bench.record import report
 
 
 @dataclass
@@ -37,7 +37,7 @@ def main(args: Args) -> None:
     rows = [measure_sync(engine, policy) for _ in range(args.rounds + 1)][1:]           # the first one warms up
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     if world.is_main:
-        print(json.dumps({"bench": "sync", "ranks": world.size, "tp": args.tp, **result}))
+        report("sync", ranks=world.size, tp=args.tp, **result)
     engine.close()
     dist.shutdown()
 

@@ -1,0 +1,200 @@
+"""What a step costs on any machine, from shapes and lengths: FLOPs and bytes of every phase, counted, and their seconds
+on a roofline. bench_scale checks it against measured steps and asks it for machines that are not here.
+
+Assumed: an engine's decode step takes the larger of its memory reads (weights and the whole key-value cache) and its
+matrix products, plus a fixed time and a time per sequence; a sequence gets a slot in order of arrival and keeps it.
+A group's prompt is prefilled once. In the update all ranks wait for the slowest one in every micro-batch (the plan is
+`packing.plan_step`'s); FSDP's gathers and reduce-scatters hide behind the products, except a layer's first gather.
+A collective over n ranks is a ring: bytes at the slowest link's rate and n - 1 hops. Rewards are ready as generation
+ends. Not in it: logging, validation, checkpoints, stragglers, failures.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from common.packing import plan_step, sequence_cost
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of one rank."""
+
+    name: str
+    flops: float                        # bfloat16 matrix products
+    bytes_per_s: float                  # of memory
+    memory_gb: float
+    update_mfu: float                   # share of `flops` that forward and backward reach
+    prefill_mfu: float
+    memory_frac: float                  # share of `bytes_per_s` that decoding reaches
+    layer_s: float                      # fixed time of a layer, forward and backward, in a micro-batch
+    decode_step_s: float                # fixed time of a decode step: scheduler, launches
+    decode_sequence_s: float            # and per sequence in it: sampling, bookkeeping
+    tensor_s: float                     # fixed time of a weight tensor in the sync
+    node_bytes_per_s: float = np.inf    # that a rank receives from the others of its node in a ring
+    nic_bytes_per_s: float = np.inf     # of a rank's network card
+    host_bytes_per_s: float = np.inf    # between a rank and host memory
+    hop_s: float = 0.0
+    ranks_per_node: int = 8
+
+    def collective_s(self, size: float | np.ndarray, ranks: int, count: int = 1) -> float | np.ndarray:
+        """`count` gathers or reduce-scatters, unsharded `size` bytes in all. Rings use all network cards of a node."""
+        if ranks == 1:
+            return 0.0
+        rate = self.node_bytes_per_s
+        if ranks > self.ranks_per_node:
+            rate = min(rate, self.nic_bytes_per_s * self.ranks_per_node)
+        return size * (ranks - 1) / ranks / rate + count * (ranks - 1) * self.hop_s
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt_lengths: np.ndarray          # [S] tokens
+    response_lengths: np.ndarray        # [S] tokens; response i answers prompt i // samples
+    samples: int
+    ranks: int = 1
+    tp: int = 1
+    max_tokens: int = 16384             # of a micro-batch
+    minibatches: int = 1
+    max_num_seqs: int = 256
+    checkpointing: bool = False
+    offload: bool = False               # master weights and moments in host memory while the engine is awake
+    sync_bucket_mb: int = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model."""
+
+    config: PretrainedConfig
+    layer_weights: int                  # in all layers
+    root_weights: int                   # embedding, head, last norm
+    num_tensors: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "Shape":
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        total, layers = ([p.numel() for p in part.parameters()] for part in (model, model.model.layers))
+        return cls(config, sum(layers), sum(total) - sum(layers), len(total))
+
+    @property
+    def weights(self) -> int:
+        return self.layer_weights + self.root_weights
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token, bfloat16."""
+        c = self.config
+        head_dim = c.to_dict().get("head_dim") or c.hidden_size // c.num_attention_heads
+        return c.num_hidden_layers * 2 * c.num_key_value_heads * head_dim * 2
+
+    def head_flops(self, tokens: np.ndarray) -> np.ndarray:
+        return 2.0 * self.config.hidden_size * self.config.vocab_size * tokens
+
+
+def update_work(shape: Shape, job: Job) -> dict[str, np.ndarray]:
+    """FLOPs and tokens [micro-batch, rank]; bytes that a rank receives (gathers, sync) or sends (reduce-scatters,
+    exchange) in the whole update. The head runs on response tokens: forward, recomputed, and two backward products."""
+    lengths = job.prompt_lengths + job.response_lengths
+    costs = sequence_cost(lengths, shape.config)
+    plan = plan_step(lengths, costs, job.minibatches, job.ranks, job.max_tokens, seed=0)
+    layers, head = costs - shape.head_flops(lengths), shape.head_flops(job.response_lengths)
+    each = {"flops": (4 if job.checkpointing else 3) * layers + 4 * head, "forward": layers + head, "tokens": lengths}
+    microbatches = [ranks for minibatch in plan.minibatches for ranks in minibatch]
+    work = {name: np.array([[values[responses].sum() for responses in ranks] for ranks in microbatches])
+            for name, values in each.items()}
+    others, n = (job.ranks - 1) / job.ranks, len(microbatches)
+    home = np.arange(len(lengths)) // job.samples % job.ranks           # the rank that sampled it, at tp 1
+    moved = plan.rank != home
+    return work | {"all_gather": 2 * (2 * shape.layer_weights + shape.root_weights) * others * n,
+                   "reduce_scatter": 4 * shape.weights * others * n, "sync": 2 * shape.weights * others,
+                   # tokens, mask and engine log-probs of a response, its length and number, as float64
+                   "exchange": np.bincount(home[moved], (8.0 * (3 * lengths + 2))[moved], minlength=job.ranks)}
+
+
+def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
+    work, n = update_work(shape, job), job.ranks
+    count, num_layers = len(work["flops"]), shape.config.num_hidden_layers
+    # weights cast and copied out of the gather, gradients cast into the reduce-scatter and added up
+    traffic = shape.weights * (6 + 18 / n) / machine.bytes_per_s
+    gather = machine.collective_s(2 * shape.layer_weights, n, num_layers)
+    root = machine.collective_s(2 * shape.root_weights, n)
+    scatter = machine.collective_s(4 * shape.weights, n, num_layers + 1)
+    compute = work["flops"] / (machine.flops * machine.update_mfu) + num_layers * machine.layer_s       # [m, ranks]
+    slowest, network = compute.max(1), 2 * gather + root + scatter
+    update = np.maximum(slowest, network).sum() + count * (traffic + root + gather / num_layers)
+    optimizer = 32 * shape.weights / n / machine.bytes_per_s            # 4 reads for the norm, 16 reads, 12 writes
+    seconds = {"update_s": update + job.minibatches * optimizer, "imbalance": slowest.sum() / compute.mean(1).sum() - 1,
+               "network_bound_frac": float((slowest < network).mean()), "microbatches": count}
+    forward = work["forward"] / (machine.flops * machine.update_mfu) + num_layers * machine.layer_s / 3
+    return seconds | {"old_log_prob_s": (job.minibatches > 1) * np.maximum(forward.max(1), gather + root).sum()}
+
+
+def sync_seconds(machine: Machine, shape: Shape, job: Job) -> float:
+    """Cast, gather on every rank, copy into the engine, tensor by tensor."""
+    buckets = -(-2 * shape.weights // (job.sync_bucket_mb * 2**20))
+    copies = (6 * shape.weights / job.ranks + 4 * shape.weights) / machine.bytes_per_s
+    gathers = machine.collective_s(2 * shape.weights, job.ranks, buckets)
+    return copies + gathers + shape.num_tensors * machine.tensor_s
+
+
+def rollout_seconds(machine: Machine, shape: Shape, job: Job, slots: int) -> dict[str, float]:
+    """Of the slowest engine and of the mean one. `slots`: sequences that an engine decodes at once."""
+    config, engines = shape.config, job.ranks // job.tp
+    group = np.arange(len(job.response_lengths)) // job.samples
+    # a decode step is the clock: sequence i is in steps start[i] .. end[i] - 1
+    start, free = np.zeros(len(group), dtype=np.int64), [[] for _ in range(engines)]
+    for i, engine in enumerate(group % engines):
+        if len(free[engine]) == slots:
+            start[i] = heapq.heappop(free[engine])
+        heapq.heappush(free[engine], start[i] + job.response_lengths[i])
+    end = start + job.response_lengths
+    changes = {name: np.zeros((end.max() + 1, engines)) for name in ("active", "offset")}
+    for name, amount in (("active", np.ones(len(group))), ("offset", job.prompt_lengths - start)):
+        np.add.at(changes[name], (start, group % engines), amount)
+        np.add.at(changes[name], (end, group % engines), -amount)
+    active, offset = changes["active"].cumsum(0), changes["offset"].cumsum(0)                   # [step, engine]
+    context = offset + active * np.arange(len(active))[:, None]                                 # tokens in the cache
+    weight_flops = float(sequence_cost(np.array([1]), config)[0])
+    pair_flops = float(sequence_cost(np.array([2]), config)[0]) - 2 * weight_flops              # of one more token seen
+    products = (active * weight_flops + context * pair_flops) / job.tp / (machine.flops * machine.prefill_mfu)
+    reads = (2 * shape.weights + context * shape.kv_bytes) / job.tp / (machine.bytes_per_s * machine.memory_frac)
+    rings = 4 * config.num_hidden_layers        # of tp ranks: two all-reduces a layer, each scatters and gathers
+    between = machine.collective_s(rings * 2 * config.hidden_size * active, job.tp, rings)
+    seconds = np.maximum(products, reads) + between + machine.decode_step_s + machine.decode_sequence_s * active
+    decode = np.where(active > 0, seconds, 0.0).sum(0)                                          # [engine]
+    first = np.arange(0, len(group), job.samples)
+    asked = job.prompt_lengths[first]
+    prefill = np.bincount(group[first] % engines, sequence_cost(asked, config) - shape.head_flops(asked), engines)
+    prefill /= job.tp * machine.flops * machine.prefill_mfu
+    return {"rollout_s": (decode + prefill).max(), "mean_engine_s": (decode + prefill).mean()}
+
+
+def memory(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
+    """GiB on one rank: while it trains (masters, gradients, moments, two unsharded layers, the root, activations), and
+    what the engine's weights and the trainer leave for the key-value cache."""
+    config, n = shape.config, job.ranks
+    layer = shape.layer_weights / config.num_hidden_layers
+    width = 8 * config.hidden_size + 3 * config.intermediate_size       # activations of a layer that backward needs
+    kept = config.num_hidden_layers * (config.hidden_size if job.checkpointing else width) + width
+    train = 16 * shape.weights / n + 8 * layer + 6 * shape.root_weights + 2 * job.max_tokens * kept
+    resident = 0 if job.offload else 12 * shape.weights / n
+    cache = 0.9 * machine.memory_gb * 2**30 - 2 * shape.weights / job.tp - resident
+    return {"train_gb": train / 2**30, "cache_gb": cache / 2**30}
+
+
+def step_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
+    room = memory(machine, shape, job)
+    mean_bytes = (job.prompt_lengths + job.response_lengths / 2).mean() * shape.kv_bytes / job.tp
+    slots = int(min(job.max_num_seqs, room["cache_gb"] * 2**30 / mean_bytes))
+    if slots < 1 or room["train_gb"] > 0.95 * machine.memory_gb:
+        return room | {"fits": False}
+    seconds = rollout_seconds(machine, shape, job, slots) | update_seconds(machine, shape, job)
+    seconds["sync_s"] = sync_seconds(machine, shape, job)
+    seconds["offload_s"] = job.offload * 24 * shape.weights / job.ranks / machine.host_bytes_per_s
+    total = sum(seconds[name] for name in ("rollout_s", "sync_s", "offload_s", "old_log_prob_s", "update_s"))
+    return room | seconds | {"fits": True, "slots": slots, "step_s": total}
