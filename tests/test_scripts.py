@@ -30,7 +30,7 @@ VARIANTS = {
        for name in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
     "grpo passk": ["--advantage", "passk"],
     "grpo no std": ["--no-norm-by-std"],
-    "grpo entropy": ["--entropy-coef", "0.1"],
+    "grpo entropy": ["--entropy-coef", "10"],
     "grpo epochs": ["--epochs-per-step", "2", "--optim.schedule", "cosine", "--optim.warmup-steps", "1"],
     "grpo checkpointing": ["--policy.gradient-checkpointing", "True"],
     "grpo share prompt": ["--policy.share-prompt", "--max-tokens-per-gpu", "300"],
