@@ -3,6 +3,7 @@
 argv: a JSON file with a list of [script, run folder, flags].
 """
 
+import functools
 import importlib
 import json
 import sys
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import torch.distributed
 import tyro
+from transformers import AutoTokenizer
 
-from common import dist
+from common import dist, profiling
 
 if __name__ == "__main__":
     world = dist.init()
     dist.init, dist.shutdown = lambda: world, torch.distributed.barrier         # one process group for all runs
+    profiling.matmul_flops = functools.cache(profiling.matmul_flops)            # one measurement, one tokenizer
+    AutoTokenizer.from_pretrained = functools.cache(AutoTokenizer.from_pretrained)
     for script, run_dir, flags in json.loads(Path(sys.argv[1]).read_text()):
         module = importlib.import_module(script)
         module.main(tyro.cli(module.Args, args=[*flags, "--run-dir", run_dir]))
