@@ -13,11 +13,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 
 from common import storage
-from tests.conftest import MODEL, launch
+from tests.conftest import launch, make_tiny_llama
 from tests.faulty import Server
 from tests.test_checkpoint_resume import assert_same_run, steps_on_disk, tiny_run
 
@@ -41,20 +40,6 @@ class Chaos:
     vllm_kills: int = 0
     """How many of them in runs that sample with vLLM; these start slowly."""
     seed: int = 0
-
-
-def make_model(folder: Path) -> str:
-    """A random 2-layer Llama with the real tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.1,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
-    return str(folder)
 
 
 def start(server: Server, ranks: int, log: Path, fault: str, *flags: str) -> int:
@@ -115,8 +100,9 @@ def main(chaos: Chaos) -> None:
     numbers = random.Random(chaos.seed)
     with tempfile.TemporaryDirectory() as name:
         folder, server = Path(name), Server()
-        flags = [*tiny_run(make_model(folder / "model"), folder), "--total-steps", str(TOTAL), "--save.every", "1",
-                 "--save.keep", "1", "--eval-every", "2"]
+        model = make_tiny_llama(folder / "model", 128)
+        flags = [*tiny_run(model, folder), "--total-steps", str(TOTAL), "--save.every", "1", "--save.keep", "1",
+                 "--eval-every", "2"]
         vllm = ["--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1", "--rollout.max-num-seqs", "8"]
         kinds = [("one rank", 1, [], chaos.kills - chaos.two_rank_kills - chaos.vllm_kills),
                  ("two ranks", 2, [], chaos.two_rank_kills), ("vLLM", 1, vllm, chaos.vllm_kills)]

@@ -33,21 +33,23 @@ def world():
     dist.shutdown()
 
 
-@pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory, smollm) -> str:
+def make_tiny_llama(folder: Path, hidden_size: int = 32) -> str:
     """A random 2-layer Llama with the real tokenizer, in float32: a folder like any other model's."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny_llama")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=49152, hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.1,
         bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(smollm).save_pretrained(folder)
+    )).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory, smollm) -> str:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
 def launch(*command: str, ranks: int = 0, env: dict[str, str] | None = None, timeout: float = 600.0, check=True):

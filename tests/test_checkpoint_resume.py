@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from common import storage
-from tests.conftest import launch
+from tests.conftest import launch, make_tiny_llama
 from tests.faulty import Server
 
 TOTAL, PROMPTS, SAMPLES = 4, 2, 4
@@ -157,6 +157,38 @@ def test_two_ranks_do_what_one_does_and_continue_exactly(flags, in_one_go, tmp_p
                   "tests/faulty.py", "write:90:1:kill", "grpo.py", *flags, "--run-dir", again, timeout=300)
     assert "resumed after step 2" in done.stdout
     assert_same_run(again, whole)
+
+
+@pytest.mark.parametrize(("script", "more"), [
+    ("ppo.py", ["--kl-reward-coef", "0.1", "--kl-controller", "adaptive", "--kl-target", "0.001"]),
+    ("dapo.py", ["--keep-surplus", "--max-gen-batches", "4", "--overlong-buffer", "2"]),
+    ("rloo.py", ["--baseline", "remax", "--kl-reward-coef", "0.1"]),
+])
+def test_the_other_scripts_continue_exactly(script, more, flags, start, tmp_path):
+    """kill -9 after step 3: critic, adaptive coefficient and surplus groups come back with step 2."""
+    where = flags.index("--kl-loss-coef")
+    flags, log = [*flags[:where], *flags[where + 2 :], *more], tmp_path / "log"
+    for name, faults in {"whole": ["none"], "again": ["log after:4:0:kill", "none"]}.items():
+        for fault in faults:
+            code = start(log, fault, script, *flags, "--run-dir", tmp_path / name)
+            assert code == (0 if fault == "none" else -signal.SIGKILL), log.read_text()[-6000:]
+    assert "resumed after step 2" in log.read_text()
+    assert all(row["actor/grad_norm"] > 0.01 for row in metrics(tmp_path / "again")[1:])
+    assert_same_run(tmp_path / "again", tmp_path / "whole")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_vllm_a_killed_run_continues_exactly(ranks, tmp_path, smollm):
+    model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
+    flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
+             "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3"]
+    launch("grpo.py", *flags, "--run-dir", tmp_path / "whole", ranks=ranks)
+    flags += ["--run-dir", tmp_path / "again"]
+    launch("tests/faulty.py", "log after:3:0:kill", "grpo.py", *flags, ranks=ranks, check=False)
+    assert steps_on_disk(tmp_path / "again") == [1]
+    assert "resumed after step 1" in launch("grpo.py", *flags, ranks=ranks).stdout
+    assert_same_run(tmp_path / "again", tmp_path / "whole", 3)
 
 
 def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):
