@@ -213,7 +213,8 @@ def main(args: Args) -> None:
     loss_fn = losses.make_loss("dapo", chosen)
     engine.offload = Offload(args.offload, [policy], [optimizer])
     sampling = Sampling.training(args.rollout)
-    say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
+    attention = choose_attention(world.device, hf_config, args.policy.attention, args.policy.share_prompt)
+    say(world, describe(args, chosen, world, attention))
 
     # resume
     files = storage.hf_files(args.model, policy.lm.config, tokenizer)
@@ -369,8 +370,9 @@ def describe(args: Args, chosen: losses.LossDefaults, world: dist.World, attenti
     """What this run does, in words and units."""
     P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
     bounds = [f"{name} {value:g}" for name, value in chosen._asdict().items() if isinstance(value, float)]
+    longest = args.data.max_prompt_length + args.rollout.max_response_length
     return (
-        f"batch  {batch_line(P, G, M, args.epochs_per_step, args.max_tokens_per_gpu, world.size)}\n"
+        f"batch  {batch_line(P, G, M, args.epochs_per_step, args.max_tokens_per_gpu, longest, world.size)}\n"
         f"loss   {', '.join(['dapo', *bounds, chosen.aggregation])}; up to {args.max_gen_batches} rollouts a step; "
         f"overlong punishment over the last {args.overlong_buffer} tokens, entropy coef {args.entropy_coef:g}; "
         f"lr {args.optim.lr:g} ({args.optim.schedule})\n"

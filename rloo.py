@@ -242,7 +242,8 @@ def main(args: Args) -> None:
     loss_fn = losses.make_loss("ppo" if args.clip else "reinforce", chosen)
     engine.offload = Offload(args.offload, [policy] + [reference] * (reference is not None), [optimizer])
     sampling = Sampling.training(args.rollout)
-    say(world, describe(args, chosen, world, choose_attention(world.device, hf_config)))
+    attention = choose_attention(world.device, hf_config, args.policy.attention, args.policy.share_prompt)
+    say(world, describe(args, chosen, world, attention))
 
     # resume
     files = storage.hf_files(args.model, policy.lm.config, tokenizer)
@@ -397,8 +398,9 @@ def describe(args: Args, chosen: losses.LossDefaults, world: dist.World, attenti
     """What this run does, in words and units."""
     P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
     bounds = [f"{name} {value:g}" for name, value in chosen._asdict().items() if isinstance(value, float)]
+    longest = args.data.max_prompt_length + args.rollout.max_response_length
     return (
-        f"batch  {batch_line(P, G, M, args.epochs_per_step, args.max_tokens_per_gpu, world.size)}\n"
+        f"batch  {batch_line(P, G, M, args.epochs_per_step, args.max_tokens_per_gpu, longest, world.size)}\n"
         f"loss   {args.baseline}, {', '.join(['REINFORCE', *bounds, chosen.aggregation])}; KL in the reward "
         f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
         f"runs   {args.policy.compute_dtype} on {world.device.type}, engine {args.rollout.engine}, "

@@ -198,27 +198,27 @@ CPU_UPCAST_BELOW = 160        # tokens: there sdpa's bfloat16 backward is up to 
 def packed_sdpa(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None, prefix_of: list[int] | None = None, **kwargs,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, key_rows: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
 
-    `prefix_of[i]` >= 0: sequence i goes on after sequence `prefix_of[i]`, whose keys and values it sees too."""
+    `key_rows` [K]: sequence i's keys and values are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`, its
+    queries the last of them (a response that goes on after a prompt which others share)."""
     _check_packed("packed_sdpa", query, cu_seq_lens_q, kwargs)
-    lengths = cu_seq_lens_q.diff().tolist()
+    lengths = lengths_k = cu_seq_lens_q.diff().tolist()
     if sum(lengths) != query.shape[2]:
         raise ValueError(f"cu_seq_lens cover {sum(lengths)} tokens, the packed row has {query.shape[2]}")
+    if key_rows is not None:
+        key, value, lengths_k = key[:, :, key_rows], value[:, :, key_rows], cu_seq_lens_k.diff().tolist()
     gqa = query.shape[1] != key.shape[1]
     out = []
-    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
-    for q, k, v, prefix in zip(queries, keys, values, prefix_of or [-1] * len(lengths), strict=True):
-        if prefix >= 0:
-            k, v = torch.cat((keys[prefix], k), dim=2), torch.cat((values[prefix], v), dim=2)
-        length = k.shape[2]
+    for q, k, v in zip(query.split(lengths, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
+        length, new = k.shape[2], q.shape[2]
         if length < CPU_UPCAST_BELOW and q.dtype == torch.bfloat16 and q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()
         windowed = sliding_window is not None and length > sliding_window
-        masked = windowed or softcap is not None or prefix >= 0
-        mask = _causal_mask(length, sliding_window, q.device)[-q.shape[2]:] if masked else None
+        masked = windowed or softcap is not None or new < length
+        mask = _causal_mask(length, sliding_window, q.device)[-new:] if masked else None
         if softcap is None:
             out.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scaling,
                                                       enable_gqa=gqa))
@@ -236,14 +236,18 @@ def packed_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None, max_length_k: int | None = None, **kwargs,
+    max_length_q: int | None = None, max_length_k: int | None = None, key_rows: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, None]:
-    """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap)."""
+    """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap).
+
+    Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
     from torch.nn.attention.varlen import varlen_attn
     _check_packed("packed_varlen", query, cu_seq_lens_q, kwargs)
     if softcap is not None or dropout:
         raise ValueError("packed_varlen has neither soft-cap nor dropout: use packed_sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [T, heads, D]
+    if key_rows is not None:
+        k, v = k[key_rows], v[key_rows]                                                 # [K, kv_heads, D]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
     gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}   # torch >= 2.12
     out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), scale=scaling,
@@ -273,18 +277,23 @@ def register_attention() -> None:
     AttentionInterface.register("packed_varlen", packed_varlen)
 
 
-def choose_attention(device: torch.device | str, config) -> tuple[str, str]:
-    """The fastest attention for this device and model, registered, and the reason for the log."""
+def choose_attention(
+    device: torch.device | str, config, asked: str = "auto", share_prompt: bool = False,
+) -> tuple[str, str]:
+    """The attention that was asked for, or the fastest for this device and model; registered. And the reason."""
     register_attention()
     text = config.get_text_config()
     softcap = getattr(text, "attn_logit_softcapping", None)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if asked != "auto":
+        return asked, "--policy.attention"
     if torch.device(device).type != "cuda":
         return "packed_sdpa", "no CUDA device: sdpa on each packed sequence"
-    if is_flash_attn_2_available():
+    if is_flash_attn_2_available() and not share_prompt:
         return "flash_attention_2", "the flash-attn package is installed"
     if softcap is not None:
         return "packed_sdpa", f"soft-cap {softcap} needs the flash-attn package; sdpa on each packed sequence is slower"
     if head_dim > 256:
         return "packed_sdpa", f"head_dim {head_dim} > 256 is too wide for torch's varlen kernel"
-    return "packed_varlen", "torch.nn.attention.varlen (flash-attn is not installed)"
+    why = "it shares prompts" if share_prompt else "flash-attn is not installed"
+    return "packed_varlen", f"torch.nn.attention.varlen ({why})"

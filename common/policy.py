@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,17 +81,18 @@ class PackedModel(nn.Module):
         """
         sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
         if self.share_prompt:
-            run, row, cu_seqlens, prefix_of = share_prompts(batch)
-            tokens, positions, before = batch.tokens[run], batch.position_ids[run], row[sampled - 1]
-            extra = {"prefix_of": prefix_of}
+            shared = share_prompts(batch)
+            tokens, positions = batch.tokens[shared.run], batch.position_ids[shared.run]
+            before, cu_seqlens, cu_seqlens_k = shared.row[sampled - 1], shared.cu_seqlens, shared.cu_seqlens_k
+            extra = {"key_rows": shared.key_rows}
         else:
-            tokens, positions, cu_seqlens, before = batch.tokens, batch.position_ids, batch.cu_seqlens, sampled - 1
-            extra = {}
+            tokens, positions, before, extra = batch.tokens, batch.position_ids, sampled - 1, {}
+            cu_seqlens = cu_seqlens_k = batch.cu_seqlens
         hidden = backbone(
             input_ids=tokens[None],
             position_ids=positions[None],
             cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens_k,
             max_length_q=batch.max_seqlen,
             max_length_k=batch.max_seqlen,
             use_cache=False,
@@ -179,33 +180,43 @@ class Critic(PackedModel):
         return value
 
 
-def share_prompts(batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """A layout in which equal prompts appear once, each response a sequence that goes on after its prompt.
+class SharedPrompts(NamedTuple):
+    """A layout in which equal prompts appear once: their tokens, then each response as a segment of its own."""
 
-    Returns run [T'], the tokens of `batch` to run; row [T], where in `run` each token of `batch` is found;
-    cu_seqlens [segments + 1] and, per segment, the number of the segment that is its prompt (-1: it is one).
-    """
+    run: Tensor  # [T'] the tokens of the batch to run
+    row: Tensor  # [T] where in `run` each token of the batch is found
+    cu_seqlens: Tensor  # [segments + 1], of the queries
+    key_rows: Tensor  # [K] rows of `run` that the segments' queries see: a response's prompt, then its own
+    cu_seqlens_k: Tensor  # [segments + 1], of `key_rows`
+
+
+def share_prompts(batch: Batch) -> SharedPrompts:
     tokens, bounds, device = batch.tokens.tolist(), batch.cu_seqlens.tolist(), batch.tokens.device
     first = torch.where(batch.mask, batch.position_ids, len(tokens)).tolist()
-    segments: dict[tuple[int, ...], tuple[int, int]] = {}           # prompt -> its segment, its start in `run`
-    run, row, ends, prefix_of = [], [], [0], []
+    begins: dict[tuple[int, ...], int] = {}                             # prompt -> its first row in `run`
+    run, row, ends, key_rows, key_ends = [], [], [0], [], [0]
+
+    def add_segment(start: int, end: int, prefix: range) -> None:
+        key_rows.extend((*prefix, *range(len(run), len(run) + end - start)))
+        run.extend(range(start, end))
+        ends.append(len(run))
+        key_ends.append(len(key_rows))
+
     for start, end in pairwise(bounds):
-        split = start + min(end - start, *first[start:end])                 # where the policy's first token is
+        split = start + min(end - start, *first[start:end])             # where the policy's first token is
         prompt = tuple(tokens[start:split])
-        if prompt not in segments:
-            segments[prompt] = (len(prefix_of), len(run))
-            run += range(start, split)
-            ends.append(len(run))
-            prefix_of.append(-1)
-        segment, begin = segments[prompt]
-        row += range(begin, begin + len(prompt))
+        if prompt not in begins:
+            begins[prompt] = len(run)
+            add_segment(start, split, range(0))
+        prefix = range(begins[prompt], begins[prompt] + len(prompt))
+        row += prefix
         if split < end:
             row += range(len(run), len(run) + end - split)
-            run += range(split, end)
-            ends.append(len(run))
-            prefix_of.append(segment)
-    run, row = torch.tensor(run, device=device), torch.tensor(row, device=device)
-    return run, row, torch.tensor(ends, dtype=torch.int32, device=device), prefix_of
+            add_segment(split, end, prefix)
+    rows = (torch.tensor(x, device=device) for x in (run, row, key_rows))
+    cu_seqlens, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends, key_ends))
+    run, row, key_rows = rows
+    return SharedPrompts(run, row, cu_seqlens, key_rows, cu_seqlens_k)
 
 
 class _Gather:
@@ -293,11 +304,9 @@ def _prepare(hf_config: PretrainedConfig, config: ModelConfig, world: World, fro
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if hasattr(hf_config, name):
             setattr(hf_config, name, 0.0)  # dropout would make the ratio differ from 1 on policy
-    attention = config.attention
-    if attention == "auto":
-        attention, _ = choose_attention(world.device, hf_config)
-    if config.share_prompt and attention != "packed_sdpa":
-        raise ValueError(f"--policy.share-prompt needs --policy.attention packed_sdpa, here it is {attention}")
+    attention, _ = choose_attention(world.device, hf_config, config.attention, config.share_prompt)
+    if config.share_prompt and attention == "flash_attention_2":
+        raise ValueError("--policy.share-prompt: --policy.attention flash_attention_2 cannot, packed_varlen can")
     dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
     return dtype, {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
 

@@ -177,6 +177,8 @@ def test_refusals():
 def test_choose_attention():
     config = {name: kind(**SIZES | extra) for name, (kind, extra) in CONFIGS.items()}
     assert choose_attention("cpu", config["llama"])[0] == "packed_sdpa"
+    assert choose_attention("cuda", config["llama"], "packed_sdpa") == ("packed_sdpa", "--policy.attention")
+    assert choose_attention("cuda", config["llama"], share_prompt=True)[0] == "packed_varlen"
     if not is_flash_attn_2_available():
         assert choose_attention("cuda", config["llama"])[0] == "packed_varlen"
         name, reason = choose_attention("cuda:0", config["gemma2"])
@@ -238,9 +240,13 @@ def test_a_shared_prompt_changes_nothing(family):
     long, short = torch.randint(61, (9,)).tolist(), torch.randint(61, (5,)).tolist()
     responses = [torch.randint(61, (n,)).tolist() for n in (4, 1, 7, 0, 3, 2)]
     batch = Batch.build([long, long, short, long, short, [3]], responses)
-    run, row, cu_seqlens, prefix_of = share_prompts(batch)
-    assert batch.tokens[run][row].tolist() == batch.tokens.tolist()
-    assert len(run) == 9 + 5 + 1 + 17 and cu_seqlens[-1] == len(run) and prefix_of.count(-1) == 3
+    shared = share_prompts(batch)
+    assert batch.tokens[shared.run][shared.row].tolist() == batch.tokens.tolist()
+    assert len(shared.run) == 9 + 5 + 1 + 17 == shared.cu_seqlens[-1]
+    keys = shared.key_rows.split(shared.cu_seqlens_k.diff().tolist())
+    seen = [batch.tokens[shared.run[rows]].tolist() for rows in keys]
+    assert seen == [long, long + responses[0], long + responses[1], short, short + responses[2], short + responses[4],
+                    [3], [3] + responses[5]]
 
     found = []
     for share in (False, True):
@@ -256,13 +262,59 @@ def test_a_shared_prompt_changes_nothing(family):
 
 
 def test_a_prefix_that_is_not_seen_is_noticed():
-    """Negative control: without prefix_of the responses' attention differs."""
-    register_attention()
+    """Negative control: without key_rows the responses' attention differs."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 8)
-    cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32)
-    seen, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu_seqlens, prefix_of=[-1, 0])
-    whole, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=torch.tensor([0, 8], dtype=torch.int32))
-    apart, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu_seqlens)
+    cu, cu_k, rows = torch.tensor([0, 5, 8]), torch.tensor([0, 5, 13]), torch.tensor([*range(5), *range(8)])
+    seen, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu, cu_seq_lens_k=cu_k, key_rows=rows)
+    whole, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=torch.tensor([0, 8]))
+    apart, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu)
     assert torch.allclose(seen, whole, atol=1e-6)
     assert not torch.allclose(apart, whole, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_varlen_hands_the_kernel_the_keys_of_a_shared_prompt(window, monkeypatch):
+    """The kernel itself needs a GPU: here a loop stands in for it, with its documented mask (the last query sees the
+    last key). What is tested is what it is given."""
+    def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert enable_gqa and window_size == (-1 if window is None else window - 1, 0)
+        assert max_q >= cu_q.diff().max() and max_k >= cu_k.diff().max()
+        out = []
+        for (a, b), (c, d) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist())):
+            heads = []
+            for head in range(q.shape[1]):
+                prefix = [[0.0] * 8] * (d - c - b + a)                  # queries whose results nobody wants
+                parts = (k[c:d, head // 2].tolist(), v[c:d, head // 2].tolist())
+                attended = oracles.attention(prefix + q[a:b, head].tolist(), *parts, scale, window, None)
+                heads.append(attended[len(prefix) :])
+            out.append(torch.tensor(heads, dtype=q.dtype).transpose(0, 1))
+        return torch.cat(out)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop)
+    torch.manual_seed(0)
+    batch = Batch.build([[5, 6, 7]] * 3 + [[8, 9]] * 2, [[1, 2], [], [3], [4, 5, 6], [7]])
+    shared = share_prompts(batch)
+    q, k, v = (torch.randn(1, heads, len(shared.run), 8, dtype=torch.float64) for heads in (4, 2, 2))
+    settings = {"scaling": 0.7, "sliding_window": window, "cu_seq_lens_q": shared.cu_seqlens,
+                "cu_seq_lens_k": shared.cu_seqlens_k, "key_rows": shared.key_rows}
+    got, _ = packed_varlen(None, q, k, v, max_length_q=batch.max_seqlen, max_length_k=batch.max_seqlen, **settings)
+    assert torch.allclose(got, packed_sdpa(None, q, k, v, **settings)[0], atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packed_varlen_shares_prompts():
+    """On a GPU: shared prompts through torch's kernels, in bfloat16, against sdpa in float32; also the gradients."""
+    register_attention()
+    batch = Batch.build([[5] * 40] * 3 + [[8, 9]] * 2, [[1, 2], [3] * 9, [3], [4, 5, 6], [7]]).to("cuda")
+    results = []
+    for name, dtype, share in (("packed_sdpa", torch.float32, False), ("packed_varlen", torch.bfloat16, False),
+                               ("packed_varlen", torch.bfloat16, True)):
+        policy = Policy(model("llama", name).to("cuda", dtype))
+        policy.share_prompt = share
+        logp, _ = policy(batch, 1.0)
+        logp.sum().backward()
+        results.append([logp.detach(), torch.cat([p.grad.flatten().float() for p in policy.parameters()])])
+    for exact, apart, shared in zip(*results):
+        assert float((shared - exact).norm()) < 1.5 * float((apart - exact).norm()) + 1e-3 * float(exact.norm())
