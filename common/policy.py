@@ -37,7 +37,7 @@ class ModelConfig:
     """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
-    Needs --policy.attention packed_sdpa, the one that CPUs use."""
+    Not with --policy.attention flash_attention_2; on GPUs auto then means packed_varlen."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 

@@ -1,14 +1,18 @@
 """Shared by the tests: the real model, tiny random ones, and a way to run the scripts as users do."""
 
+import atexit
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from common import dist
+from tests.faulty import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
@@ -52,20 +56,42 @@ def tiny_llama(tmp_path_factory, smollm) -> str:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
-def launch(*command: str, ranks: int = 0, env: dict[str, str] | None = None, timeout: float = 600.0, check=True):
-    """`python COMMAND` in the repository, or `torchrun --nproc-per-node ranks COMMAND`; one OpenMP thread a rank."""
-    python = [sys.executable]
-    if ranks:
-        python = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "LD_PRELOAD"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        [*python, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
-        stdin=subprocess.DEVNULL,
-    )
+def launch(
+    *command: str, ranks: int = 0, warm: bool = False, env: dict[str, str] | None = None, timeout: float = 600.0,
+    check: bool = True,
+):
+    """`python COMMAND` in the repository, or `torchrun --nproc-per-node ranks COMMAND`; one OpenMP thread a rank.
+
+    `warm`: a script without ranks, in a fork of a process that has done its imports."""
+    if warm:
+        done = _warm_start(*map(str, command))
+    else:
+        python = [sys.executable]
+        if ranks:
+            python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "LD_PRELOAD"):
+            environment.pop(name, None)
+        done = subprocess.run(
+            [*python, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
     if check:
         said = f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         assert done.returncode == 0, f"{command} ended with {done.returncode}\n{said}"
     return done
+
+
+@functools.cache
+def _server() -> Server:
+    server = Server()
+    atexit.register(server.close)
+    return server
+
+
+def _warm_start(*command: str) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        code = _server()(out, "none", *command, errors=errors)
+        return subprocess.CompletedProcess(command, code, out.read_text(), errors.read_text())

@@ -103,9 +103,10 @@ def serve() -> None:
         command = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for stream, descriptor in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
-                os.dup2(stream, descriptor)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for descriptor, name in ((1, "log"), (2, "errors")):
+                mode = os.O_TRUNC if name == "log" else 0
+                os.dup2(os.open(command[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode), descriptor)
             os.environ.update(command["env"])
             signal.set_wakeup_fd(-1)
             run(*command["arguments"])
@@ -124,9 +125,10 @@ class Server:
             [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
-    def __call__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> int:
-        """The exit code, minus the signal's number for one that was killed."""
-        command = {"log": str(log), "arguments": [str(x) for x in arguments], "env": env or {}}
+    def __call__(self, log: Path, *arguments: str, errors: Path | None = None, env: dict | None = None) -> int:
+        """The exit code, minus the signal's number for one that was killed. `errors`: stderr, else it is in the log."""
+        command = {"log": str(log), "errors": str(errors or log), "arguments": [str(x) for x in arguments],
+                   "env": env or {}}
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())

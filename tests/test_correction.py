@@ -496,7 +496,7 @@ def run(model: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
            "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1",
            "--save.hf", "never", "--prompts-per-step", "4", "--samples-per-prompt", "3", "--total-steps", "2",
            "--reward.function", "tests/reward_by_length.py:compute_score", "--rollout.max-response-length", "6",
-           "--optim.lr", "0.01", *flags, ranks=ranks)
+           "--optim.lr", "0.01", *flags, ranks=ranks, warm=not ranks)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

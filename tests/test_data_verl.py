@@ -57,7 +57,7 @@ def test_verls_files_train_for_two_steps(tiny_llama, tmp_path):
         str(tmp_path / "run"), "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4",
         "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr", "1e-3", "--total-steps", "2",
         "--reward.num-workers", "1", "--eval-n", "0", "--data.max-prompt-length", "200",
-        "--data.on-bad-row", "skip",
+        "--data.on-bad-row", "skip", warm=True,
     )
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1, 2]

@@ -96,7 +96,8 @@ def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
     )
     for name in ("skipped", "run"):
         flags = [*TINY[:-2], "--run-dir", str(tmp_path / name), "--reward.function", f"{reward}:compute_score"]
-        launch("grpo.py", "--model", tiny_llama, *flags, *(["--run-constant-groups"] if name == "run" else []))
+        more = ["--run-constant-groups"] if name == "run" else []
+        launch("grpo.py", "--model", tiny_llama, *flags, *more, warm=True)
     skipped, run = metrics_of(tmp_path / "skipped"), metrics_of(tmp_path / "run")
     assert 0 < skipped[0]["reward/constant_group_frac"] < 1
     for a, b in zip(skipped, run, strict=True):
@@ -153,7 +154,7 @@ def test_soft_overlong_piecewise():
     ],
 )
 def test_bad_flags_are_refused_in_one_line(tiny_llama, tmp_path, flags, message):
-    done = launch("grpo.py", "--model", tiny_llama, *TINY, "--run-dir", str(tmp_path), *flags, check=False)
+    done = launch("grpo.py", "--model", tiny_llama, *TINY, "--run-dir", tmp_path, *flags, warm=True, check=False)
     assert done.returncode == 2, done.stderr[-2000:]
     assert re.search(f"^error: .*{message}", done.stderr, re.M | re.S), done.stderr[-2000:]
     assert "Traceback" not in done.stderr
@@ -182,7 +183,7 @@ def test_a_port_in_use_is_named(tiny_llama, tmp_path):
 def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny_llama, tmp_path):
     """An entropy bonus that overflows: the first step changes nothing and is counted, the second ends the run."""
     flags = (*TINY, "--run-dir", str(tmp_path), "--optim.max-skipped-steps", "2", "--entropy-coef", "1e38")
-    done = launch("grpo.py", "--model", tiny_llama, *flags, "--total-steps", "4", check=False)
+    done = launch("grpo.py", "--model", tiny_llama, *flags, "--total-steps", "4", warm=True, check=False)
     assert done.returncode not in (0, 2)
     assert "the gradient norm was not finite 2 times in a row (--optim.max-skipped-steps)" in done.stderr
     assert [row["actor/skipped_steps"] for row in metrics_of(tmp_path)] == [1]
@@ -192,7 +193,7 @@ def test_broken_weights_are_refused_with_the_sample(tiny_llama, tmp_path):
     """A learning rate of infinity makes the weights NaN: the next rollout is refused before it is trained on."""
     flags = (*TINY, "--run-dir", str(tmp_path), "--optim.lr", "inf", "--run-constant-groups")
     flags += ("--reward.function", f"{ROOT / 'tests/reward_by_length.py'}:compute_score")
-    done = launch("grpo.py", "--model", tiny_llama, *flags, check=False)
+    done = launch("grpo.py", "--model", tiny_llama, *flags, warm=True, check=False)
     assert done.returncode == 2
     assert re.search(r"error: sample \d+, token \d+: rollout log-prob is nan", done.stderr)
     assert len(metrics_of(tmp_path)) == 1
@@ -209,7 +210,7 @@ def test_the_readmes_fork_runs(tiny_llama, tmp_path):
     for script, run in (("grpo.py", "theirs"), (str(tmp_path / "mine.py"), "mine")):
         flags = (*TINY, "--total-steps", "1", "--run-dir", str(tmp_path / run), "--run-constant-groups",
                  "--reward.function", f"{ROOT / 'tests/reward_by_length.py'}:compute_score")
-        launch(script, "--model", tiny_llama, *flags)
+        launch(script, "--model", tiny_llama, *flags, warm=True)
     theirs, mine = metrics_of(tmp_path / "theirs")[0], metrics_of(tmp_path / "mine")[0]
     assert theirs["critic/rewards/mean"] == mine["critic/rewards/mean"]
     assert 0 < mine["actor/grad_norm"] < theirs["actor/grad_norm"]

@@ -237,7 +237,7 @@ def test_too_few_groups_stop_with_a_clear_message(tiny_llama, small_train, tmp_p
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     done = launch(
         "dapo.py", "--model", tiny_llama, "--train-data", small_train, *BASE[:-2], "--reward.function", f"{reward}",
-        "--max-gen-batches", "2", "--run-dir", str(tmp_path / "run"), check=False,
+        "--max-gen-batches", "2", "--run-dir", str(tmp_path / "run"), warm=True, check=False,
     )
     assert done.returncode != 0
     assert "step 1: 0 of 8 groups have unequal rewards after --max-gen-batches 2" in done.stderr
@@ -246,12 +246,12 @@ def test_too_few_groups_stop_with_a_clear_message(tiny_llama, small_train, tmp_p
 def test_a_run_that_was_killed_keeps_the_surplus(tiny_llama, small_train, tmp_path):
     """dapo.py --keep-surplus: 3 steps in one go equal 1 step, a new process, and 2 more."""
     common = ["--model", tiny_llama, "--train-data", small_train, *BASE, "--keep-surplus", "--save.every", "1"]
-    launch("dapo.py", *common, "--total-steps", "4", "--run-dir", str(tmp_path / "whole"))
+    launch("dapo.py", *common, "--total-steps", "4", "--run-dir", str(tmp_path / "whole"), warm=True)
     surplus = [json.loads(line)["rollout/surplus_groups"] for line in
                (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
     cut = next(step for step, groups in enumerate(surplus[:-1], start=1) if groups)
     for steps in (cut, 4):
-        launch("dapo.py", *common, "--total-steps", str(steps), "--run-dir", str(tmp_path / "cut"))
+        launch("dapo.py", *common, "--total-steps", str(steps), "--run-dir", str(tmp_path / "cut"), warm=True)
     timing = re.compile(r"timing|perf|tokens_per_s|save")
     rows = [[{k: v for k, v in json.loads(line).items() if not timing.search(k)}
              for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "cut")]

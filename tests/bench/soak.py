@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 import tyro
 
-from tests.chaos import make_model
-from tests.conftest import ROOT
+from tests.conftest import ROOT, make_tiny_llama
 from tests.test_checkpoint_resume import metrics, tiny_run
 
 
@@ -34,7 +33,7 @@ def main(args: Args) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = folder / "run"
-        flags = tiny_run(make_model(folder / "model"), folder)
+        flags = tiny_run(make_tiny_llama(folder / "model"), folder)
         flags += ["--total-steps", str(args.steps), "--eval-every", "50", "--save.every", "10", "--save.async"]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         with (folder / "log").open("w") as log:
