@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup model data quickstart learn chaos seeds bench bench-trl-env extras test lint
+.PHONY: help setup model data quickstart learn chaos seeds bench bench-trl-env extras test test-slow lint
 
 PYTHON ?= python3
 MODEL := models/SmolLM2-135M-Instruct
