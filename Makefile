@@ -19,7 +19,7 @@ ENGINE_FLAGS := $(if $(NO_VLLM),--rollout.engine hf)
 # The quickstart's task: one-step word problems, 64 responses a step.
 TASK = --model $(MODEL) --train-data $(DATA)/train.parquet --val-data $(DATA)/test.parquet \
 	--data.max-prompt-length 160 --rollout.max-response-length 40 --rollout.max-num-seqs 64 \
-	--total-steps 25 --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 2048 --policy.share-prompt \
+	--total-steps 25 --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 4096 --policy.share-prompt \
 	--optim.lr 3e-5 --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 \
 	--eval-every 10 --eval-n 4 --reward.num-workers 1 --save.every 10 --save.keep 1 $(ENGINE_FLAGS)
 
@@ -28,6 +28,11 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # OpenMP threads that wait for work must sleep: spinning on shared cores doubles the CPU seconds.
 export OMP_WAIT_POLICY := PASSIVE
+# glibc keeps large blocks instead of asking the kernel for zeroed pages at every use: an update takes a sixth to a quarter
+# less time (docs/performance.md).
+export MALLOC_MMAP_MAX_ := 0
+export MALLOC_TRIM_THRESHOLD_ := 17179869184
+export MALLOC_TOP_PAD_ := 67108864
 # No C++ warnings (vLLM binds memory to NUMA nodes and says so on every start).
 export TORCH_CPP_LOG_LEVEL := ERROR
 

@@ -66,8 +66,8 @@ def draw(runs: list[str], out: Path) -> None:
         (line,) = reward.plot(*series(rows, "critic/rewards/mean"), label=label)
         colour = line.get_color()
         for name in sorted({key for row in rows for key in row if key.startswith("val-core/")}):
-            style = "--" if name.endswith("greedy") else "-"
-            text = name.removeprefix("val-core/") + (f" ({Path(run).name})" if len(runs) > 1 else "")
+            style = "--" if name.endswith("greedy") else ":" if "/acc/best@" in name else "-"
+            text = name.removeprefix("val-core/") if run == runs[0] else None           # the colours are the first panel's
             validation.plot(*series(rows, name), style, marker="o", color=colour, label=text)
         policy.plot(*series(rows, "actor/entropy"), color=colour, label="entropy (nats)" if run == runs[0] else None)
         policy.plot(
@@ -86,7 +86,6 @@ def draw(runs: list[str], out: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    reward.set_ylim(bottom=0)
     validation.set_ylim(0, 1)
     policy.set_yscale("log")
     figure.savefig(out, dpi=110)
