@@ -67,7 +67,7 @@ def draw(runs: list[str], out: Path) -> None:
         colour = line.get_color()
         for name in sorted({key for row in rows for key in row if key.startswith("val-core/")}):
             style = "--" if name.endswith("greedy") else ":" if "/acc/best@" in name else "-"
-            text = name.removeprefix("val-core/") if run == runs[0] else None           # the colours are the first panel's
+            text = name.removeprefix("val-core/") if run == runs[0] else None    # the colours are the first panel's
             validation.plot(*series(rows, name), style, marker="o", color=colour, label=text)
         policy.plot(*series(rows, "actor/entropy"), color=colour, label="entropy (nats)" if run == runs[0] else None)
         policy.plot(
