@@ -36,7 +36,7 @@ class Args:
     response_tokens: int = 27
     tokens: int = 8192
     """Packed tokens of one update."""
-    max_tokens: int = 2048
+    max_tokens: int = 8192
     """Of one micro-batch."""
     pairs: int = 3
     responses: int = 16
