@@ -136,7 +136,7 @@ def main(args: Args) -> None:
         write_prompts(folder / "prompts.jsonl", flags, args)
 
         def trl(run_dir: Path, use_vllm: bool) -> list[str]:
-            per_microbatch = math.gcd(16, responses)        # 16 sequences of about 127 tokens: grpo.py's 2,048 tokens
+            per_microbatch = math.gcd(32, responses)        # 32 sequences of about 127 tokens: grpo.py's 4,096 tokens
             job = {"model": value_of(flags, "--model"), "prompts": str(folder / "prompts.jsonl"),
                    "run_dir": str(run_dir), "prompts_per_step": args.prompts, "samples_per_prompt": args.samples,
                    "sequences_per_microbatch": per_microbatch, "max_new_tokens": args.max_new_tokens,
