@@ -24,8 +24,8 @@ class Offload:
     def __init__(self, config: OffloadConfig, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         """`models`: all that live on the GPU, frozen ones too. On CPUs it works and gains nothing."""
         self.config = config
-        self.params = _Away(lambda: (p for model in models for p in model.parameters()))
-        self.moments = _Away(lambda: (x for opt in optimizers for state in opt.state.values() for x in state.values()))
+        self.params = Away(lambda: (p for model in models for p in model.parameters()))
+        self.moments = Away(lambda: (x for opt in optimizers for state in opt.state.values() for x in state.values()))
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.moments.wait())
             optimizer.register_state_dict_pre_hook(lambda *_: self.moments.wait())
@@ -51,7 +51,7 @@ class Offload:
             self.moments.back()
 
 
-class _Away:
+class Away:
     """A set of tensors whose storages can be emptied and filled again."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]):

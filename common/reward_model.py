@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 
 from common.data import Prompt
 from common.dist import World, all_max
+from common.offload import Away
 from common.packing import Batch
 from common.policy import SCORED, ModelConfig, load_critic, read_config
 
@@ -20,6 +21,8 @@ class RewardModelConfig:
     """The reward is the model's score alone: no reward function is run."""
     max_tokens: int = 16384
     """Token budget of one forward on one rank."""
+    offload: bool = False
+    """Keep its weights in pinned host memory except while it scores."""
 
     def __post_init__(self):
         if self.alone and not self.path:
@@ -36,6 +39,9 @@ class RewardModel:
         if not self.tokenizer.chat_template:
             raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
         self.model = load_critic(config.path, model_config, world, frozen=True)
+        self.away = Away(self.model.parameters) if config.offload else None
+        if self.away is not None:
+            self.away.out()
 
     def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         """One score per response. All ranks call this together, each with its own responses (or none)."""
@@ -56,8 +62,13 @@ class RewardModel:
             room -= len(row.tokens)
         dummy = Batch.build([[0]], [[0]])
         scores = []
+        if self.away is not None:
+            self.away.back()
+            self.away.wait()
         for number in range(int(all_max([len(groups)])[0])):                    # as many on every rank
             batch = Batch.cat(groups[number] if number < len(groups) else [dummy])
             values = self.model.score(batch.to(self.world.device))[batch.mask.to(self.world.device)]
             scores += values.tolist() if number < len(groups) else []
+        if self.away is not None:
+            self.away.out()
         return scores

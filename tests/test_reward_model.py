@@ -23,8 +23,8 @@ def folder(tiny_llama, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("max_tokens", [16384, 60, 1])
-def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens):
+@pytest.mark.parametrize(("max_tokens", "offload"), [(16384, False), (60, True), (1, False)])
+def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens, offload):
     model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     want = []
@@ -33,8 +33,11 @@ def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_toke
         ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
         with torch.no_grad():
             want.append(float(model(input_ids=torch.tensor([ids])).logits))
-    ours = RewardModel(RewardModelConfig(path=folder, max_tokens=max_tokens), FLOAT32, world)
-    assert ours.score(PROMPTS, TEXTS) == pytest.approx(want, abs=2e-6)
+    ours = RewardModel(RewardModelConfig(path=folder, max_tokens=max_tokens, offload=offload), FLOAT32, world)
+    for _ in range(2):
+        sizes = [p.to_local().untyped_storage().nbytes() for p in ours.model.parameters()]
+        assert not any(sizes) if offload else all(sizes)
+        assert ours.score(PROMPTS, TEXTS) == pytest.approx(want, abs=2e-6)
     assert len({round(x, 4) for x in want}) == 4
     assert ours.score([], []) == []
 
