@@ -156,5 +156,5 @@ extras: setup
 test: setup model data extras lint ## lint and all tests, on the real model; ARGS="-k packing" picks some
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist loadfile --durations 15 $(ARGS)
 
-test-slow: setup model data extras ## the few tests that `make test` leaves out (5 minutes)
+test-slow: setup model data extras ## the few tests that `make test` leaves out (6 minutes)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -m slow $(ARGS)

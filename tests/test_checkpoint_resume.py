@@ -164,14 +164,20 @@ def test_two_ranks_do_what_one_does_and_continue_exactly(flags, in_one_go, tmp_p
     ("dapo.py", ["--keep-surplus", "--max-gen-batches", "4", "--overlong-buffer", "2"]),
     ("rloo.py", ["--baseline", "remax", "--kl-reward-coef", "0.1"]),
 ])
-def test_the_other_scripts_continue_exactly(script, more, flags, start, tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, tmp_path):
     """kill -9 after step 3: critic, adaptive coefficient and surplus groups come back with step 2."""
     where = flags.index("--kl-loss-coef")
     flags, log = [*flags[:where], *flags[where + 2 :], *more], tmp_path / "log"
     for name, faults in {"whole": ["none"], "again": ["log after:4:0:kill", "none"]}.items():
         for fault in faults:
-            code = start(log, fault, script, *flags, "--run-dir", tmp_path / name)
-            assert code == (0 if fault == "none" else -signal.SIGKILL), log.read_text()[-6000:]
+            arguments = (fault, script, *flags, "--run-dir", tmp_path / name)
+            if ranks == 1:
+                code = start(log, *arguments)
+            else:
+                done = launch("tests/faulty.py", *arguments, ranks=ranks, check=False)
+                code = log.write_text(done.stdout + done.stderr) and done.returncode
+            assert (code == 0) == (fault == "none"), log.read_text()[-6000:]
     assert "resumed after step 2" in log.read_text()
     assert all(row["actor/grad_norm"] > 0.01 for row in metrics(tmp_path / "again")[1:])
     assert_same_run(tmp_path / "again", tmp_path / "whole")
