@@ -257,6 +257,7 @@ def main(args: Args) -> None:
         all_count = args.kl_loss_coef or args.entropy_coef or correct.needs_old_logp() or args.loss in losses.SELECTED
         skip_constant = not (args.run_constant_groups or all_count)
         trained = ~(constant & skip_constant).repeat_interleave(G)                              # [S]
+        # trained is every token that was sampled: the stop token, responses that were cut
         minibatches, idle_lengths = deal(
             samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
             max_tokens=args.max_tokens_per_gpu, seed=dist.seed_of(args.seed, step, "minibatches"),
@@ -288,6 +289,7 @@ def main(args: Args) -> None:
         num_microbatches = sum(map(len, minibatches)) * args.epochs_per_step
         with timer("update_actor"), tracker.progress("update", num_microbatches) as advance:
             for update, (microbatches, idle) in enumerate([*zip(minibatches, idle_lengths)] * args.epochs_per_step):
+                # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
                 losses.set_weights(microbatches, chosen.aggregation, args.rollout.max_response_length, idle)
                 score = partial(policy.score, temperature=sampling.temperature)
                 selected = losses.select(args.loss, microbatches, score, dist.seed_of(args.seed, step, update), chosen)

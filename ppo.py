@@ -257,6 +257,7 @@ def main(args: Args) -> None:
         results = gather_results(samples)                                                       # [S] each
         rewards = results.rewards                                                               # [S]
         trained = torch.ones(len(rewards), dtype=torch.bool)                                    # [S]
+        # trained is every token that was sampled: the stop token, responses that were cut
         minibatches, idle_lengths = deal(
             samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
             max_tokens=args.max_tokens_per_gpu, seed=dist.seed_of(args.seed, step, "minibatches"),
@@ -318,6 +319,7 @@ def main(args: Args) -> None:
         num_microbatches = sum(map(len, minibatches)) * actor_epochs
         with timer("update_actor"), tracker.progress("update", num_microbatches) as advance:
             for microbatches, idle in [*zip(minibatches, idle_lengths)] * actor_epochs:
+                # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
                 losses.set_weights(microbatches, chosen.aggregation, args.rollout.max_response_length, idle)
                 for microbatch in microbatches:                                                 # as many on every rank
                     logp, entropy = policy(microbatch, sampling.temperature, args.entropy_coef != 0)   # [T], [T]

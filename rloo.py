@@ -291,6 +291,7 @@ def main(args: Args) -> None:
         all_count = args.kl_reward_coef or args.entropy_coef or correct.needs_old_logp()
         skip_constant = not (args.run_constant_groups or all_count or baseline.whiten or baseline.greedy)
         trained = ~(constant & skip_constant).repeat_interleave(G)                              # [S]
+        # trained is every token that was sampled: the stop token, responses that were cut
         minibatches, idle_lengths = deal(
             samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
             max_tokens=args.max_tokens_per_gpu, seed=dist.seed_of(args.seed, step, "minibatches"),
@@ -336,6 +337,7 @@ def main(args: Args) -> None:
         num_microbatches = sum(map(len, minibatches)) * args.epochs_per_step
         with timer("update_actor"), tracker.progress("update", num_microbatches) as advance:
             for microbatches, idle in [*zip(minibatches, idle_lengths)] * args.epochs_per_step:
+                # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
                 losses.set_weights(microbatches, chosen.aggregation, args.rollout.max_response_length, idle)
                 for microbatch in microbatches:                                                 # as many on every rank
                     logp, entropy = policy(microbatch, sampling.temperature, args.entropy_coef != 0)   # [T], [T]

@@ -342,10 +342,10 @@ def batch_line(
 ) -> str:
     """The batch units of a run in words. `longest`: tokens of the longest prompt and response that may come."""
     responses = prompts * samples
-    most = -(-responses // (minibatches * ranks * max(1, max_tokens // longest)))
+    number = -(-responses // (minibatches * ranks * max(1, max_tokens // longest)))
     return (f"{prompts:,} prompts x {samples:,} samples = {responses:,} responses a step, {minibatches} mini-batch(es) "
-            f"of {responses // minibatches:,}, {epochs} epoch(s), at most {most} micro-batch(es) of up to "
-            f"{max_tokens:,} tokens on each of {ranks} rank(s)")
+            f"of {responses // minibatches:,}, {epochs} epoch(s), micro-batches of up to {max_tokens:,} tokens on each "
+            f"of {ranks} rank(s), about {number} at the longest lengths")
 
 
 def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
