@@ -31,6 +31,7 @@ from rewards.worker import Scorer
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 1.0    # by so much a batch's kill comes after the deadlines that an `async def` has in the worker itself
+CLOSE_S = 2.0    # closing waits so long for a thread whose worker is only just being started
 START_S = 120.0  # a worker may take this long to import a user's reward file; it is outside every sample's deadline
 
 
@@ -86,7 +87,7 @@ class Worker:
         self.lock = threading.Lock()
         reply = self.ask(pickle.dumps(scorer_args), START_S)
         if "failure" in reply:
-            self.kill()
+            self.close()
             raise RuntimeError(f"a reward worker could not start ({reply['failure']}):\n{reply['text']}")
         self.concurrent = reply["concurrent"]  # takes many samples at once
 
@@ -139,6 +140,13 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def close(self) -> None:
+        """`kill`, and close the pipes: for the thread that asks, as nobody may be reading."""
+        self.kill()
+        self.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # what was not flushed
+            self.process.stdin.close()
 
 
 class RewardPool:
@@ -230,6 +238,8 @@ class RewardPool:
         worker, jobs, alone = None, [], False
         while not self.closed:
             if worker is None or worker.process.poll() is not None:  # also one that died while idle
+                if worker is not None:
+                    worker.close()
                 try:
                     worker = self.workers[threading.current_thread()] = Worker(self.scorer_args)
                 except (RuntimeError, OSError) as error:  # OSError: no process or no memory to be had
@@ -262,7 +272,7 @@ class RewardPool:
                 self.changed.notify_all()
         self.jobs.put(None)  # for the next thread
         if worker is not None:
-            worker.kill()
+            worker.close()
 
     def report_batch(self, size: int, reply: dict) -> None:
         if "batch" not in self.logged:
@@ -281,6 +291,8 @@ class RewardPool:
         self.jobs.put(None)
         for worker in list(self.workers.values()):
             worker.kill()
+        for thread in self.threads:
+            thread.join(CLOSE_S)
 
     def __enter__(self) -> "RewardPool":
         return self

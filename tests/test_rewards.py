@@ -1,10 +1,12 @@
 """Rewards: the score of gsm8k against cases worked by hand, and the pool against functions that really misbehave."""
 
+import gc
 import logging
 import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -217,6 +219,19 @@ def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
                      "ZeroDivisionError", "finite number"):
         assert expected in text, expected
     assert text.count("finite number") == 1
+
+
+def test_pool_closes_the_pipes_of_dead_workers_and_of_all_at_the_end(misbehave):
+    gc.collect()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with RewardPool(f"{misbehave}:score", num_workers=1, max_error_frac=1.0) as pool:
+        for count in range(4):
+            pool.submit(count, "any", "exit", "1")
+            pool.submit(count + 4, "any", "fine", "1")
+            assert pool.results().failures == ["crash", None]
+            assert len(os.listdir("/proc/self/fd")) == files + 2
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert threading.active_count() == threads
 
 
 def test_pool_kills_what_a_reward_started(misbehave, tmp_path):
