@@ -137,14 +137,15 @@ class Policy(PackedModel):
         return logp
 
     @torch.no_grad()
-    def full_tensors(self, dtype: torch.dtype, bucket_mb: float) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, unsharded and in `dtype`, under its Hugging Face name; tied weights once.
+    def full_tensors(self, dtype: torch.dtype | None, bucket_mb: float) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once.
 
         Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size). The next
         bucket travels while the caller reads this one, so at most two buckets and one tensor exist beside the shards.
         All ranks must iterate to the end, in step.
         """
         arriving, bucket, size = None, [], 0
+        dtype = dtype or self.lm.dtype
         for name, parameter in self.lm.named_parameters():
             bucket.append((name, parameter))
             size += parameter.numel() * dtype.itemsize

@@ -246,20 +246,40 @@ class Engine:
         """Load the trainer's weights, then compare checksums of a sample: all tensors outside the layers and those of
         one layer, another one at each version. Returns how many were compared."""
         layer = policy.version % policy.lm.config.num_hidden_layers
+        num_checksums, wrong = self._transfer(policy, layer, everything=not self._trusted())
+        if wrong and not self._trusted():
+            self._by_loaders("the copies that were recorded do not give the trainer's weights")
+            num_checksums, wrong = self._transfer(policy, layer, everything=False)
+        if wrong:
+            raise RuntimeError(f"weight sync: checksums differ, the engine holds other weights: {', '.join(wrong)}")
+        return num_checksums
+
+    def _transfer(self, policy: Policy, layer: int, everything: bool) -> tuple[int, list[str]]:
+        """Load all weights. Returns how many checksums the sample has, and what differs (in all, if `everything`)."""
         sent: dict[str, int] = {}
 
+        def in_sample(name: str) -> bool:
+            number = re.search(r"\.layers\.(\d+)\.", name)
+            return number is None or int(number[1]) == layer
+
         def watched() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in policy.full_tensors(self.dtype, self.config.sync_bucket_mb or self._free_bucket_mb()):
-                number = re.search(r"\.layers\.(\d+)\.", name)
-                if number is None or int(number[1]) == layer:
-                    sent[name] = checksum(tensor)
+            bucket_mb = self.config.sync_bucket_mb or self._free_bucket_mb()
+            # where nothing travels, whoever copies casts: one pass over the weights instead of two
+            for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None, bucket_mb):
+                if everything or in_sample(name):
+                    sent[name] = checksum(tensor.to(self.dtype))
                 yield name, tensor
 
         held = self._load(watched(), sent)
         wrong = [f"{name} ({want} sent, {have} held)" for name, (want, have) in held.items() if want != have]
-        if wrong:
-            raise RuntimeError(f"weight sync: checksums differ, the engine holds other weights: {', '.join(wrong)}")
-        return len(held)
+        return sum(map(in_sample, held)), wrong
+
+    def _trusted(self) -> bool:
+        """Whether a sample of the next load is enough."""
+        return True
+
+    def _by_loaders(self, why: str) -> None:
+        """Load without a recording from now on."""
 
     def _free_bucket_mb(self) -> int:
         """A sixteenth of the memory that is free on the fullest rank, 64 MiB to 1 GiB."""
@@ -307,7 +327,24 @@ class Engine:
 def checksum(tensor: Tensor) -> int:
     """Sum of the elements' bits read as integers: exact, and it adds up over the parts of a tensor in any order."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
+    tensor = tensor.detach().contiguous().view(-1).view(bits)
+    if bits == torch.int16 and tensor.device.type == "cpu":
+        first = min(-tensor.storage_offset() % 4, len(tensor))
+        last = first + (len(tensor) - first) // 4 * 4
+        ends = tensor[:first].sum(dtype=torch.int64) + tensor[last:].sum(dtype=torch.int64)
+        return int(ends) + sum(map(_sum_of_int16, tensor[first:last].view(torch.int64).split(1 << 15)))
+    return int(tensor.sum(dtype=torch.int64))
+
+
+def _sum_of_int16(words: Tensor) -> int:
+    """Of the four numbers in each of up to 65,536 words of 64 bits. torch widens one by one on CPUs, 5 times slower."""
+    pairs = 0x0000FFFF0000FFFF
+    words = words ^ -0x7FFF7FFF7FFF8000                                 # 0x8000 in each: from signed to unsigned
+    low = int((words & pairs).sum())
+    words >>= 16
+    words &= pairs
+    high = int(words.sum())
+    return sum((x & 0xFFFFFFFF) + (x >> 32 & 0xFFFFFFFF) for x in (low, high)) - 4 * 0x8000 * len(words)
 
 
 def check_rollout(

@@ -5,33 +5,34 @@ import contextlib
 import ctypes
 import mmap
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from common.rollout import checksum
-
 
 @contextlib.contextmanager
-def checksums_before_packing(packed: dict[str, int], sent: dict[str, int]) -> Iterator[None]:
-    """The last moment at which a linear layer's weights can be read on CPUs: when vLLM is about to pack them."""
+def before_packing(see: Callable[[nn.Module], None]) -> Iterator[None]:
+    """`see(layer)` at the last moment at which a linear layer's weights can be read: before vLLM packs them."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     pack = UnquantizedLinearMethod.process_weights_after_loading
 
-    def measure_and_pack(self, layer: nn.Module) -> None:
-        parent = layer.prefix.rpartition(".")[0] + "."
-        if any(name.startswith(parent) for name in sent):
-            packed.update({f"{layer.prefix}.{name}": checksum(p) for name, p in layer.named_parameters()})
+    def see_and_pack(self, layer: nn.Module) -> None:
+        see(layer)
         pack(self, layer)
 
-    UnquantizedLinearMethod.process_weights_after_loading = measure_and_pack
+    UnquantizedLinearMethod.process_weights_after_loading = see_and_pack
     try:
         yield
     finally:
         UnquantizedLinearMethod.process_weights_after_loading = pack
+
+
+def pack(layer: nn.Module) -> None:
+    """A linear layer's weights, just written, into the form that the CPU kernels read; the originals are dropped."""
+    layer.quant_method.process_weights_after_loading(layer)
 
 
 def pack_heads(model: nn.Module) -> None:
@@ -41,7 +42,7 @@ def pack_heads(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+            pack(module)
 
 
 def give_back_cache(worker: Any) -> None:

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from common import vllm_cpu
-from common.dist import World, seed_of
+from common.dist import World, all_max, seed_of
 from common.policy import ModelConfig
 from common.rollout import Engine, Response, RolloutConfig, checksum
 from common.tracking import say
+from common.vllm_sync import Recorder, Recording
 
 VLLM_SUPPORTED = ("0.26", "0.32")
 """Oldest and newest vLLM. The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs it."""
@@ -103,6 +104,8 @@ class VLLMEngine(Engine):
             if self.on_cpu and config.tp > 1:
                 stack.enter_context(vllm_cpu.own_segment_name())
             self.llm = LLM(**options, **parse_extra(config.extra, set(options)))
+        self._record = config.quantization == "none"  # copies alone do not quantise
+        self._recording: Recording | None = None
         self._residue_gb = 0.0
         self._sleep()
         self._first_residue_gb = self._residue_gb
@@ -122,16 +125,51 @@ class VLLMEngine(Engine):
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
         packed: dict[str, int] = {}
+        recorder = Recorder()
+
+        def see(layer: nn.Module) -> None:
+            parent = layer.prefix.rpartition(".")[0] + "."
+            if any(name.startswith(parent) for name in sent):
+                packed.update({f"{layer.prefix}.{name}": checksum(p) for name, p in layer.named_parameters()})
+            recorder.before_packing(layer)
+
+        recording, self._recording = self._recording, None  # kept only if nothing raises
+        with vllm_cpu.before_packing(see) if self.on_cpu else contextlib.nullcontext():
+            if recording is not None:
+                recording.load(tensors, vllm_cpu.pack)
+            else:
+                with recorder if self._record else contextlib.nullcontext():
+                    self._load_by_vllm(recorder.sending(tensors))
         if self.on_cpu:
-            # vLLM packs linear weights for oneDNN and empties the originals: only a reload may write them
-            with vllm_cpu.checksums_before_packing(packed, sent):
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
             self.llm.apply_model(vllm_cpu.pack_heads)
-        elif self.config.quantization != "none":
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})  # quantises layer by layer
+        held = self.llm.apply_model(partial(compare_checksums, sent=sent, packed=packed, dtype=self.dtype))[0]
+        if recording is not None:
+            recording.is_proven |= all(want == have for want, have in held.values())
+            self._recording = recording
+        elif self._record:
+            self._recording = self._finish(recorder)
+        return held
+
+    def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        if self.on_cpu or self.config.quantization != "none":
+            # these weights are packed or quantised for the kernels, layer by layer: only a reload may write them
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:
             self.llm.apply_model(lambda model: model.load_weights(tensors) and None)
-        return self.llm.apply_model(partial(compare_checksums, sent=sent, packed=packed, dtype=self.dtype))[0]
+
+    def _finish(self, recorder: Recorder) -> Recording | None:
+        found = self.llm.apply_model(recorder.finish)[0]
+        if not all_max([isinstance(found, str)]).item():
+            return found
+        self._by_loaders(found if isinstance(found, str) else "another rank has no recording")
+        return None
+
+    def _trusted(self) -> bool:
+        return self._recording is None or self._recording.is_proven
+
+    def _by_loaders(self, why: str) -> None:
+        self._recording, self._record = None, False
+        say(self.world, f"weight sync: by vLLM's own loaders at every step, as {why}")
 
     def _wake_cache(self) -> dict[str, float]:
         if not self.on_cpu:

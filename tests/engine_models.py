@@ -98,9 +98,9 @@ def logps(lm: torch.nn.Module, prompt: list[int], tokens: list[int]) -> Tensor:
     return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
 
 
-def round_trip(model: str, world: dist.World, **flags) -> dict:
+def round_trip(model: str, world: dist.World, kind: str = "vllm", **flags) -> dict:
     """Sync, perturb and sync, revert and sync: what each rank saw."""
-    engine, policy = start(model, world, **flags)
+    engine, policy = start(model, world, kind, **flags)
     saved = [parameter.to_local().clone() for parameter in policy.parameters()]
     first = engine.wake(policy)
     before = compare(engine, oracle(model, 0.0))
@@ -118,6 +118,8 @@ def round_trip(model: str, world: dist.World, **flags) -> dict:
     again = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12), on_finish=lambda i, _: finished.append(i))
     engine.sleep()
     engine.close()
+    if kind == "vllm":
+        assert engine._recording.is_proven                              # after the first, loads were recorded copies
     return {
         "logp": [before[0], after[0]],
         "greedy": [before[1], after[1]],

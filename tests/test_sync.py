@@ -12,6 +12,7 @@ import torch
 
 from common import dist
 from common.rollout import Sampling, checksum
+from common.vllm_sync import Recorder
 from tests import engine_models
 from tests.conftest import ROOT, launch
 from tests.engine_models import PROMPTS, SEEDS, make_model, round_trip, start
@@ -94,6 +95,108 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
     policy.version += 1
     assert engine.wake(policy)["sync/probe_logp_diff"] < 2e-5
     engine.sleep()
+
+
+def test_a_recording_that_is_wrong_is_dropped_or_stops_the_run(awake, capsys):
+    """Two rows of a norm's copy swapped: seen in full before it is trusted, in the sample afterwards."""
+    engine, policy = awake
+    policy.version += 1
+    engine.wake(policy)                                                 # makes a recording where there was none
+    engine.sleep()
+    weight, copy = next(iter(engine._recording.steps["model.layers.1.mlp.down_proj.weight"]))
+
+    def tamper() -> None:
+        half = copy.target._replace(size=(copy.target.size[0], copy.target.size[1] // 2))
+        wrong = copy._replace(target=half, source=copy.source._replace(size=half.size))
+        engine._recording.steps[copy.name] = [(weight, wrong)]
+
+    tamper()
+    engine._recording.is_proven = False
+    policy.version = 2 * (policy.version // 2 + 1)                      # the sample is of layer 0
+    assert engine.wake(policy)["sync/probe_logp_diff"] < 2e-5           # loaded again, by vLLM's loaders
+    engine.sleep()
+    assert engine._recording is None and "by vLLM's own loaders at every step" in capsys.readouterr().out
+    engine._record = True
+    for _ in range(2):
+        policy.version += 1
+        engine.wake(policy)
+        engine.sleep()
+    assert engine._recording.is_proven
+    weight, copy = next(iter(engine._recording.steps["model.layers.1.mlp.down_proj.weight"]))
+    tamper()
+    policy.version = 2 * (policy.version // 2 + 1) + 1                  # layer 1
+    with pytest.raises(RuntimeError, match=r"checksums differ.*layers\.1\.mlp\.down_proj"):
+        engine.wake(policy)
+    engine._recording = None
+    engine.wake(policy)
+    engine.sleep()
+
+
+class Fused(torch.nn.Module):
+    """What vLLM's loaders do: one rank's parts of a fused matrix, a padded table, a transposed matrix, a tied one."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in {"qkv": (8, 6), "table": (16, 6), "turned": (6, 4), "norm": (6,)}.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.full(shape, 9.0).bfloat16(), requires_grad=False))
+        self.head = torch.nn.Linear(6, 16, bias=False)
+        self.head.weight = self.table
+
+    def load(self, tensors, change=lambda model: None):
+        for name, tensor in tensors:
+            if name in ("q", "k"):
+                self.qkv.data[slice(0, 4) if name == "q" else slice(4, 8)].copy_(tensor.narrow(0, 2, 4))
+            elif name == "table":
+                first = torch.empty(16, 6, dtype=torch.bfloat16)        # as a reload does: beside it, then over
+                first[:13].copy_(tensor[:13])
+                first[13:].fill_(0)
+                self.table.data.copy_(first)
+            elif name == "turned":
+                self.turned.data.copy_(tensor.t())
+            elif name == "norm":
+                self.norm.data.copy_(tensor)
+        change(self)
+
+
+def sent(seed: int, names=("q", "k", "table", "turned", "norm", "unused")) -> list[tuple[str, torch.Tensor]]:
+    shapes = {"q": (8, 6), "k": (8, 6), "table": (13, 6), "turned": (4, 6), "norm": (6,), "unused": (3,)}
+    numbers = torch.Generator().manual_seed(seed)
+    bucket = torch.randn(300, generator=numbers)                        # as gathered: parts of one storage
+    sizes = [math.prod(shapes[name]) for name in names]
+    parts = bucket[: sum(sizes)].split(sizes)
+    return [(name, part.view(shapes[name])) for name, part in zip(names, parts)]
+
+
+def record(model: Fused, tensors, change=lambda model: None):
+    recorder = Recorder()
+    with recorder, torch.no_grad():
+        model.load(recorder.sending(tensors), change)
+    return recorder.finish(model)
+
+
+def test_a_recording_does_what_the_loaders_did():
+    model, other = Fused(), Fused()
+    recording = record(model, sent(0))
+    for seed in (1, 2):
+        with torch.no_grad():
+            model.table.fill_(7.0)                                      # as weights that were discarded
+            other.load(sent(seed))
+        recording.load(sent(seed), pack=None)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match=r"did not send \['k', 'table'\]"):
+        recording.load(sent(3, ("q", "turned", "norm")), pack=None)
+
+
+@pytest.mark.parametrize(("change", "where"), [
+    (lambda m: m.norm.add_(1), "norm"),
+    (lambda m: m.norm.copy_(m.norm * 2), "norm"),
+    (lambda m: m.qkv[2].copy_(torch.ones(6)), "qkv"),
+    (lambda m: m.qkv.index_fill_(0, torch.tensor([1]), 3.0), "qkv"),
+    (lambda m: m.register_parameter("more", torch.nn.Parameter(torch.ones(3))), "more"),
+    (lambda m: setattr(m, "norm", torch.nn.Parameter(m.norm.data * 1)), "norm"),
+])
+def test_what_copies_do_not_explain_is_not_recorded(change, where):
+    assert record(Fused(), sent(0), change) == f"Fused.{where} is not filled by copies alone"
 
 
 def test_cycles_leave_nothing_behind(awake):
@@ -213,6 +316,9 @@ def test_checksum_adds_up_and_sees_one_bit():
     by_hand = sum(int.from_bytes(bytes(pair), "little", signed=True)
                   for pair in values.view(torch.uint8).reshape(-1, 2).tolist())
     assert checksum(values) == by_hand == checksum(values[:3]) + checksum(values[3:]) == checksum(values.t())
+    odd = torch.randint(-(2**15), 2**15, (3 * 2**17 + 3,), generator=torch.Generator().manual_seed(0)).short()
+    for ends in (odd, torch.full_like(odd, -1), torch.full_like(odd, 2**15 - 1), odd[:0], odd[:3]):
+        assert checksum(ends.view(torch.bfloat16)) == sum(ends.tolist())
     other = values.clone()
     other.view(torch.int16)[2, 2] ^= 1
     assert checksum(other) != checksum(values)

@@ -1,7 +1,8 @@
 """Weight sync against plain copies of the same bytes: `python -m tests.bench.bench_sync`, or under torchrun.
 
 The floor is what the data itself asks for: each weight cast once (float32 to the engine's dtype), sent once to every
-rank where there are several, and copied once into the engine, measured here on as many bytes. Median of rounds.
+rank where there are several, and copied once into the engine, measured here on as many bytes. On CPUs vLLM's kernels
+read packed matrices: `pack_s` is vLLM's packing of the new ones. Median of rounds.
 """
 
 import statistics
@@ -13,7 +14,7 @@ import torch
 import torch.distributed
 import tyro
 
-from common import dist
+from common import dist, vllm_cpu
 from common.policy import ModelConfig, Policy, all_gather, load_policy, read_config
 from common.rollout import Engine, RolloutConfig, make_engine
 from tests.bench.record import report
@@ -34,7 +35,7 @@ def main(args: Args) -> None:
     hf_config = read_config(args.model, model_config)
     engine = make_engine(args.model, hf_config, config, model_config, world, [[5, 6, 7]], [2], 128, 0)
     policy = load_policy(args.model, model_config, world)
-    rows = [measure_sync(engine, policy) for _ in range(args.rounds + 1)][1:]           # the first one warms up
+    rows = [measure_sync(engine, policy) for _ in range(args.rounds + 2)][2:]       # the first two record and compare all
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     if world.is_main:
         report("sync", ranks=world.size, tp=args.tp, **result)
@@ -50,6 +51,7 @@ def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
     policy.version += 1
     engine._wake_weights()
     sync = timed(device, lambda: engine._sync(policy))
+    pack = packing(engine, policy) if device.type == "cpu" else 0.0
     gather = timed(device, lambda: [None for _ in policy.full_tensors(dtype, bucket_mb)])
     numel = sum(parameter.numel() for parameter in policy.parameters())
     floor = plain_copies(numel, int(bucket_mb * 2**20 / dtype.itemsize), dtype, engine.world)
@@ -59,7 +61,25 @@ def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
     engine.sleep()
     gb = numel * dtype.itemsize / 2**30
     return {"weights_gb": gb, "bucket_mb": bucket_mb, "sync_s": sync, "gather_s": gather, "floor_s": floor,
-            "gb_per_s": gb / sync, "ratio": sync / floor}
+            "pack_s": pack, "gb_per_s": gb / sync, "ratio": sync / floor, "ratio_with_pack": sync / (floor + pack)}
+
+
+def packing(engine: Engine, policy: Policy) -> float:
+    """Seconds that one sync spends in vLLM's packing."""
+    spent, pack = 0.0, vllm_cpu.pack
+
+    def watched(layer: torch.nn.Module) -> None:
+        nonlocal spent
+        start = time.process_time()
+        pack(layer)
+        spent += time.process_time() - start
+
+    vllm_cpu.pack = watched
+    try:
+        engine._sync(policy)
+    finally:
+        vllm_cpu.pack = pack
+    return spent
 
 
 def plain_copies(numel: int, bucket: int, dtype: torch.dtype, world: dist.World) -> float:

@@ -1,0 +1,194 @@
+"""Weights into vLLM at the speed of copies: the first load runs vLLM's own loaders and is recorded, later ones repeat
+its copies.
+
+vLLM's loaders know which part of which tensor goes where (fused q, k, v and gate, up; shards of a tensor-parallel rank;
+padded vocabularies; names), and spend most of a sync finding it out again. A recording is used only if copies explain
+the whole model, every weight and nothing else; its first use is compared in full, and every use in the usual sample.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ATEN = torch.ops.aten
+
+
+class Region(NamedTuple):
+    """Elements of a tensor, by its first one."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class Copy(NamedTuple):
+    name: str  # of the tensor that was sent
+    source: Region
+    target: Region
+
+
+@dataclass
+class Written:
+    """What a load wrote into one storage."""
+
+    copies: dict[Region, Copy] = field(default_factory=dict)  # by target: some loaders write a region twice
+    zeroed: bool = False
+    otherwise: bool = False  # by anything but copies of what was sent
+
+    def explains(self, numel: int) -> bool:
+        count = self.numel
+        return not self.otherwise and (count == numel or (0 < count < numel and self.zeroed))
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(region.size) for region in self.copies)
+
+
+@dataclass
+class Weight:
+    """One parameter of the engine and the copies that fill it."""
+
+    module: nn.Module
+    name: str
+    written: Written
+    shape: torch.Size
+    dtype: torch.dtype
+    packed: bool  # its module's kernels read a packed form: filled beside the engine, packed, dropped
+
+
+class Recorder(TorchDispatchMode):
+    """Watches a load: `sending` wraps what is sent, `before_packing` is called for each layer about to be packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # storage -> start, end, name
+        self.written: dict[int, Written] = defaultdict(Written)
+        self.alive: dict[int, StorageWeakRef] = {}  # while there is one, a number is not used again
+        self.weights: list[Weight] = []
+
+    def sending(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if tensor.is_contiguous():
+                start = tensor.storage_offset()
+                self.sent[self.number(tensor)].append((start, start + tensor.numel(), name))
+            yield name, tensor
+
+    def number(self, tensor: Tensor) -> int:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        return self.alive.setdefault(reference.cdata, reference).cdata
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is ATEN.copy_.default:
+            self.copied(args[0], args[1])
+        elif func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args):
+                if argument.alias_info is not None and argument.alias_info.is_write and value.numel():
+                    written = self.written[self.number(value)]
+                    if func is ATEN.zero_.default or (func is ATEN.fill_.Scalar and args[1] == 0):
+                        written.zeroed = True
+                    else:
+                        written.otherwise = True
+        return result
+
+    def copied(self, target: Tensor, source: Tensor) -> None:
+        if target.is_meta or target.numel() == 0:
+            return
+        number, of = self.number(target), self.number(source)
+        region = Region(target.storage_offset(), tuple(target.shape), target.stride())
+        for start, end, name in self.sent.get(of, ()):
+            offset = source.storage_offset()
+            if start <= offset < end and source.shape == target.shape:
+                there = Region(offset - start, tuple(source.shape), source.stride())
+                self.written[number].copies[region] = Copy(name, there, region)
+                return
+        if of in self.written and is_whole(source) and is_whole(target):
+            self.written[number] = self.written[of]  # from where vLLM put it first
+        else:
+            self.written[number].otherwise = True
+
+    def before_packing(self, layer: nn.Module) -> None:
+        self.weights += [self.weight(layer, name, p, packed=True) for name, p in layer.named_parameters(recurse=False)]
+
+    def weight(self, module: nn.Module, name: str, parameter: Tensor, packed: bool) -> Weight:
+        # taken out: what a packing does to it is not of the load
+        written = self.written.pop(self.number(parameter), Written()) if is_whole(parameter) else Written()
+        return Weight(module, name, written, parameter.shape, parameter.dtype, packed)
+
+    def finish(self, model: nn.Module) -> "Recording | str":
+        """The recording, or why there is none."""
+        packed, seen = {id(weight.module) for weight in self.weights}, set()
+        for module in model.modules():
+            if type(module).__name__.startswith("MLA"):
+                return f"{type(module).__name__} keeps products of its weights"
+            if id(module) not in packed:
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.numel() and parameter not in seen:         # tied ones once
+                        seen.add(parameter)
+                        self.weights.append(self.weight(module, name, parameter, packed=False))
+        for weight in self.weights:
+            if not weight.written.explains(math.prod(weight.shape)):
+                return f"{type(weight.module).__name__}.{weight.name} is not filled by copies alone"
+        return Recording(self.weights)
+
+
+class Recording:
+    """Copies by the name of what is sent."""
+
+    def __init__(self, weights: list[Weight]):
+        self.weights = weights
+        self.is_proven = False  # a load by it was compared in full
+        self.steps: dict[str, list[tuple[Weight, Copy]]] = defaultdict(list)
+        self.parts: dict[nn.Module, int] = defaultdict(int)  # packed module -> copies that fill it
+        for weight in weights:
+            for copy in weight.written.copies.values():
+                self.steps[copy.name].append((weight, copy))
+                self.parts[weight.module] += weight.packed
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]], pack: Callable[[nn.Module], None]) -> None:
+        """As vLLM's loaders do, with `pack` for each packed layer as it is complete. Tensors arrive contiguous.
+
+        Raises RuntimeError if some weight did not arrive.
+        """
+        missing = dict(self.parts)
+        names = set(self.steps)
+        for weight in self.weights:
+            if weight.written.zeroed and not weight.packed:
+                getattr(weight.module, weight.name).zero_()
+        for name, tensor in tensors:
+            names.discard(name)
+            for weight, copy in self.steps.get(name, ()):
+                module = weight.module
+                if weight.packed and missing[module] == self.parts[module]:
+                    self.make_room(module)
+                copy.target.of(getattr(module, weight.name)).copy_(copy.source.of(tensor))
+                if weight.packed:
+                    missing[module] -= 1
+                    if not missing[module]:
+                        pack(module)
+        if names:
+            raise RuntimeError(f"weight sync: the trainer did not send {sorted(names)}")
+
+    def make_room(self, module: nn.Module) -> None:
+        for weight in self.weights_of(module):
+            make = torch.zeros if weight.written.zeroed else torch.empty
+            getattr(module, weight.name).data = make(weight.shape, dtype=weight.dtype)
+
+    def weights_of(self, module: nn.Module) -> list[Weight]:
+        return [weight for weight in self.weights if weight.module is module]
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """All of its storage, in order."""
+    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
