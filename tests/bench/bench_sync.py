@@ -35,7 +35,8 @@ def main(args: Args) -> None:
     hf_config = read_config(args.model, model_config)
     engine = make_engine(args.model, hf_config, config, model_config, world, [[5, 6, 7]], [2], 128, 0)
     policy = load_policy(args.model, model_config, world)
-    rows = [measure_sync(engine, policy) for _ in range(args.rounds + 2)][2:]       # the first two record and compare all
+    # the first two record, and compare everything
+    rows = [measure_sync(engine, policy) for _ in range(args.rounds + 2)][2:]
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     if world.is_main:
         report("sync", ranks=world.size, tp=args.tp, **result)
