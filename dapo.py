@@ -33,7 +33,7 @@ from common.packing import train_flops
 from common.policy import ModelConfig, load_policy, read_config
 from common.profiling import peak_flops
 from common.record import Record
-from common.reward_model import RewardModelConfig
+from common.reward_model import RewardModelConfig, check_reward_model
 from common.rollout import Engine, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
 from common.tracking import (
     LogConfig,
@@ -203,6 +203,7 @@ def main(args: Args) -> None:
     probe = [prompt.tokens for prompt in train_set[:4]]
     stops = stop_tokens(args.model, tokenizer)
     trainer_gb = resident_gb(hf_config, args.offload, world.size, trained=1, frozen=False)
+    trainer_gb += check_reward_model(args.reward_model, args.policy, world.size)
     engine = make_engine(
         args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed, trainer_gb
     )

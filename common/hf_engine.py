@@ -19,7 +19,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from common.dist import World
 from common.policy import ModelConfig
-from common.rollout import Engine, Response, RolloutConfig, Sampling, checksum
+from common.rollout import Engine, Response, RolloutConfig, Sampling
+from common.sync import checksum
 
 ROWS = 32
 """Slots that one forward decodes."""

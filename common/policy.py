@@ -41,6 +41,10 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
+    def __post_init__(self):
+        if self.share_prompt and self.attention == "flash_attention_2":
+            raise ValueError("--policy.share-prompt: --policy.attention flash_attention_2 cannot, packed_varlen can")
+
 
 CAUSAL_LM, SCORED = ("ForCausalLM", "LMHeadModel"), ("ForSequenceClassification",)
 
@@ -306,8 +310,6 @@ def _prepare(hf_config: PretrainedConfig, config: ModelConfig, world: World, fro
         if hasattr(hf_config, name):
             setattr(hf_config, name, 0.0)  # dropout would make the ratio differ from 1 on policy
     attention, _ = choose_attention(world.device, hf_config, config.attention, config.share_prompt)
-    if config.share_prompt and attention == "flash_attention_2":
-        raise ValueError("--policy.share-prompt: --policy.attention flash_attention_2 cannot, packed_varlen can")
     dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
     return dtype, {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from common.data import Prompt
 from common.dist import World, all_max
@@ -29,15 +30,30 @@ class RewardModelConfig:
             raise ValueError("--reward-model.alone needs --reward-model.path")
 
 
+def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, ranks: int) -> float:
+    """Refuse what cannot score. Returns the GiB that it keeps on each GPU while the engine is awake."""
+    if not config.path:
+        return 0.0
+    hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
+    if not _tokenizer(config, model_config).chat_template:
+        raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModel.from_config(hf_config).parameters())
+    itemsize = getattr(torch, model_config.compute_dtype).itemsize
+    return 0.0 if config.offload else weights * itemsize / ranks / 2**30
+
+
+def _tokenizer(config: RewardModelConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
+
+
 class RewardModel:
     """Scores conversations in the model's own chat template and tokens."""
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
-        read_config(config.path, model_config, "--reward-model.path", SCORED)  # refuse others first
+        check_reward_model(config, model_config, world.size)
         self.weight, self.max_tokens, self.world = config.weight, config.max_tokens, world
-        self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
+        self.tokenizer = _tokenizer(config, model_config)
         self.model = load_critic(config.path, model_config, world, frozen=True)
         self.away = Away(self.model.parameters) if config.offload else None
         if self.away is not None:

@@ -23,6 +23,7 @@ from common.dist import World, all_max, all_sum, seed_of
 from common.offload import Offload, OffloadConfig
 from common.packing import Batch
 from common.policy import ModelConfig, Policy
+from common.sync import Recording, checksum
 
 
 @dataclass
@@ -133,6 +134,7 @@ class Engine:
         self.offload = Offload(OffloadConfig(), [], [])
         """What leaves the GPU while the engine is awake: set it once the optimizer exists."""
         self._loaded: int | None = None  # version of the weights inside; None: they were discarded
+        self._recording: Recording | None = None  # of the engine's loads
         self._probed: tuple[Policy, Batch] | None = None
         self._asked = self._aborted = 0
 
@@ -246,8 +248,9 @@ class Engine:
         """Load the trainer's weights, then compare checksums of a sample: all tensors outside the layers and those of
         one layer, another one at each version. Returns how many were compared."""
         layer = policy.version % policy.lm.config.num_hidden_layers
-        num_checksums, wrong = self._transfer(policy, layer, everything=not self._trusted())
-        if wrong and not self._trusted():
+        trusted = self._recording is None or self._recording.is_proven
+        num_checksums, wrong = self._transfer(policy, layer, everything=not trusted)
+        if wrong and not trusted:
             self._by_loaders("the copies that were recorded do not give the trainer's weights")
             num_checksums, wrong = self._transfer(policy, layer, everything=False)
         if wrong:
@@ -273,13 +276,6 @@ class Engine:
         held = self._load(watched(), sent)
         wrong = [f"{name} ({want} sent, {have} held)" for name, (want, have) in held.items() if want != have]
         return sum(map(in_sample, held)), wrong
-
-    def _trusted(self) -> bool:
-        """Whether a sample of the next load is enough."""
-        return True
-
-    def _by_loaders(self, why: str) -> None:
-        """Load without a recording from now on."""
 
     def _free_bucket_mb(self) -> int:
         """A sixteenth of the memory that is free on the fullest rank, 64 MiB to 1 GiB."""
@@ -322,29 +318,6 @@ class Engine:
 
     def _abort(self, requests: set[int]) -> None:
         raise NotImplementedError
-
-
-def checksum(tensor: Tensor) -> int:
-    """Sum of the elements' bits read as integers: exact, and it adds up over the parts of a tensor in any order."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    tensor = tensor.detach().contiguous().view(-1).view(bits)
-    if bits == torch.int16 and tensor.device.type == "cpu":
-        first = min(-tensor.storage_offset() % 4, len(tensor))
-        last = first + (len(tensor) - first) // 4 * 4
-        ends = tensor[:first].sum(dtype=torch.int64) + tensor[last:].sum(dtype=torch.int64)
-        return int(ends) + sum(map(_sum_of_int16, tensor[first:last].view(torch.int64).split(1 << 15)))
-    return int(tensor.sum(dtype=torch.int64))
-
-
-def _sum_of_int16(words: Tensor) -> int:
-    """Of the four numbers in each of up to 65,536 words of 64 bits. torch widens one by one on CPUs, 5 times slower."""
-    pairs = 0x0000FFFF0000FFFF
-    words = words ^ -0x7FFF7FFF7FFF8000                                 # 0x8000 in each: from signed to unsigned
-    low = int((words & pairs).sum())
-    words >>= 16
-    words &= pairs
-    high = int(words.sum())
-    return sum((x & 0xFFFFFFFF) + (x >> 32 & 0xFFFFFFFF) for x in (low, high)) - 4 * 0x8000 * len(words)
 
 
 def check_rollout(

@@ -25,9 +25,9 @@ from transformers import PretrainedConfig
 from common import vllm_cpu
 from common.dist import World, all_max, seed_of
 from common.policy import ModelConfig
-from common.rollout import Engine, Response, RolloutConfig, checksum
+from common.rollout import Engine, Response, RolloutConfig
+from common.sync import Recorder, Recording, checksum
 from common.tracking import say
-from common.vllm_sync import Recorder, Recording
 
 VLLM_SUPPORTED = ("0.26", "0.32")
 """Oldest and newest vLLM. The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs it."""
@@ -105,7 +105,6 @@ class VLLMEngine(Engine):
                 stack.enter_context(vllm_cpu.own_segment_name())
             self.llm = LLM(**options, **parse_extra(config.extra, set(options)))
         self._record = config.quantization == "none"  # copies alone do not quantise
-        self._recording: Recording | None = None
         self._residue_gb = 0.0
         self._sleep()
         self._first_residue_gb = self._residue_gb
@@ -163,9 +162,6 @@ class VLLMEngine(Engine):
             return found
         self._by_loaders(found if isinstance(found, str) else "another rank has no recording")
         return None
-
-    def _trusted(self) -> bool:
-        return self._recording is None or self._recording.is_proven
 
     def _by_loaders(self, why: str) -> None:
         self._recording, self._record = None, False

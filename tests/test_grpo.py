@@ -151,9 +151,11 @@ def test_soft_overlong_piecewise():
         (("--model", "no/such/folder"), r"no/such/folder"),
         (("--data.max-prompt-length", "20"), r"none of 2048 rows is left.*--data.max-prompt-length 20"),
         (("--reward.function", "nowhere.py:f"), r"--reward.function nowhere.py:f: no such file"),
+        (("--reward-model.path", "MODEL"), r"must be a \*ForSequenceClassification: choose another --reward-"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(tiny_llama, tmp_path, flags, message):
+    flags = [tiny_llama if flag == "MODEL" else flag for flag in flags]
     done = launch("grpo.py", "--model", tiny_llama, *TINY, "--run-dir", tmp_path, *flags, warm=True, check=False)
     assert done.returncode == 2, done.stderr[-2000:]
     assert re.search(f"^error: .*{message}", done.stderr, re.M | re.S), done.stderr[-2000:]

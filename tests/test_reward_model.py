@@ -1,12 +1,14 @@
 """The reward model's packed scores against transformers, one conversation at a time, in its own chat template."""
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from common.data import Prompt
 from common.policy import ModelConfig
-from common.reward_model import RewardModel, RewardModelConfig
+from common.reward_model import RewardModel, RewardModelConfig, check_reward_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 TEXTS = ["The answer is 4.", "I do not know", "#### 12", ""]
@@ -42,7 +44,26 @@ def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_toke
     assert ours.score([], []) == []
 
 
-def test_what_is_no_reward_model_is_refused(tiny_llama, world):
+def test_what_it_keeps_on_a_gpu_by_hand(folder):
+    config = LlamaConfig.from_pretrained(folder)
+    hidden, head = config.hidden_size, config.head_dim
+    block = hidden * head * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    block += 3 * hidden * config.intermediate_size + 2 * hidden
+    weights = config.vocab_size * hidden + config.num_hidden_layers * block + hidden
+    got = [check_reward_model(RewardModelConfig(path=folder, offload=offload), model, ranks) * 2**30
+           for offload, model, ranks in [(False, FLOAT32, 1), (False, ModelConfig(), 2), (True, FLOAT32, 1)]]
+    assert got == [4 * weights, weights, 0]
+    assert check_reward_model(RewardModelConfig(), FLOAT32, 1) == 0
+
+
+def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path, world):
+    shutil.copytree(folder, tmp_path / "bare")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    (tmp_path / "bare/chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"the tokenizer of .*bare \(--reward-model.path\) has no chat template"):
+        check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32, 1)
     with pytest.raises(ValueError, match=r"must be a \*ForSequenceClassification: choose another --reward-model.path"):
         RewardModel(RewardModelConfig(path=tiny_llama), FLOAT32, world)
     with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from common import dist
-from common.rollout import Sampling, checksum
-from common.vllm_sync import Recorder
+from common.rollout import Sampling
+from common.sync import Recorder, checksum
 from tests import engine_models
 from tests.conftest import ROOT, launch
 from tests.engine_models import PROMPTS, SEEDS, make_model, round_trip, start
@@ -79,6 +79,7 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
         patch.setattr("common.vllm_cpu.pack_heads", lambda model: model.model.norm.weight.data.add_(1))
         with pytest.raises(RuntimeError, match=r"checksums differ.*model\.norm\.weight \(\d+ sent, \d+ held\)"):
             engine.wake(policy)
+    assert engine._recording is not None                                # what broke the load was not the recording
     with monkeypatch.context() as patch:                                # before it is packed
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -98,7 +99,7 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
 
 
 def test_a_recording_that_is_wrong_is_dropped_or_stops_the_run(awake, capsys):
-    """Two rows of a norm's copy swapped: seen in full before it is trusted, in the sample afterwards."""
+    """Half of a matrix is not copied: seen in full before it is trusted, in the sample afterwards."""
     engine, policy = awake
     policy.version += 1
     engine.wake(policy)                                                 # makes a recording where there was none
