@@ -8,6 +8,7 @@ The attention functions see one row of packed sequences and `cu_seq_lens`; seque
 """
 
 import contextlib
+import functools
 import inspect
 
 import torch
@@ -210,15 +211,18 @@ def packed_sdpa(
         raise ValueError(f"cu_seq_lens cover {sum(lengths)} tokens, the packed row has {query.shape[2]}")
     if key_rows is not None:
         key, value, lengths_k = key[:, :, key_rows], value[:, :, key_rows], cu_seq_lens_k.diff().tolist()
-    gqa = query.shape[1] != key.shape[1]
+    gqa, dtype = query.shape[1] != key.shape[1], query.dtype
+    low = dtype == torch.bfloat16 and query.device.type == "cpu"
+    if low and max(lengths_k) < CPU_UPCAST_BELOW:                       # at once: thousands of small casts cost more
+        query, key, value = query.float(), key.float(), value.float()
     out = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
         length, new = k.shape[2], q.shape[2]
-        if length < CPU_UPCAST_BELOW and q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        if low and length < CPU_UPCAST_BELOW:
             q, k, v = q.float(), k.float(), v.float()
         windowed = sliding_window is not None and length > sliding_window
         masked = windowed or softcap is not None or new < length
-        mask = _causal_mask(length, sliding_window, q.device)[-new:] if masked else None
+        mask = _causal_mask(length, new, sliding_window, q.device) if masked else None
         if softcap is None:
             out.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scaling,
                                                       enable_gqa=gqa))
@@ -229,7 +233,8 @@ def packed_sdpa(
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
             weights = F.dropout(scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
             out.append(weights.to(q.dtype) @ v)
-    return torch.cat([x.to(query.dtype) for x in out], dim=2).transpose(1, 2), None     # [1, T, heads, D]
+    out = torch.cat([x.to(query.dtype) for x in out], dim=2).to(dtype)
+    return out.transpose(1, 2), None                                                    # [1, T, heads, D]
 
 
 def packed_varlen(
@@ -265,10 +270,16 @@ def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: d
         raise ValueError(f"{name} has no attention sinks: this model needs another attention function")
 
 
-def _causal_mask(length: int, window: int | None, device) -> Tensor:
-    """[length, length], True where query row may see key column: itself and the `window - 1` before it."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    return mask if window is None else mask.triu_(1 - window)
+def _causal_mask(length: int, new: int, window: int | None, device) -> Tensor:
+    """[new, length], True where the last `new` queries may see a key: their own and the `window - 1` before it."""
+    make = _small_mask if new * length <= 1 << 16 else _small_mask.__wrapped__          # of the same in every layer
+    return make(length, new, window, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _small_mask(length: int, new: int, window: int | None, device) -> Tensor:
+    mask = torch.ones(new, length, dtype=torch.bool, device=device).tril_(length - new)
+    return mask if window is None else mask.triu_(length - new + 1 - window)
 
 
 def register_attention() -> None:
