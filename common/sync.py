@@ -181,12 +181,10 @@ class Recording:
             raise RuntimeError(f"weight sync: the trainer did not send {sorted(names)}")
 
     def make_room(self, module: nn.Module) -> None:
-        for weight in self.weights_of(module):
-            make = torch.zeros if weight.written.zeroed else torch.empty
-            getattr(module, weight.name).data = make(weight.shape, dtype=weight.dtype)
-
-    def weights_of(self, module: nn.Module) -> list[Weight]:
-        return [weight for weight in self.weights if weight.module is module]
+        for weight in self.weights:
+            if weight.module is module:
+                make = torch.zeros if weight.written.zeroed else torch.empty
+                getattr(module, weight.name).data = make(weight.shape, dtype=weight.dtype)
 
 
 def checksum(tensor: Tensor) -> int:
@@ -202,7 +200,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _sum_of_int16(words: Tensor) -> int:
-    """Of the four numbers in each of up to 65,536 words of 64 bits. torch widens one by one on CPUs, 5 times slower."""
+    """Of the four numbers in each of up to 65,536 words of 64 bits: torch widens one by one on CPUs, 5 times slower."""
     pairs = 0x0000FFFF0000FFFF
     words = words ^ -0x7FFF7FFF7FFF8000                                 # 0x8000 in each: from signed to unsigned
     low = int((words & pairs).sum())

@@ -340,13 +340,17 @@ def compare_checksums(
     for name, value in sent.items():
         path = [fused.get(part, part) for part in name.split(".")]
         want[".".join(path)] = want.get(".".join(path), 0) + value
-    readable = {name: p for name, p in model.named_parameters() if p.dtype == dtype and p.numel()}
-    held = {name: checksum(p) for name, p in readable.items() if name in want} | packed
-    for name, module in model.named_modules():
-        if hasattr(module, "num_kv_head_replicas") and module.num_kv_head_replicas > 1:
-            held = {of: value for of, value in held.items() if not of.startswith(f"{name}.")}
+    held, ranks = dict(packed), get_tp_group().world_size
+    for name in {*want, *packed}:
+        path, _, of = name.rpartition(".")
+        with contextlib.suppress(AttributeError):  # the engine has no such module
+            module = model.get_submodule(path)
+            parameter = getattr(module, of, None)
+            if name not in packed and parameter is not None and parameter.dtype == dtype and parameter.numel():
+                held[name] = checksum(parameter)
+            if getattr(module, "num_kv_head_replicas", 1) > 1:
+                held.pop(name, None)
     names = sorted(held)
-    ranks = get_tp_group().world_size
     total = torch.tensor([held[name] for name in names], dtype=torch.int64)
     dist.all_reduce(total, group=get_tp_group().cpu_group)
     # whole copies on every rank (norms, some biases) add up to `ranks` times the sum
