@@ -31,6 +31,7 @@ from rewards.worker import Scorer
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 1.0    # by so much a batch's kill comes after the deadlines that an `async def` has in the worker itself
+DUMP_S = 2.0     # a worker whose time is up may take so long to write where it hangs
 CLOSE_S = 2.0    # closing waits so long for a thread whose worker is only just being started
 START_S = 120.0  # a worker may take this long to import a user's reward file; it is outside every sample's deadline
 
@@ -131,8 +132,9 @@ class Worker:
             if not self.busy:
                 return
             self.expired = True
-        self.process.send_signal(signal.SIGUSR1)  # it writes where it hangs
-        time.sleep(0.1)
+        self.process.send_signal(signal.SIGUSR1)  # it writes where it hangs, and ends
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(DUMP_S)
         self.kill()
 
     def kill(self) -> None:

@@ -167,7 +167,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: os.close(replies.fileno()))  # else a child keeps the pipe open
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    faulthandler.register(signal.SIGUSR1, file=replies)  # asked for right before a kill: shows where a sample hung
+    faulthandler.register(signal.SIGUSR1, file=replies, chain=True)  # in place of a kill: shows where a sample hung
     scorer = None
     while header := requests.read(8):
         request = pickle.loads(requests.read(struct.unpack("Q", header)[0]))

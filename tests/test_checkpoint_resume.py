@@ -98,13 +98,14 @@ def test_the_run_learns_something(in_one_go, tiny_llama):
 
 
 def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
-    """kill -9 in step 4, before its update: the next process drops step 3's line and does it again, text by text. Both
-    write in the background. Started once more, it has nothing to do."""
+    """kill -9 in step 4, before its update: the next process drops step 3's line and does it again, text by text, and
+    writes in the background. Started once more, it has nothing to do."""
     run, texts, log = tmp_path / "run", tmp_path / "texts", tmp_path / "log"
-    flags = [*flags, "--run-dir", run, "--save.async"]
+    flags = [*flags, "--run-dir", run]
     assert start(log, "optimizer:7:0:kill", "grpo.py", *flags) == -signal.SIGKILL
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
     assert steps_on_disk(run) == [2]
+    flags.append("--save.async")
     assert start(log, "none", "grpo.py", *flags, env={"REWARD_LOG": str(texts)}) == 0, log.read_text()[-6000:]
     assert "resumed after step 2" in log.read_text()
     assert_same_run(run, in_one_go)

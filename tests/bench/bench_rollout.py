@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from common import dist
 from common.data import DataConfig, load_prompts
+from common.dist import seed_of
 from common.experience import Asked, Scoring
 from common.policy import ModelConfig, load_policy, read_config
 from common.reward_model import RewardModelConfig
@@ -46,8 +47,8 @@ def main(args: Args) -> None:
     def bare(round_number: int) -> float:
         params = [
             SamplingParams(temperature=1.0, max_tokens=args.max_tokens, stop_token_ids=stops, detokenize=False,
-                           logprobs=0, seed=1000 * round_number + i)
-            for i in range(len(requests))
+                           logprobs=0, seed=seed_of(round_number, p, g))         # as `Asked` does: the same tokens
+            for p in range(len(prompts)) for g in range(args.samples)
         ]
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Update FLOP/s against this machine's measured bfloat16 matmul rate, and what packing and sharing a group's prompt
-gain: `python -m tests.bench.bench_update`. Everything alternates in one run, medians of --pairs.
+"""Update FLOP/s against this machine's measured matmul rate in the same dtype, and what packing and sharing a group's
+prompt gain: `python -m tests.bench.bench_update`. Everything alternates in one run, medians of --pairs.
 
 Counted FLOPs: `packing.train_flops` (three times the forward's matrix products, the head on every token; what the loop
 saves by running the head on response tokens only counts as not done, see `head_frac`).
@@ -21,6 +21,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
 
 from common import dist, losses
 from common.optim import OptimConfig, make_optimizer, optimizer_step
@@ -45,8 +46,8 @@ class Args:
     """Tokens of prompt and response in the comparison of prompt sharing."""
 
 
-def matmul_rate(n: int = 2048) -> float:
-    a, b = torch.randn(n, n, dtype=torch.bfloat16), torch.randn(n, n, dtype=torch.bfloat16)
+def matmul_rate(dtype: torch.dtype, n: int = 2048) -> float:
+    a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 1.0:
         a @ b
@@ -90,12 +91,14 @@ def alternate(works: dict[str, Callable[[], object]], rounds: int) -> tuple[dict
 
 def main(args: Args) -> None:
     world = dist.init()
-    policy = load_policy(args.model, ModelConfig(), world)
-    optimizer = make_optimizer(policy, OptimConfig(lr=0.0))
     config, rng = read_config(args.model, ModelConfig()), np.random.default_rng(0)
 
     def numbers(*shape: int) -> list:
         return rng.integers(5, config.vocab_size, shape).tolist()
+
+    def load(compute_dtype: str) -> tuple[Policy, Optimizer]:
+        policy = load_policy(args.model, ModelConfig(compute_dtype), world)
+        return policy, make_optimizer(policy, OptimConfig(lr=0.0))
 
     def update(microbatches: list[Batch]) -> float:
         start = time.perf_counter()
@@ -122,14 +125,21 @@ def main(args: Args) -> None:
     lengths = np.concatenate([b.lengths.numpy() for b in microbatches])
     flops = 3 * sequence_cost(lengths, config).sum()
     head = 3 * 2 * config.hidden_size * config.vocab_size * sum(int((~b.mask).sum()) for b in microbatches)
-    update(microbatches)
-    rows = []
-    for _ in range(args.pairs):
-        rate, seconds = matmul_rate(), update(microbatches)
-        done = (flops - head) / seconds
-        rows.append({"tokens_per_s": tokens / seconds, "seconds": seconds, "matmul_gflops": rate / 1e9,
-                     "update_gflops": done / 1e9, "ratio": done / rate})
-    result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+    def against_matmul(dtype: torch.dtype) -> dict[str, float]:
+        update(microbatches)
+        rows = []
+        for _ in range(args.pairs):
+            rate, seconds = matmul_rate(dtype), update(microbatches)
+            done = (flops - head) / seconds
+            rows.append({"tokens_per_s": tokens / seconds, "seconds": seconds, "matmul_gflops": rate / 1e9,
+                         "update_gflops": done / 1e9, "ratio": done / rate})
+        return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+    policy, optimizer = load("float32")
+    single = against_matmul(torch.float32)
+    policy, optimizer = load("bfloat16")
+    result = against_matmul(torch.bfloat16)
 
     response_lengths = np.clip(rng.lognormal(np.log(100), 0.7, args.responses), 4, 400).astype(int)
     mixed = [Batch.build(numbers(len(part), args.prompt_tokens), [numbers(n) for n in part])
@@ -155,7 +165,7 @@ def main(args: Args) -> None:
         tokens_ratio = 8 * args.group_tokens / (prompt_tokens + 8 * (args.group_tokens - prompt_tokens))
         sharing[f"{prompt}:{response}"] = {"ratio": ratio, "tokens_ratio": tokens_ratio, **medians}
 
-    report("update", threads=torch.get_num_threads(), tokens=tokens, **result, head_frac=head / flops,
+    report("update", threads=torch.get_num_threads(), tokens=tokens, **result, float32=single, head_frac=head / flops,
            padded_over_packed=padding, unshared_over_shared=sharing)
     dist.shutdown()
 
