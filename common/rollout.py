@@ -270,7 +270,7 @@ class Engine:
             # where nothing travels, whoever copies casts: one pass over the weights instead of two
             for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None, bucket_mb):
                 if everything or in_sample(name):
-                    sent[name] = checksum(tensor.to(self.dtype))
+                    sent[name] = sum(checksum(part.to(self.dtype)) for part in tensor.reshape(-1).split(1 << 22))
                 yield name, tensor
 
         held = self._load(watched(), sent)

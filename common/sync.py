@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ATEN = torch.ops.aten
 
+ROW = 2048
+"""Elements that a checksum adds in 32 bits."""
+
 
 class Region(NamedTuple):
     """Elements of a tensor, by its first one."""
@@ -150,10 +153,13 @@ class Recording:
         self.is_proven = False  # a load by it was compared in full
         self.steps: dict[str, list[tuple[Weight, Copy]]] = defaultdict(list)
         self.parts: dict[nn.Module, int] = defaultdict(int)  # packed module -> copies that fill it
+        self.packed: dict[nn.Module, list[Weight]] = defaultdict(list)
         for weight in weights:
             for copy in weight.written.copies.values():
                 self.steps[copy.name].append((weight, copy))
                 self.parts[weight.module] += weight.packed
+            if weight.packed:
+                self.packed[weight.module].append(weight)
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], pack: Callable[[nn.Module], None]) -> None:
@@ -181,33 +187,23 @@ class Recording:
             raise RuntimeError(f"weight sync: the trainer did not send {sorted(names)}")
 
     def make_room(self, module: nn.Module) -> None:
-        for weight in self.weights:
-            if weight.module is module:
-                make = torch.zeros if weight.written.zeroed else torch.empty
-                getattr(module, weight.name).data = make(weight.shape, dtype=weight.dtype)
+        for weight in self.packed[module]:
+            make = torch.zeros if weight.written.zeroed else torch.empty
+            getattr(module, weight.name).data = make(weight.shape, dtype=weight.dtype)
 
 
 def checksum(tensor: Tensor) -> int:
-    """Sum of the elements' bits read as integers: exact, and it adds up over the parts of a tensor in any order."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    tensor = tensor.detach().contiguous().view(-1).view(bits)
-    if bits == torch.int16 and tensor.device.type == "cpu":
-        first = min(-tensor.storage_offset() % 4, len(tensor))
-        last = first + (len(tensor) - first) // 4 * 4
-        ends = tensor[:first].sum(dtype=torch.int64) + tensor[last:].sum(dtype=torch.int64)
-        return int(ends) + sum(map(_sum_of_int16, tensor[first:last].view(torch.int64).split(1 << 15)))
-    return int(tensor.sum(dtype=torch.int64))
-
-
-def _sum_of_int16(words: Tensor) -> int:
-    """Of the four numbers in each of up to 65,536 words of 64 bits: torch widens one by one on CPUs, 5 times slower."""
-    pairs = 0x0000FFFF0000FFFF
-    words = words ^ -0x7FFF7FFF7FFF8000                                 # 0x8000 in each: from signed to unsigned
-    low = int((words & pairs).sum())
-    words >>= 16
-    words &= pairs
-    high = int(words.sum())
-    return sum((x & 0xFFFFFFFF) + (x >> 32 & 0xFFFFFFFF) for x in (low, high)) - 4 * 0x8000 * len(words)
+    """Sum of the elements, each read as its bytes, signed: exact, and it adds up over the parts of a tensor in any order."""
+    size = tensor.element_size()
+    data = tensor.detach().contiguous().view(-1).view(torch.int8).view(-1, size)
+    sums = [0] * size
+    if tensor.device.type == "cpu":  # as a product of matrices: torch widens before it adds, 9 times slower
+        rows = len(data) // ROW
+        ones = torch.eye(size, dtype=torch.int8).repeat(ROW, 1)
+        products = torch._int_mm(data[:rows * ROW].view(rows, ROW * size), ones)
+        sums, data = products.sum(0, dtype=torch.int64).tolist(), data[rows * ROW:]
+    rest = data.sum(0, dtype=torch.int64).tolist()
+    return sum((x + y) << 8 * i for i, (x, y) in enumerate(zip(sums, rest)))
 
 
 def is_whole(tensor: Tensor) -> bool:

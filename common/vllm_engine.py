@@ -130,7 +130,8 @@ class VLLMEngine(Engine):
             parent = layer.prefix.rpartition(".")[0] + "."
             if any(name.startswith(parent) for name in sent):
                 packed.update({f"{layer.prefix}.{name}": checksum(p) for name, p in layer.named_parameters()})
-            recorder.before_packing(layer)
+            if recording is None:
+                recorder.before_packing(layer)
 
         recording, self._recording = self._recording, None  # kept only if nothing raises
         with vllm_cpu.before_packing(see) if self.on_cpu else contextlib.nullcontext():

@@ -12,7 +12,7 @@ import torch
 
 from common import dist
 from common.rollout import Sampling
-from common.sync import Recorder, checksum
+from common.sync import ROW, Recorder, checksum
 from tests import engine_models
 from tests.conftest import ROOT, launch
 from tests.engine_models import PROMPTS, SEEDS, make_model, round_trip, start
@@ -312,17 +312,24 @@ def test_a_response_is_its_own_whoever_is_there(kind, awake, world, tmp_path):
     assert len({tuple(r.tokens) for r in among}) == 40
 
 
-def test_checksum_adds_up_and_sees_one_bit():
-    values = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
-    by_hand = sum(int.from_bytes(bytes(pair), "little", signed=True)
-                  for pair in values.view(torch.uint8).reshape(-1, 2).tolist())
-    assert checksum(values) == by_hand == checksum(values[:3]) + checksum(values[3:]) == checksum(values.t())
-    odd = torch.randint(-(2**15), 2**15, (3 * 2**17 + 3,), generator=torch.Generator().manual_seed(0)).short()
-    for ends in (odd, torch.full_like(odd, -1), torch.full_like(odd, 2**15 - 1), odd[:0], odd[:3]):
-        assert checksum(ends.view(torch.bfloat16)) == sum(ends.tolist())
-    other = values.clone()
-    other.view(torch.int16)[2, 2] ^= 1
-    assert checksum(other) != checksum(values)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize("count", [0, 1, 35, ROW - 1, ROW, 5 * ROW + 3])
+def test_checksum_is_the_sum_of_signed_bytes(dtype, count):
+    some = torch.randint(-128, 128, (count * dtype.itemsize,), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    for data in (some, torch.full_like(some, -128), torch.full_like(some, 127)):
+        by_hand = sum(x * 256 ** (i % dtype.itemsize) for i, x in enumerate(data.tolist()))
+        assert checksum(data.view(dtype)) == by_hand
+        parts = data.view(dtype).split(1000)
+        assert sum(map(checksum, parts)) == by_hand
+
+
+def test_checksum_sees_one_bit_and_no_order():
+    values = torch.randn(7, 1001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert checksum(values) == checksum(values.t()) == checksum(values.flip(0))
+    for bit in range(16):
+        other = values.clone()
+        other.view(torch.int16)[2, 2] ^= 1 << bit if bit < 15 else -(1 << 15)
+        assert checksum(other) != checksum(values)
 
 
 def test_the_models_are_what_they_are_called(tmp_path):
