@@ -193,7 +193,7 @@ class Recording:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Sum of the elements, each read as its bytes, signed: exact, and it adds up over the parts of a tensor in any order."""
+    """Sum of the elements, each read as its bytes, signed: exact; it adds up over the parts of a tensor in any order."""
     size = tensor.element_size()
     data = tensor.detach().contiguous().view(-1).view(torch.int8).view(-1, size)
     sums = [0] * size
