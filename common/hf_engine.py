@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from common.dist import World
-from common.policy import ModelConfig
+from common.policy import ModelConfig, saved_buffers
 from common.rollout import Engine, Response, RolloutConfig, Sampling
 from common.sync import checksum
 
@@ -86,7 +86,7 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
-        mine = dict(self.model.named_parameters())
+        mine = dict(self.model.named_parameters()) | saved_buffers(self.model)
         names = set(mine)
         for name, tensor in tensors:
             mine[name].copy_(tensor)

@@ -194,7 +194,8 @@ def sequence_cost(lengths: np.ndarray, config) -> np.ndarray:
             if layer not in dense and (layer + 1) % own.get("decoder_sparse_step", 1) == 0:
                 mlp_widths[layer] = config.num_experts_per_tok * expert + shared
     head_dim = own.get("head_dim") or hidden // heads
-    projections = 2 * hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads)          # q and o, k and v
+    kv_heads = own.get("num_key_value_heads") or heads
+    projections = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads)                            # q and o, k and v
     per_token = num_layers * projections + 6 * hidden * sum(mlp_widths) + 2 * hidden * config.vocab_size
     n = np.asarray(lengths, dtype=np.float64)
     near = np.minimum(n, own.get("sliding_window") or np.inf)

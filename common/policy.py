@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
@@ -21,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.dist import World
 from common.kernels import choose_attention, linear_logp
-from common.packing import Batch
+from common.packing import Batch, sequence_cost
 
 # torch 2.13 renamed it
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -66,6 +67,10 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} holds a {saved_as[0]}, must be a {wanted}: choose another {flag}")
     if not hasattr(hf_config, "hidden_size"):
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
+    try:
+        sequence_cost(np.ones(1), hf_config)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}: choose another {flag}") from error
     return hf_config
 
 
@@ -142,7 +147,8 @@ class Policy(PackedModel):
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None, bucket_mb: float) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once.
+        """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once;
+        then, as stored, the buffers that belong to a checkpoint.
 
         Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size). The next
         bucket travels while the caller reads this one, so at most two buckets and one tensor exist beside the shards.
@@ -161,6 +167,7 @@ class Policy(PackedModel):
         for ready in (arriving, _Gather(bucket, dtype) if bucket else None):
             if ready is not None:
                 yield from ready.tensors()
+        yield from saved_buffers(self.lm).items()
 
 
 class Critic(PackedModel):
@@ -183,6 +190,16 @@ class Critic(PackedModel):
         value = self(batch)
         self.free_unsharded()
         return value
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds (the expert biases of GLM-4.5); rotary frequencies, for one, are not."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 class SharedPrompts(NamedTuple):

@@ -72,11 +72,11 @@ class RolloutConfig:
     """MiB of weights that are unsharded and handed to the engine at a time; two such exist at once. 0: from free
     memory."""
     seeds: Literal["auto", "response", "engine"] = "auto"
-    """response: each response has a seed of its own. engine: one seed per engine and step, without the cost of a
-    random generator per response on GPUs. auto: response on CPUs and for hf, engine on GPUs."""
+    """response: each response has a seed of its own. engine: one seed per engine and step. auto: response, except on
+    GPUs where vLLM runs the model by its first runner, which has a random generator per response: slow there."""
     batch_invariant: bool = False
-    """On GPUs: vLLM's batch-invariant kernels, slower, so that a response with its own seed does not depend on what
-    else is decoded beside it."""
+    """On GPUs: vLLM's batch-invariant kernels, so that a response with its own seed does not depend on what else is
+    decoded beside it. Slower, for the trainer too: they replace torch's kernels, and NCCL is left one channel."""
     max_probe_diff: float = 0.0
     """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: report only."""
     extra: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ and later ones repeat its copies. A recording is used only if copies explain the
 else; its first use is compared in full, and every use in the usual sample.
 """
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,6 +111,8 @@ class Recorder(TorchDispatchMode):
             return
         number, of = self.number(target), self.number(source)
         region = Region(target.storage_offset(), tuple(target.shape), target.stride())
+        if number == of and region == Region(source.storage_offset(), tuple(source.shape), source.stride()):
+            return  # onto itself
         for start, end, name in self.sent.get(of, ()):
             offset = source.storage_offset()
             if start <= offset < end and source.shape == target.shape:
@@ -121,7 +125,9 @@ class Recorder(TorchDispatchMode):
             self.written[number].otherwise = True
 
     def before_packing(self, layer: nn.Module) -> None:
-        self.weights += [self.weight(layer, name, p, packed=True) for name, p in layer.named_parameters(recurse=False)]
+        for name, parameter in layer.named_parameters(recurse=False):
+            if self.number(parameter) in self.written:  # vLLM writes some after the packing, straight into the engine
+                self.weights.append(self.weight(layer, name, parameter, packed=True))
 
     def weight(self, module: nn.Module, name: str, parameter: Tensor, packed: bool) -> Weight:
         # taken out: what a packing does to it is not of the load
@@ -129,16 +135,21 @@ class Recorder(TorchDispatchMode):
         return Weight(module, name, written, parameter.shape, parameter.dtype, packed)
 
     def finish(self, model: nn.Module) -> "Recording | str":
-        """The recording, or why there is none."""
-        packed, seen = {id(weight.module) for weight in self.weights}, set()
+        """The recording, or why there is none. Raises RuntimeError if the load left a weight as it was."""
+        packed, seen = {(id(weight.module), weight.name) for weight in self.weights}, set()
         for module in model.modules():
             if type(module).__name__.startswith("MLA"):
                 return f"{type(module).__name__} keeps products of its weights"
-            if id(module) not in packed:
-                for name, parameter in module.named_parameters(recurse=False):
-                    if parameter.numel() and parameter not in seen:         # tied ones once
-                        seen.add(parameter)
-                        self.weights.append(self.weight(module, name, parameter, packed=False))
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.numel() and (id(module), name) not in packed and parameter not in seen:    # tied: once
+                    seen.add(parameter)
+                    self.weights.append(self.weight(module, name, parameter, packed=False))
+        untouched = [f"{type(w.module).__name__}.{w.name}" for w in self.weights if w.written == Written()]
+        if untouched:
+            raise RuntimeError(
+                f"weight sync: nothing that the trainer sends goes into {len(untouched)} weights of the engine's "
+                f"{type(model).__name__} ({', '.join(sorted(untouched)[:3])}): transformers' model has other weights"
+            )
         for weight in self.weights:
             if not weight.written.explains(math.prod(weight.shape)):
                 return f"{type(weight.module).__name__}.{weight.name} is not filled by copies alone"
@@ -193,7 +204,7 @@ class Recording:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Sum of the elements, each read as its bytes, signed: exact; it adds up over the parts of a tensor in any order."""
+    """Sum of the elements, each read as its bytes, signed: exact; adds up over the parts of a tensor in any order."""
     size = tensor.element_size()
     data = tensor.detach().contiguous().view(-1).view(torch.int8).view(-1, size)
     sums = [0] * size
@@ -204,6 +215,38 @@ def checksum(tensor: Tensor) -> int:
         sums, data = products.sum(0, dtype=torch.int64).tolist(), data[rows * ROW:]
     rest = data.sum(0, dtype=torch.int64).tolist()
     return sum((x + y) << 8 * i for i, (x, y) in enumerate(zip(sums, rest)))
+
+
+def compare_checksums(
+    model: nn.Module, sent: dict[str, int], packed: dict[str, int], dtype: torch.dtype
+) -> dict[str, tuple[int, int]]:
+    """Checksums of what was sent and of what the engine's tensors hold, summed over its tensor-parallel ranks.
+
+    Where vLLM fuses tensors (q, k, v; gate, up), the sum over the parts must agree. `packed`: taken before packing.
+    Left out: quantised tensors, and keys and values where heads are repeated over ranks.
+    """
+    from vllm.distributed import get_tp_group
+
+    fused = {part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts}
+    want: dict[str, int] = {}
+    for name, value in sent.items():
+        path = [fused.get(part, part) for part in name.split(".")]
+        want[".".join(path)] = want.get(".".join(path), 0) + value
+    held, ranks = dict(packed), get_tp_group().world_size
+    for name in {*want, *packed}:
+        path, _, of = name.rpartition(".")
+        with contextlib.suppress(AttributeError):  # the engine has no such module
+            module = model.get_submodule(path)
+            parameter = getattr(module, of, None)
+            if name not in packed and parameter is not None and parameter.dtype == dtype and parameter.numel():
+                held[name] = checksum(parameter)
+            if getattr(module, "num_kv_head_replicas", 1) > 1:
+                held.pop(name, None)
+    names = sorted(held)
+    total = torch.tensor([held[name] for name in names], dtype=torch.int64)
+    dist.all_reduce(total, group=get_tp_group().cpu_group)
+    # whole copies on every rank (norms, some biases) add up to `ranks` times the sum
+    return {n: (want[n], want[n] if have == ranks * want[n] else have) for n, have in zip(names, total.tolist())}
 
 
 def is_whole(tensor: Tensor) -> bool:

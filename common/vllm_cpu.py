@@ -35,14 +35,18 @@ def pack(layer: nn.Module) -> None:
     layer.quant_method.process_weights_after_loading(layer)
 
 
-def pack_heads(model: nn.Module) -> None:
-    """A tied output head has no tensor of its own in the reload, so vLLM 0.32 keeps the old weights in the packed copy
-    that its CPU kernels read: pack again from the embedding."""
+def pack_rest(model: nn.Module) -> None:
+    """What a reload of vLLM 0.32 leaves unpacked though its CPU kernels read packed copies. A tied output head has no
+    tensor of its own in the reload and keeps the old copy; the experts of a mixture are packed at the first load only.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             pack(module)
+        elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def give_back_cache(worker: Any) -> None:

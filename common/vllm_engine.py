@@ -10,15 +10,17 @@ import dataclasses
 import gc
 import importlib.metadata
 import importlib.util
+import math
 import os
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -26,14 +28,14 @@ from common import vllm_cpu
 from common.dist import World, all_max, seed_of
 from common.policy import ModelConfig
 from common.rollout import Engine, Response, RolloutConfig
-from common.sync import Recorder, Recording, checksum
+from common.sync import Recorder, Recording, checksum, compare_checksums
 from common.tracking import say
 
 VLLM_SUPPORTED = ("0.26", "0.32")
 """Oldest and newest vLLM. The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs it."""
 
-RESERVED_GB = 4.0
-"""On a GPU beside the engine's share and the trainer's tensors: CUDA context, NCCL, sync buckets, the probe's pass."""
+RESERVED_GB, GRAPHS_GB = 4.0, 1.5
+"""On a GPU beside the engine's share and the trainer's tensors: CUDA context, NCCL, sync buckets; CUDA graphs."""
 
 
 class VLLMEngine(Engine):
@@ -54,7 +56,6 @@ class VLLMEngine(Engine):
         super().__init__(config, model_config, world, probe)
         self.stop_token_ids, self.sleep_level = stop_token_ids, config.sleep_level
         self.on_cpu = world.device.type == "cpu"
-        self.seeds = config.seeds if config.seeds != "auto" else ("response" if self.on_cpu else "engine")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -91,11 +92,12 @@ class VLLMEngine(Engine):
             torch.cuda.empty_cache()
             options |= {
                 "enforce_eager": config.enforce_eager,
-                "gpu_memory_utilization": config.gpu_memory_utilization or _gpu_share(trainer_gb),
+                "gpu_memory_utilization": config.gpu_memory_utilization
+                or _gpu_share(trainer_gb, RESERVED_GB + (0 if config.enforce_eager else GRAPHS_GB)),
                 "enable_sleep_mode": True,
             }
         if config.quantization != "none":
-            options["quantization"] = config.quantization
+            options["quantization"] = f"{config.quantization}_per_tensor"  # of weights that arrive unquantised
         self._before_gb = self._used_gb()
         with _unchanged_process(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
@@ -103,9 +105,15 @@ class VLLMEngine(Engine):
 
             if self.on_cpu and config.tp > 1:
                 stack.enter_context(vllm_cpu.own_segment_name())
-            self.llm = LLM(**options, **parse_extra(config.extra, set(options)))
+            # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
+            defaults = {} if self.on_cpu else {"moe_backend": "triton"}
+            self.llm = LLM(**options, **defaults | parse_extra(config.extra, set(options)))
+        # vLLM's first model runner has a random generator for each response, which is slow on GPUs
+        slow = not self.on_cpu and not self.llm.llm_engine.vllm_config.use_v2_model_runner
+        self.seeds = config.seeds if config.seeds != "auto" else ("engine" if slow else "response")
         self._record = config.quantization == "none"  # copies alone do not quantise
-        self._residue_gb = 0.0
+        self._running: set[int] = set()  # requests
+        self._residue_gb, self._first_residue_gb = 0.0, math.inf
         self._sleep()
         self._first_residue_gb = self._residue_gb
         if self.on_cpu:
@@ -134,20 +142,22 @@ class VLLMEngine(Engine):
                 recorder.before_packing(layer)
 
         recording, self._recording = self._recording, None  # kept only if nothing raises
+        made = None
         with vllm_cpu.before_packing(see) if self.on_cpu else contextlib.nullcontext():
             if recording is not None:
                 recording.load(tensors, vllm_cpu.pack)
-            else:
-                with recorder if self._record else contextlib.nullcontext():
+            elif self._record:
+                with recorder:
                     self._load_by_vllm(recorder.sending(tensors))
+                made = self._finish(recorder)
+            else:
+                self._load_by_vllm(tensors)
         if self.on_cpu:
-            self.llm.apply_model(vllm_cpu.pack_heads)
+            self.llm.apply_model(vllm_cpu.pack_rest)
         held = self.llm.apply_model(partial(compare_checksums, sent=sent, packed=packed, dtype=self.dtype))[0]
         if recording is not None:
             recording.is_proven |= all(want == have for want, have in held.values())
-            self._recording = recording
-        elif self._record:
-            self._recording = self._finish(recorder)
+        self._recording = recording or made
         return held
 
     def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -174,10 +184,13 @@ class VLLMEngine(Engine):
             gc.collect()
             torch.cuda.empty_cache()  # the buckets
             self.llm.wake_up(tags=["kv_cache"])
-        self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
+        # the cache holds keys and values of the old weights
+        if not self.llm.reset_prefix_cache() or self.llm.llm_engine.is_sleeping():
+            raise RuntimeError("vLLM did not wake up: it sleeps, or requests of before are still in its cache")
         return {"sleep/used_awake_gb": self._used_gb()}
 
     def _sleep(self) -> dict[str, float]:
+        self._abort(set(self._running))  # what `stop` left
         if self.on_cpu:
             self.llm.collective_rpc(vllm_cpu.give_back_cache)
             return {"sleep/used_after_gb": self._used_gb()}
@@ -210,8 +223,11 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
-        with _engine_seed(seeds, self.world.device) if self.seeds == "engine" else contextlib.nullcontext():
+        engine, self._running = self.llm.llm_engine, set(range(len(prompts)))
+        with _kept_generators() if self.seeds == "engine" else contextlib.nullcontext():
+            if self.seeds == "engine":  # one seed for all responses, from theirs
+                torch.manual_seed(seed_of(*seeds))
+                np.random.seed(seed_of(*seeds) % 2**32)  # vLLM's second model runner asks numpy
             for i, (prompt, seed) in enumerate(zip(prompts, seeds)):
                 params = SamplingParams(
                     temperature=sampling.temperature,
@@ -232,10 +248,13 @@ class VLLMEngine(Engine):
                     out = request.outputs[0]
                     tokens = list(out.token_ids)
                     logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
+                    self._running.discard(int(request.request_id))
                     yield int(request.request_id), Response(tokens, logp, out.finish_reason)
 
     def _abort(self, requests: set[int]) -> None:
-        self.llm.llm_engine.abort_request([str(i) for i in requests])
+        for i in sorted(requests & self._running):  # in one order on all ranks of an engine: it frees their cache
+            self.llm.llm_engine.abort_request([str(i)])
+            self._running.remove(i)
 
     def close(self) -> None:
         from vllm.distributed import parallel_state
@@ -256,6 +275,8 @@ def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World)
         raise ValueError(f"vLLM is not installed: install a version from {supported}, or use --rollout.engine hf")
     if not _numbers(VLLM_SUPPORTED[0]) <= _numbers(versions[0])[:2] <= _numbers(VLLM_SUPPORTED[1]):
         raise ValueError(f"vLLM {versions[0]} is outside the supported range {supported}: install one of these")
+    if config.temperature > 2:
+        raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
     heads = hf_config.num_attention_heads
     if heads % config.tp:
         raise ValueError(f"the model's {heads} attention heads must be a multiple of --rollout.tp {config.tp}")
@@ -278,6 +299,9 @@ def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World)
             f"--rollout.gpu-memory-utilization {config.gpu_memory_utilization} asks for "
             f"{config.gpu_memory_utilization * total:.1f} GiB of this GPU, {free:.1f} GiB are free: lower it"
         )
+    capability = torch.cuda.get_device_capability()
+    if config.quantization == "fp8" and capability < (8, 9):
+        raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:True" in os.environ.get(name, ""):
             raise ValueError(f"{name} has expandable_segments:True, which vLLM's sleep mode cannot use: unset it")
@@ -303,13 +327,13 @@ def parse_extra(extra: Sequence[str], ours: set[str]) -> dict[str, Any]:
     return found
 
 
-def _gpu_share(trainer_gb: float) -> float:
-    """What the trainer leaves of a GPU, by vLLM's count: a share of all its memory, others' use included."""
+def _gpu_share(trainer_gb: float, reserved_gb: float) -> float:
+    """What the trainer leaves of a GPU, as a share of all its memory."""
     free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
-    share = min((free - trainer_gb - RESERVED_GB) / total, 0.92)
+    share = min((free - trainer_gb - reserved_gb) / total, 0.92)
     if share < 0.1:
         raise ValueError(
-            f"the trainer keeps {trainer_gb:.1f} of {free:.1f} free GiB on each GPU, {RESERVED_GB:g} are reserved: "
+            f"the trainer keeps {trainer_gb:.1f} of {free:.1f} free GiB on each GPU, {reserved_gb:g} are reserved: "
             f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
         )
     return share
@@ -326,49 +350,19 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def compare_checksums(
-    model: nn.Module, sent: dict[str, int], packed: dict[str, int], dtype: torch.dtype
-) -> dict[str, tuple[int, int]]:
-    """Checksums of what was sent and of what the engine's tensors hold, summed over its tensor-parallel ranks.
-
-    Where vLLM fuses tensors (q, k, v; gate, up), the sum over the parts must agree. `packed`: taken before packing.
-    Left out: quantised tensors, and keys and values where heads are repeated over ranks.
-    """
-    from vllm.distributed import get_tp_group
-
-    fused = {part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts}
-    want: dict[str, int] = {}
-    for name, value in sent.items():
-        path = [fused.get(part, part) for part in name.split(".")]
-        want[".".join(path)] = want.get(".".join(path), 0) + value
-    held, ranks = dict(packed), get_tp_group().world_size
-    for name in {*want, *packed}:
-        path, _, of = name.rpartition(".")
-        with contextlib.suppress(AttributeError):  # the engine has no such module
-            module = model.get_submodule(path)
-            parameter = getattr(module, of, None)
-            if name not in packed and parameter is not None and parameter.dtype == dtype and parameter.numel():
-                held[name] = checksum(parameter)
-            if getattr(module, "num_kv_head_replicas", 1) > 1:
-                held.pop(name, None)
-    names = sorted(held)
-    total = torch.tensor([held[name] for name in names], dtype=torch.int64)
-    dist.all_reduce(total, group=get_tp_group().cpu_group)
-    # whole copies on every rank (norms, some biases) add up to `ranks` times the sum
-    return {n: (want[n], want[n] if have == ranks * want[n] else have) for n, have in zip(names, total.tolist())}
-
-
 @contextlib.contextmanager
 def _unchanged_process() -> Iterator[None]:
-    """`LLM()` seeds every global generator, edits the environment and, on CPUs, replaces torch.set_num_threads and pins
-    the process: put back what belongs to the trainer."""
-    rng, set_num_threads, threads = torch.get_rng_state(), torch.set_num_threads, torch.get_num_threads()
+    """`LLM()` seeds every global generator, edits the environment, on CPUs replaces torch.set_num_threads and pins the
+    process, and with --rollout.batch-invariant replaces torch.bmm by one without a backward: put back what belongs to
+    the trainer."""
+    set_num_threads, threads, bmm = torch.set_num_threads, torch.get_num_threads(), torch.bmm
     environment, cores = dict(os.environ), os.sched_getaffinity(0)
-    yield
-    torch.set_rng_state(rng)
+    with _kept_generators():
+        yield
     torch.set_num_threads = set_num_threads
     torch.set_num_threads(threads)
     os.sched_setaffinity(0, cores)
+    torch.bmm = bmm
     for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
         if name in environment:
@@ -376,9 +370,10 @@ def _unchanged_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _engine_seed(seeds: Sequence[int], device: torch.device) -> Iterator[None]:
-    """One seed for all responses of this call, from theirs; the trainer's generators come back afterwards."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of(*seeds))
+def _kept_generators() -> Iterator[None]:
+    """The global generators come back as they were."""
+    kept, drawn = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         yield
+    np.random.set_state(kept)
+    random.setstate(drawn)

@@ -13,10 +13,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from common import dist
-from common.policy import ModelConfig, Policy, load_policy, read_config
+from common.policy import ModelConfig, Policy, load_policy, read_config, saved_buffers
 from common.rollout import Engine, Response, RolloutConfig, Sampling, make_engine
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3"}
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3",
+            "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
+MIXTURES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    # a dense layer first; the routers' biases are buffers
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1,
+                 "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
 PROMPTS = [[5, 17, 300, 41], [7] * 9, [5, 17, 300, 41], list(range(20, 60)), [400, 3, 3]]
 SEEDS = [11, 12, 13, 14, 15]
 
@@ -27,7 +34,7 @@ def make_model(family: str, tied: bool, folder: Path) -> str:
     config = getattr(transformers, f"{FAMILIES[family]}{text}Config")(
         vocab_size=512, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
-        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0, **MIXTURES.get(family, {}),
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config)
@@ -35,6 +42,8 @@ def make_model(family: str, tied: bool, folder: Path) -> str:
         for parameter in model.parameters():
             if parameter.ndim == 1:                                     # norms and biases that are not all 0 or 1
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for buffer in saved_buffers(model).values():
+            buffer.add_(torch.randn_like(buffer))
     path = folder / f"{family}-{'tied' if tied else 'untied'}"
     model.save_pretrained(path)
     return str(path)

@@ -120,7 +120,7 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
                 p.to_local().mul_(-1)
     policy.version += 1
     with monkeypatch.context() as patch:
-        patch.setattr(engine.llm, "reset_prefix_cache", lambda: None)
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
         kept = engine.wake(policy)["sync/probe_prob_diff"]
     engine.sleep()
     engine._loaded = None
@@ -233,6 +233,7 @@ def test_extra_arguments_reach_vllm_as_python_values():
     ("flags", "message"),
     [
         ({"temperature": 0.0}, r"--rollout.temperature 0.0 must be above 0"),
+        ({"temperature": 2.5}, r"--rollout.temperature 2.5: vLLM takes at most 2"),
         ({"tp": 2}, r"world size 1 must be a multiple of --rollout.tp 2"),
         ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
         ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),

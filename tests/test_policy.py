@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
@@ -23,6 +24,7 @@ from transformers import (
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.packing import Batch
 from common.policy import CAUSAL_LM, SCORED, ModelConfig, load_critic, load_policy, read_config
+from tests.engine_models import make_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 TOLERANCE = 5e-6                        # log-probs and entropies of up to 11 in float32; reached: 2e-6
@@ -198,6 +200,18 @@ def test_full_tensors_are_the_loaded_weights(tied, world, tmp_path):
             assert all(torch.equal(tensor, want[name].to(dtype)) for name, tensor in found)
 
 
+def test_full_tensors_have_the_buffers_of_a_checkpoint(world, tmp_path):
+    """The routers' biases of GLM-4.5, uncast; not the rotary frequencies."""
+    folder = make_model("glm4_moe", False, tmp_path)
+    want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = load_policy(folder, FLOAT32, world)
+    found = dict(policy.full_tensors(torch.bfloat16, 1.0))
+    assert found.keys() == want.state_dict().keys() and "model.rotary_emb.inv_freq" not in found
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert bias not in dict(want.named_parameters()) and float(want.get_buffer(bias).abs().min()) > 0
+    assert torch.equal(found[bias], want.get_buffer(bias)) and found[bias].dtype == torch.float32
+
+
 def test_loading_restores_buffers_that_no_checkpoint_has(policy, tiny_llama):
     want = dict(AutoModelForCausalLM.from_pretrained(tiny_llama).named_buffers())
     found = dict(policy.lm.named_buffers())
@@ -259,6 +273,7 @@ def write_config(config, tmp_path) -> str:
         (lambda tmp: write_config(LlamaConfig(**SIZES, architectures=["LlamaForSequenceClassification"]), tmp),
          r"holds a LlamaForSequenceClassification, must be a LlamaForCausalLM"),
         (lambda tmp: write_config(LlavaConfig(), tmp), r"holds a llava model"),
+        (lambda tmp: write_config(DeepseekV3Config(), tmp), r"deepseek_v3 has \['latent_attention'\]: choose another"),
     ],
 )
 def test_read_config_refuses_what_is_no_causal_lm(make, message, tmp_path):
