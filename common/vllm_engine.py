@@ -137,7 +137,8 @@ class VLLMEngine(Engine):
         def see(layer: nn.Module) -> None:
             parent = layer.prefix.rpartition(".")[0] + "."
             if any(name.startswith(parent) for name in sent):
-                packed.update({f"{layer.prefix}.{name}": checksum(p) for name, p in layer.named_parameters()})
+                own = {f"{layer.prefix}.{name}": p for name, p in layer.named_parameters() if p.dtype == self.dtype}
+                packed.update({name: checksum(parameter) for name, parameter in own.items()})
             if recording is None:
                 recorder.before_packing(layer)
 

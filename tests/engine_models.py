@@ -49,9 +49,11 @@ def make_model(family: str, tied: bool, folder: Path) -> str:
     return str(path)
 
 
-def start(model: str, world: dist.World, kind: str = "vllm", **flags) -> tuple[Engine, Policy]:
-    """Engine and trainer in float32: what differs between them is then order of summation only."""
-    model_config = ModelConfig(compute_dtype="float32")
+def start(
+    model: str, world: dist.World, kind: str = "vllm", dtype: str = "float32", **flags
+) -> tuple[Engine, Policy]:
+    """Engine and trainer. In float32 what differs between them is order of summation only."""
+    model_config = ModelConfig(compute_dtype=dtype)
     config = RolloutConfig(engine=kind, max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1, **flags)
     if kind == "vllm":
         config.extra = ("skip_tokenizer_init=True",)                    # these models have none

@@ -17,7 +17,7 @@ from common.rollout import Sampling
 from common.sync import ROW, Recorder, checksum
 from tests import engine_models
 from tests.conftest import ROOT, launch
-from tests.engine_models import PROMPTS, SEEDS, make_model, round_trip, start
+from tests.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start
 
 pytestmark = pytest.mark.engine
 
@@ -45,6 +45,17 @@ def test_vllm_follows_every_family_and_comes_back(family, tied, world, tmp_path)
     want = NUM_CHECKSUMS[family]
     check(seen, [number + (not tied) for number in (want if isinstance(want, tuple) else (want, want))])
     assert sorted(seen["finished"]) == list(range(len(PROMPTS)))
+
+
+def test_what_the_engine_keeps_in_float32_beside_bfloat16(world, tmp_path):
+    """The routers of GLM-4.5: their checksums cannot be compared with bfloat16 ones, the rest's are."""
+    engine, policy = start(make_model("glm4_moe", False, tmp_path), world, dtype="bfloat16")
+    for num_checksums in (9, 9, 9, 9):
+        metrics = engine.wake(policy)
+        assert metrics["sync/num_checksums"] == num_checksums and metrics["sync/probe_logp_diff"] < 0.05
+        engine.sleep()
+        perturb(policy, 0.3)
+    engine.close()
 
 
 def test_a_head_that_the_engine_does_not_tie_is_an_error(world, tmp_path):
