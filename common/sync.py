@@ -207,14 +207,14 @@ def checksum(tensor: Tensor) -> int:
     """Sum of the elements, each read as its bytes, signed: exact; adds up over the parts of a tensor in any order."""
     size = tensor.element_size()
     data = tensor.detach().contiguous().view(-1).view(torch.int8).view(-1, size)
-    sums = [0] * size
+    rows = len(data) // ROW
+    whole, rest = data[: rows * ROW].view(rows, ROW * size), data[rows * ROW :]
     if tensor.device.type == "cpu":  # as a product of matrices: torch widens before it adds, 9 times slower
-        rows = len(data) // ROW
-        ones = torch.eye(size, dtype=torch.int8).repeat(ROW, 1)
-        products = torch._int_mm(data[:rows * ROW].view(rows, ROW * size), ones)
-        sums, data = products.sum(0, dtype=torch.int64).tolist(), data[rows * ROW:]
-    rest = data.sum(0, dtype=torch.int64).tolist()
-    return sum((x + y) << 8 * i for i, (x, y) in enumerate(zip(sums, rest)))
+        sums = torch._int_mm(whole, torch.eye(size, dtype=torch.int8).repeat(ROW, 1)).sum(0, dtype=torch.int64)
+    else:
+        sums = whole.sum(0, dtype=torch.int64).view(ROW, size).sum(0)
+    sums += rest.sum(0, dtype=torch.int64)
+    return sum(x << 8 * i for i, x in enumerate(sums.tolist()))
 
 
 def compare_checksums(
