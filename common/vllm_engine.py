@@ -191,7 +191,6 @@ class VLLMEngine(Engine):
         return {"sleep/used_awake_gb": self._used_gb()}
 
     def _sleep(self) -> dict[str, float]:
-        self._abort(set(self._running))  # what `stop` left
         if self.on_cpu:
             self.llm.collective_rpc(vllm_cpu.give_back_cache)
             return {"sleep/used_after_gb": self._used_gb()}
@@ -225,8 +224,10 @@ class VLLMEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         engine, self._running = self.llm.llm_engine, set(range(len(prompts)))
-        with _kept_generators() if self.seeds == "engine" else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._abort(self._running))  # what `stop` left
             if self.seeds == "engine":  # one seed for all responses, from theirs
+                stack.enter_context(_kept_generators())
                 torch.manual_seed(seed_of(*seeds))
                 np.random.seed(seed_of(*seeds) % 2**32)  # vLLM's second model runner asks numpy
             for i, (prompt, seed) in enumerate(zip(prompts, seeds)):
