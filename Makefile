@@ -95,7 +95,7 @@ data: setup ## generate the quickstart's word problems
 
 quickstart: setup model data ## train a real chat model with GRPO on this machine's CPU, and draw the curve
 	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --run-dir $(RUN) $(TASK) $(ARGS)
-	.venv/bin/python -m common.view $(RUN)
+	.venv/bin/python -m tools.report $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
 
 learn: setup model data ## the quickstart's task with all four scripts (20 minutes), docs/learn.png and its table
@@ -104,16 +104,16 @@ learn: setup model data ## the quickstart's task with all four scripts (20 minut
 	train ppo.py --run-dir runs/learn/ppo $(TASK) --minibatches-per-step 1 --critic-optim.lr 1e-4
 	train dapo.py --run-dir runs/learn/dapo $(TASK) --max-gen-batches 3 --overlong-buffer 8
 	train rloo.py --run-dir runs/learn/rloo $(TASK)
-	.venv/bin/python -m common.view $(addprefix runs/learn/,grpo ppo dapo rloo) --out docs/learn.png
+	.venv/bin/python -m tools.report $(addprefix runs/learn/,grpo ppo dapo rloo) --out docs/learn.png
 	.venv/bin/python -m tests.bench.quickstart_table $(addprefix runs/learn/,grpo ppo dapo rloo) | tee docs/learn.md
 
 chaos: setup model data ## 56 kills at random instants, each run resumed and compared (10 minutes), prints the table
-	@.venv/bin/python -m tests.chaos --kills 56 --two-rank-kills 10 --vllm-kills 5 --seed 1
+	@.venv/bin/python -m tests.checkpoint.chaos --kills 56 --two-rank-kills 10 --vllm-kills 5 --seed 1
 
 seeds: ## the quickstart with three seeds (20 minutes), its table and docs/quickstart.png
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory quickstart RUN=runs/seed$$seed ARGS="--seed $$seed"; done
 	mkdir -p docs
-	.venv/bin/python -m common.view runs/seed1 runs/seed2 runs/seed3 --out docs/quickstart.png
+	.venv/bin/python -m tools.report runs/seed1 runs/seed2 runs/seed3 --out docs/quickstart.png
 	.venv/bin/python -m tests.bench.quickstart_table runs/seed1 runs/seed2 runs/seed3 | tee docs/quickstart.md
 
 # What `make bench` runs, one line of docs/bench.jsonl each; BENCHES="update step" picks some. BENCH_x: flags of bench_x.

@@ -22,34 +22,32 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 from transformers import AutoTokenizer
 
-from common import checkpoint, correction, dist, losses, storage
+from common import correction, losses, seeds
+from common.checkpoint import export, manager
+from common.checkpoint.signals import Watch
 from common.correction import CorrectionConfig
-from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
+from common.dataset.store import PromptSet, load_prompts
+from common.engine.base import Engine, RolloutConfig, Sampling
+from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.experience import Asked, Scoring, check_sizes, deal, gather_results, validation_metrics
-from common.faults import Watch
-from common.kernels import choose_attention
-from common.offload import Offload, OffloadConfig, resident_gb
+from common.metrics import Meter, spread, step_metrics
+from common.model.attention import choose_attention
+from common.model.flops import train_flops
+from common.model.loading import load_policy, read_config
+from common.model.memory import resident_gb
+from common.model.offload import Offload, OffloadConfig
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig, check_reward_model
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
-from common.packing import train_flops
-from common.policy import ModelConfig, load_policy, read_config
-from common.profiling import peak_flops
-from common.record import Record
-from common.reward_model import RewardModelConfig, check_reward_model
-from common.rollout import Engine, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
-from common.tracking import (
-    LogConfig,
-    Meter,
-    Timer,
-    Tracker,
-    batch_line,
-    fail,
-    say,
-    spread,
-    step_line,
-    step_metrics,
-    val_line,
-)
-from rewards.pool import RewardConfig
+from common.parallel import ranks
+from common.prompts import DataConfig, PromptSampler
+from common.selection import SELECTED, select
+from common.tracking.console import batch_line, fail, say, step_line, val_line
+from common.tracking.logger import LogConfig, Tracker
+from common.tracking.profiling import peak_flops
+from common.tracking.rollouts import Record
+from common.tracking.timer import Timer
+from rewards.runtime.pool import RewardConfig
 
 
 @dataclass
@@ -124,11 +122,11 @@ class Args:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    save: checkpoint.SaveConfig = field(default_factory=checkpoint.SaveConfig)
+    save: manager.SaveConfig = field(default_factory=manager.SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
-def check(args: Args, world: dist.World) -> losses.LossDefaults:
+def check(args: Args, world: ranks.World) -> losses.LossDefaults:
     """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
     check_sizes(
         world, args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
@@ -177,14 +175,14 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     # setup
-    world = dist.init()
+    world = ranks.init()
     watch = Watch(args.save.timeout_s)
     chosen = check(args, world)
     correct = correction.resolve(args.correction, args.loss)
     hf_config = read_config(args.model, args.policy)
     corrected = correct.weights != "none" or correct.bypass
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length, corrected)
-    dist.seed_everything(args.seed)
+    seeds.seed_everything(args.seed)
 
     # data and rewards
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
@@ -218,8 +216,8 @@ def main(args: Args) -> None:
     say(world, describe(args, chosen, world, attention))
 
     # resume
-    files = storage.hf_files(args.model, policy.lm.config, tokenizer)
-    checkpoints = checkpoint.Checkpoints(args.save, args.run_dir, args, world, parts, files, watch)
+    files = export.hf_files(args.model, policy.lm.config, tokenizer)
+    checkpoints = manager.Checkpoints(args.save, args.run_dir, args, world, parts, files, watch)
     state = checkpoints.resume()
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
     first_step = 0
@@ -255,19 +253,19 @@ def main(args: Args) -> None:
         results = gather_results(samples)                                                       # [S] each
         rewards = results.rewards.view(P, G)
         constant = (rewards == rewards[:, :1]).all(dim=1)                                       # [P] advantage 0
-        all_count = args.kl_loss_coef or args.entropy_coef or correct.needs_old_logp() or args.loss in losses.SELECTED
+        all_count = args.kl_loss_coef or args.entropy_coef or correct.needs_old_logp() or args.loss in SELECTED
         skip_constant = not (args.run_constant_groups or all_count)
         trained = ~(constant & skip_constant).repeat_interleave(G)                              # [S]
         # trained is every token that was sampled: the stop token, responses that were cut
         minibatches, idle_lengths = deal(
             samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
-            max_tokens=args.max_tokens_per_gpu, seed=dist.seed_of(args.seed, step, "minibatches"),
+            max_tokens=args.max_tokens_per_gpu, seed=seeds.seed_of(args.seed, step, "minibatches"),
             share_groups_of=G if args.policy.share_prompt else 0,
         )
 
         # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
         num_updates = args.minibatches_per_step * args.epochs_per_step
-        if correct.needs_old_logp(num_updates > 1 or args.loss in losses.SELECTED):
+        if correct.needs_old_logp(num_updates > 1 or args.loss in SELECTED):
             with timer("old_log_prob"):
                 for microbatch in chain(*minibatches):
                     microbatch.old_logp = policy.score(microbatch, sampling.temperature)        # [T]
@@ -293,13 +291,13 @@ def main(args: Args) -> None:
                 # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
                 losses.set_weights(microbatches, chosen.aggregation, args.rollout.max_response_length, idle)
                 score = partial(policy.score, temperature=sampling.temperature)
-                selected = losses.select(args.loss, microbatches, score, dist.seed_of(args.seed, step, update), chosen)
-                for microbatch, selection in zip(microbatches, selected):                       # as many on every rank
+                selected = select(args.loss, microbatches, score, seeds.seed_of(args.seed, step, update), chosen)
+                for microbatch, chosen_tokens in zip(microbatches, selected):                   # as many on every rank
                     logp, entropy = policy(microbatch, sampling.temperature, args.entropy_coef != 0)   # [T], [T]
                     losses.check_finite("logp", logp.detach(), microbatch)
                     old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                     loss, stats = loss_fn(
-                        logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens, **selection
+                        logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens, **chosen_tokens
                     )
                     loss = loss * correction.weights(microbatch, logp, correct, meter)
                     meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
@@ -344,18 +342,18 @@ def main(args: Args) -> None:
         }
         tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
         state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
-        checkpoints.after_step(state, last, checkpoint.validation_score(metrics))
+        checkpoints.after_step(state, last, manager.validation_score(metrics))
 
     if args.save.hf != "never":
-        checkpoint.export(policy, files, tracker.run_dir / "model", world)
+        export.export(policy, files, tracker.run_dir / "model", world)
     checkpoints.close()
     tracker.close()
     scoring.close()
     engine.close()
-    dist.shutdown()
+    ranks.shutdown()
 
 
-def describe(args: Args, chosen: losses.LossDefaults, world: dist.World, attention: tuple[str, str]) -> str:
+def describe(args: Args, chosen: losses.LossDefaults, world: ranks.World, attention: tuple[str, str]) -> str:
     """What this run does, in words and units."""
     P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
     bounds = [f"{name} {value:g}" for name, value in chosen._asdict().items() if isinstance(value, float)]

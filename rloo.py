@@ -22,34 +22,32 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 from transformers import AutoTokenizer
 
-from common import checkpoint, correction, dist, losses, storage
+from common import correction, losses, seeds, segments
+from common.batch import Batch
+from common.checkpoint import export, manager
+from common.checkpoint.signals import Watch
 from common.correction import CorrectionConfig
-from common.data import DataConfig, PromptSampler, PromptSet, load_prompts
+from common.dataset.store import PromptSet, load_prompts
+from common.engine.base import Engine, RolloutConfig, Sampling
+from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.experience import Asked, Scoring, check_sizes, deal, gather_results, give_out, validation_metrics
-from common.faults import Watch
-from common.kernels import choose_attention
-from common.offload import Offload, OffloadConfig, resident_gb
+from common.metrics import Meter, spread, step_metrics
+from common.model.attention import choose_attention
+from common.model.flops import train_flops
+from common.model.loading import load_policy, read_config
+from common.model.memory import resident_gb
+from common.model.offload import Offload, OffloadConfig
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig, check_reward_model
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
-from common.packing import Batch, train_flops
-from common.policy import ModelConfig, load_policy, read_config
-from common.profiling import peak_flops
-from common.record import Record
-from common.reward_model import RewardModelConfig, check_reward_model
-from common.rollout import Engine, RolloutConfig, Sampling, check_rollout, make_engine, stop_tokens
-from common.tracking import (
-    LogConfig,
-    Meter,
-    Timer,
-    Tracker,
-    batch_line,
-    fail,
-    say,
-    spread,
-    step_line,
-    step_metrics,
-    val_line,
-)
-from rewards.pool import RewardConfig
+from common.parallel import ranks
+from common.prompts import DataConfig, PromptSampler
+from common.tracking.console import batch_line, fail, say, step_line, val_line
+from common.tracking.logger import LogConfig, Tracker
+from common.tracking.profiling import peak_flops
+from common.tracking.rollouts import Record
+from common.tracking.timer import Timer
+from rewards.runtime.pool import RewardConfig
 
 
 @dataclass
@@ -116,11 +114,11 @@ class Args:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    save: checkpoint.SaveConfig = field(default_factory=checkpoint.SaveConfig)
+    save: manager.SaveConfig = field(default_factory=manager.SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
-def check(args: Args, world: dist.World) -> losses.LossDefaults:
+def check(args: Args, world: ranks.World) -> losses.LossDefaults:
     """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
     check_sizes(
         world, args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
@@ -205,14 +203,14 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     # setup
-    world = dist.init()
+    world = ranks.init()
     watch = Watch(args.save.timeout_s)
     chosen = check(args, world)
     correct = correction.resolve(args.correction, "ppo" if args.clip else "reinforce")
     hf_config = read_config(args.model, args.policy)
     corrected = correct.weights != "none" or correct.bypass
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length, corrected)
-    dist.seed_everything(args.seed)
+    seeds.seed_everything(args.seed)
 
     # data and rewards
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
@@ -247,8 +245,8 @@ def main(args: Args) -> None:
     say(world, describe(args, chosen, world, attention))
 
     # resume
-    files = storage.hf_files(args.model, policy.lm.config, tokenizer)
-    checkpoints = checkpoint.Checkpoints(args.save, args.run_dir, args, world, parts, files, watch)
+    files = export.hf_files(args.model, policy.lm.config, tokenizer)
+    checkpoints = manager.Checkpoints(args.save, args.run_dir, args, world, parts, files, watch)
     state = checkpoints.resume()
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))
     first_step = 0
@@ -295,7 +293,7 @@ def main(args: Args) -> None:
         # trained is every token that was sampled: the stop token, responses that were cut
         minibatches, idle_lengths = deal(
             samples, results, trained, hf_config, world, num_minibatches=args.minibatches_per_step,
-            max_tokens=args.max_tokens_per_gpu, seed=dist.seed_of(args.seed, step, "minibatches"),
+            max_tokens=args.max_tokens_per_gpu, seed=seeds.seed_of(args.seed, step, "minibatches"),
             share_groups_of=G if args.policy.share_prompt else 0,
         )
 
@@ -323,14 +321,14 @@ def main(args: Args) -> None:
                 meter.mean("actor/reward_kl_penalty", kl, batch.mask)
             if not baseline.per_token:                                  # then it is a part of the response's reward
                 real, total = batch.index >= 0, torch.zeros(P * G, dtype=torch.float64)
-                total[batch.index[real]] = losses.segment_sum(penalty.double(), batch.cu_seqlens)[real]
-                rewards, penalty = rewards + dist.all_sum(total).view(P, G), torch.zeros_like(penalty)
+                total[batch.index[real]] = segments.segment_sum(penalty.double(), batch.cu_seqlens)[real]
+                rewards, penalty = rewards + ranks.all_sum(total).view(P, G), torch.zeros_like(penalty)
             advantages = baseline.function(rewards, results.response_lengths.view(P, G), greedy).nan_to_num().flatten()
             reward = losses.on_last_token(advantages.float()[batch.index], batch.mask, batch.cu_seqlens) + penalty
             gamma = args.gamma if baseline.per_token else 1.0
             advantage, _ = losses.gae(reward, torch.zeros_like(reward), batch.mask, batch.cu_seqlens, gamma, lam=1.0)
             if baseline.whiten:
-                advantage = losses.whiten(advantage, batch.mask)
+                advantage = segments.whiten(advantage, batch.mask)
             give_out(minibatches, advantage=advantage)
 
         # 5 update
@@ -386,18 +384,18 @@ def main(args: Args) -> None:
         }
         tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
         state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
-        checkpoints.after_step(state, last, checkpoint.validation_score(metrics))
+        checkpoints.after_step(state, last, manager.validation_score(metrics))
 
     if args.save.hf != "never":
-        checkpoint.export(policy, files, tracker.run_dir / "model", world)
+        export.export(policy, files, tracker.run_dir / "model", world)
     checkpoints.close()
     tracker.close()
     scoring.close()
     engine.close()
-    dist.shutdown()
+    ranks.shutdown()
 
 
-def describe(args: Args, chosen: losses.LossDefaults, world: dist.World, attention: tuple[str, str]) -> str:
+def describe(args: Args, chosen: losses.LossDefaults, world: ranks.World, attention: tuple[str, str]) -> str:
     """What this run does, in words and units."""
     P, G, M = args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step
     bounds = [f"{name} {value:g}" for name, value in chosen._asdict().items() if isinstance(value, float)]

@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from common.dist import all_sum
-from common.losses import expand, segment_mean, segment_sum
-from common.packing import Batch
-from common.tracking import Meter
+from common.batch import Batch
+from common.metrics import Meter
+from common.parallel.ranks import all_sum
+from common.segments import expand, segment_mean, segment_sum
 
 TOKEN, SEQUENCE, BYPASS = {"weights": "token"}, {"weights": "sequence"}, {"bypass": True}
 ICEPOP = {"weights": "token", "lower": 0.5, "upper": 5.0, "outside": "zero"}

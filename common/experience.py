@@ -12,15 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.data import Prompt, PromptSet
-from common.dist import World, all_names, seed_of
-from common.packing import Batch, exchange, gather_numbers, plan_step, sequence_cost
-from common.policy import ModelConfig
-from common.reward_model import RewardModel, RewardModelConfig
-from common.rollout import Engine, Response, Sampling
-from common.tracking import Meter
+from common.batch import Batch
+from common.dataset.store import PromptSet
+from common.engine.base import Engine, Response, Sampling
+from common.metrics import Meter
+from common.model.flops import sequence_cost
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModel, RewardModelConfig
+from common.packing import plan_step
+from common.parallel.exchange import exchange, gather_numbers
+from common.parallel.ranks import World, all_names
+from common.prompts import Prompt
+from common.seeds import seed_of
 from rewards import lookup
-from rewards.pool import RewardConfig, RewardPool, Scores
+from rewards.runtime.pool import RewardConfig, RewardPool, Scores
 
 
 @dataclass

@@ -8,19 +8,13 @@ The attention functions see one row of packed sequences and `cu_seq_lens`; seque
 """
 
 import contextlib
-import functools
-import inspect
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface
-from transformers.utils import is_flash_attn_2_available
-
-# --------------------------------------------------------------------------- log-probs
 
 CPU_TILE = (512, 4096)        # tokens x vocabulary: 8 MB of logits stay in the cache (2x faster than a 100 MB chunk)
+
 CUDA_TILE_BYTES = 256 << 20
 
 
@@ -189,122 +183,3 @@ def _matmul(hidden: Tensor, weight: Tensor):
                 backend.fp32_precision = before
         else:
             yield _Matmul(torch.float32 if low else dtype, fused=False)
-
-
-# --------------------------------------------------------------------------- attention
-
-CPU_UPCAST_BELOW = 160        # tokens: there sdpa's bfloat16 backward is up to 4x slower than float32's (measured)
-
-
-def packed_sdpa(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, key_rows: Tensor | None = None, **kwargs,
-) -> tuple[Tensor, None]:
-    """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
-
-    `key_rows` [K]: sequence i's keys and values are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`, its
-    queries the last of them (a response that goes on after a prompt which others share)."""
-    _check_packed("packed_sdpa", query, cu_seq_lens_q, kwargs)
-    lengths = lengths_k = cu_seq_lens_q.diff().tolist()
-    if sum(lengths) != query.shape[2]:
-        raise ValueError(f"cu_seq_lens cover {sum(lengths)} tokens, the packed row has {query.shape[2]}")
-    if key_rows is not None:
-        key, value, lengths_k = key[:, :, key_rows], value[:, :, key_rows], cu_seq_lens_k.diff().tolist()
-    gqa, dtype = query.shape[1] != key.shape[1], query.dtype
-    low = dtype == torch.bfloat16 and query.device.type == "cpu"
-    if low and max(lengths_k) < CPU_UPCAST_BELOW:                       # at once: thousands of small casts cost more
-        query, key, value = query.float(), key.float(), value.float()
-    out = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
-        length, new = k.shape[2], q.shape[2]
-        if low and length < CPU_UPCAST_BELOW:
-            q, k, v = q.float(), k.float(), v.float()
-        windowed = sliding_window is not None and length > sliding_window
-        masked = windowed or softcap is not None or new < length
-        mask = _causal_mask(length, new, sliding_window, q.device) if masked else None
-        if softcap is None:
-            out.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scaling,
-                                                      enable_gqa=gqa))
-        else:                                                   # Gemma 2: tanh between the scores and the softmax
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-            scores = (q @ k.transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
-            scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
-            weights = F.dropout(scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
-            out.append(weights.to(q.dtype) @ v)
-    out = torch.cat([x.to(query.dtype) for x in out], dim=2).to(dtype)
-    return out.transpose(1, 2), None                                                    # [1, T, heads, D]
-
-
-def packed_varlen(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None, max_length_k: int | None = None, key_rows: Tensor | None = None, **kwargs,
-) -> tuple[Tensor, None]:
-    """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap).
-
-    Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
-    from torch.nn.attention.varlen import varlen_attn
-    _check_packed("packed_varlen", query, cu_seq_lens_q, kwargs)
-    if softcap is not None or dropout:
-        raise ValueError("packed_varlen has neither soft-cap nor dropout: use packed_sdpa")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [T, heads, D]
-    if key_rows is not None:
-        k, v = k[key_rows], v[key_rows]                                                 # [K, kv_heads, D]
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
-    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}   # torch >= 2.12
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), scale=scaling,
-                      window_size=window, **gqa)
-    return out[None], None
-
-
-def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: dict) -> None:
-    if cu_seqlens is None:
-        raise ValueError(f"{name} needs cu_seq_lens_q: without it packed sequences would see each other; "
-                         "pass cu_seq_lens_q/k and max_length_q/k to the model's forward")
-    if query.shape[0] != 1:
-        raise ValueError(f"{name} takes one packed row, got a batch of {query.shape[0]}")
-    if kwargs.get("s_aux") is not None:
-        raise ValueError(f"{name} has no attention sinks: this model needs another attention function")
-
-
-def _causal_mask(length: int, new: int, window: int | None, device) -> Tensor:
-    """[new, length], True where the last `new` queries may see a key: their own and the `window - 1` before it."""
-    make = _small_mask if new * length <= 1 << 16 else _small_mask.__wrapped__          # of the same in every layer
-    return make(length, new, window, device)
-
-
-@functools.lru_cache(maxsize=256)
-def _small_mask(length: int, new: int, window: int | None, device) -> Tensor:
-    mask = torch.ones(new, length, dtype=torch.bool, device=device).tril_(length - new)
-    return mask if window is None else mask.triu_(length - new + 1 - window)
-
-
-def register_attention() -> None:
-    """Make both functions known to transformers. They register no mask function, so transformers builds no mask."""
-    AttentionInterface.register("packed_sdpa", packed_sdpa)
-    AttentionInterface.register("packed_varlen", packed_varlen)
-
-
-def choose_attention(
-    device: torch.device | str, config, asked: str = "auto", share_prompt: bool = False,
-) -> tuple[str, str]:
-    """The attention that was asked for, or the fastest for this device and model; registered. And the reason."""
-    register_attention()
-    text = config.get_text_config()
-    softcap = getattr(text, "attn_logit_softcapping", None)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if asked != "auto":
-        return asked, "--policy.attention"
-    if torch.device(device).type != "cuda":
-        return "packed_sdpa", "no CUDA device: sdpa on each packed sequence"
-    if is_flash_attn_2_available() and not share_prompt:
-        return "flash_attention_2", "the flash-attn package is installed"
-    if softcap is not None:
-        return "packed_sdpa", f"soft-cap {softcap} needs the flash-attn package; sdpa on each packed sequence is slower"
-    if head_dim > 256:
-        return "packed_sdpa", f"head_dim {head_dim} > 256 is too wide for torch's varlen kernel"
-    why = "it shares prompts" if share_prompt else "flash-attn is not installed"
-    return "packed_varlen", f"torch.nn.attention.varlen ({why})"

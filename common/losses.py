@@ -10,46 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from common.dist import all_sum
-
-# --------------------------------------------------------------------------- segments, global means, weights
-
-def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [S]: sums within sequences, in a fixed order (an atomic `index_add` would not repeat on a GPU)."""
-    return torch.segment_reduce(x, "sum", lengths=cu_seqlens.diff().long(), initial=0, unsafe=True)
-
-
-def segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [S]: means within sequences over the tokens with mask; 0 for a sequence that has none."""
-    count = segment_sum(mask.to(x.dtype), cu_seqlens)
-    return segment_sum(torch.where(mask, x, 0), cu_seqlens) / count.clamp(min=1)
-
-
-def expand(x: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[S] -> [T]: each sequence's number on all of its tokens."""
-    return x.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
-
-
-def moments(x: Tensor) -> tuple[float, float, float]:
-    """Count, mean and sum of squared deviations of a float64 [N], over all ranks."""
-    count, total = all_sum([len(x), x.sum()]).tolist()
-    mean = total / max(count, 1)
-    return count, mean, all_sum([(x - mean).square().sum()]).item()
-
-
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over every token with mask on every rank (unbiased variance); 0 elsewhere."""
-    count, mean, squares = moments(x[mask].double())
-    scale = (squares / max(count - 1, 1) + 1e-8) ** -0.5
-    return torch.where(mask, (x.double() - mean) * scale, 0).to(x.dtype)
-
+from common.parallel.ranks import all_sum
+from common.segments import expand, moments, segment_mean, segment_sum
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
 AGGREGATIONS = get_args(Aggregation)
 
 
@@ -91,8 +59,6 @@ def check_finite(name: str, x: Tensor, batch) -> None:
         raise ValueError(f"{name} is {x[bad[0]].item()} for response {int(batch.index[response])}{place}, {len(bad)} "
                          f"such values in this batch: look at {look}, and at this response's text")
 
-
-# --------------------------------------------------------------------------- policy losses, all of one signature
 
 def _prepare(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Zero what stands outside the mask first: a NaN there would reach the gradient through a later `where`."""
@@ -216,9 +182,10 @@ def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_h
     log_ratio = _log_ratio(logp, old_logp).detach()
     return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
 
-
 LossDefaults = namedtuple("LossDefaults", "clip_low clip_high clip_dual aggregation")     # None: has no such bound
+
 POLICY_LOSSES, LOSS_DEFAULTS = {}, {}
+
 for _name, _function, *_defaults in (
     ("ppo", ppo, 0.2, 0.2, 3.0, "token-mean"),
     ("grpo", ppo, 0.2, 0.2, 3.0, "token-mean"),
@@ -260,74 +227,6 @@ def make_loss(name: str, chosen: LossDefaults) -> Callable:     # the signature 
     dual = {} if chosen.clip_dual is None else {"dual_clip": chosen.clip_dual}
     return partial(POLICY_LOSSES[name], clip_low=chosen.clip_low, clip_high=chosen.clip_high, **dual)
 
-
-# --------------------------------------------------------------------------- token selection over a whole mini-batch
-
-def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, clip_low: float, clip_high: float, *,
-                    fraction=2e-4, cov_low=1.0, cov_high=5.0) -> list[Tensor]:
-    """Of the tokens with cov_low < cov < cov_high that ppo has not clipped, a random `fraction` of all: [T] bools."""
-    candidates = []
-    for b, logp, cov in zip(microbatches, logps, covariances(microbatches, logps)):
-        _, stats = ppo(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens, clip_low, clip_high)
-        candidates.append(b.mask & (cov > cov_low) & (cov < cov_high) & (stats["actor/pg_clipfrac"] == 0))
-    return _select(microbatches, [torch.zeros_like(x, dtype=torch.float64) for x in logps], candidates, seed, fraction)
-
-
-def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, *, fraction=2e-4) -> list[Tensor]:
-    """The `fraction` of all tokens that has the largest cov, `seed` deciding among equals: [T] bools."""
-    return _select(microbatches, covariances(microbatches, logps), [b.mask for b in microbatches], seed, fraction)
-
-
-SELECTED = ("clip_cov", "kl_cov")                       # losses that choose tokens over a whole mini-batch first
-
-
-def select(name: str, microbatches: list, score: Callable, seed: int, chosen: LossDefaults) -> list[dict[str, Tensor]]:
-    """Per micro-batch what the loss takes besides the usual: its chosen tokens, or nothing. `score(microbatch)` gives
-    the current log-probs and is called only if they are needed: on all ranks or on none."""
-    if name not in SELECTED:
-        return [{}] * len(microbatches)
-    bounds = (chosen.clip_low, chosen.clip_high) if name == "clip_cov" else ()
-    choose = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[name]
-    return [{"selected": x} for x in choose(microbatches, [score(b) for b in microbatches], seed, *bounds)]
-
-
-def covariances(microbatches: list, logps: list[Tensor]) -> list[Tensor]:
-    """(A - mean A) (logp - mean logp) per token, the means over the mini-batch on all ranks: [T] float64 each."""
-    _, advantage, _ = moments(torch.cat([b.advantage[b.mask] for b in microbatches]).double())
-    _, logp, _ = moments(torch.cat([x.detach()[b.mask] for b, x in zip(microbatches, logps)]).double())
-    return [(b.advantage.double() - advantage) * (x.detach().double() - logp) for b, x in zip(microbatches, logps)]
-
-
-def _select(microbatches, scores, candidates, seed, fraction) -> list[Tensor]:
-    """The max(1, fraction * tokens) candidates with the largest score over all ranks, equals ordered by a hash of
-    (seed, response, position): neither micro-batches, nor their order, nor ranks can change the choice."""
-    count = max(1, int(fraction * all_sum([sum(b.mask.sum() for b in microbatches)]).item()))
-    keys = [_token_hash(seed, b) for b in microbatches]
-    rows = torch.cat([torch.stack([-s, k], dim=1)[c] for s, k, c in zip(scores, keys, candidates)]).cpu()   # [n, 2]
-    first = rows.numpy()[np.lexsort(rows.numpy().T[::-1])][:count]                      # rising by (-score, key)
-    if dist.is_initialized():
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, first)                                            # at most `count` rows a rank
-        first = np.concatenate(parts)
-        first = first[np.lexsort(first.T[::-1])][:count]
-    if len(first) == 0:
-        return [torch.zeros_like(c) for c in candidates]
-    score, key = -first[-1, 0], first[-1, 1]                                            # of the last one chosen
-    return [c & ((s > score) | ((s == score) & (k <= key))) for c, s, k in zip(candidates, scores, keys)]
-
-
-def _token_hash(seed: int, batch) -> Tensor:
-    """52 bits a token (exact in float64) of splitmix64 over seed, response index and position: [T] float64."""
-    x = np.full(len(batch.mask), seed, dtype=np.uint64)
-    for part in (batch.index[batch.sequence_ids], batch.position_ids):
-        x = (x ^ part.cpu().numpy().astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-        x ^= x >> np.uint64(31)
-    return torch.from_numpy((x >> np.uint64(12)).astype(np.float64)).to(batch.mask.device)
-
-
-# --------------------------------------------------------------------------- rewards on tokens, KL, value loss, GAE
 
 def on_last_token(reward: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S] -> [T]: each response's number on its last token with mask (a tool's token would lose it); 0 elsewhere."""

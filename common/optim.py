@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common.policy import PackedModel
+from common.model.policy import PackedModel
 
 
 @dataclass

@@ -17,7 +17,7 @@ import secrets
 import sys
 import time
 
-from rewards import sandbox
+from rewards.runtime import sandbox
 
 IMPORTS = """
 import bisect, collections, copy, datetime, functools, heapq, io, itertools, json, operator, random, re, string, sys

@@ -6,10 +6,10 @@ Errors are relative to max(1, |oracle|), over three ragged batches with and with
 Packed attention: relative to the largest number, in tiny real models, float32 alone.
 """
 
-from tests import test_attention as attention
-from tests import test_correction as correction
-from tests import test_kernels as kernels
-from tests import test_losses as losses
+from tests.common import test_correction as correction
+from tests.common import test_kernels as kernels
+from tests.common import test_losses as losses
+from tests.model import test_attention as attention
 
 SEEDS = range(3)
 

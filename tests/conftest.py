@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import dist
-from tests.faulty import Server
+from common.parallel import ranks
+from tests.checkpoint.faulty import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
@@ -32,9 +32,9 @@ def smollm() -> str:
 @pytest.fixture(scope="session")
 def world():
     """A group of one for the whole session: vLLM and DeviceMesh keep what they made of it."""
-    world = dist.init()
+    world = ranks.init()
     yield world
-    dist.shutdown()
+    ranks.shutdown()
 
 
 def make_tiny_llama(folder: Path, hidden_size: int = 32) -> str:

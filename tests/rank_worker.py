@@ -8,16 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import checkpoint, dist
-from common.faults import Watch
+from common.checkpoint import manager
+from common.checkpoint.signals import Watch
+from common.metrics import Meter
+from common.model.loading import load_policy
+from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
-from common.policy import ModelConfig, Policy, load_policy
-from common.tracking import Meter
+from common.parallel import ranks
 
 STATE = {"step": 2, "sampler": {"epoch": 1, "position": 5}, "tracker": {"step": 2, "wandb_id": None}}
 
 
-def start(model: str, world: dist.World) -> tuple[Policy, torch.optim.Optimizer]:
+def start(model: str, world: ranks.World) -> tuple[Policy, torch.optim.Optimizer]:
     policy = load_policy(model, ModelConfig(compute_dtype="float32"), world)
     return policy, make_optimizer(policy, OptimConfig(weight_decay=0.1))
 
@@ -49,20 +51,20 @@ def everything(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Te
 class Flags:
     """A script's flags, as far as checkpoints look at them."""
 
-    save: checkpoint.SaveConfig
+    save: manager.SaveConfig
     lr: float = 0.01
 
 
-def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> checkpoint.Checkpoints:
-    config = checkpoint.SaveConfig(**flags)
+def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> manager.Checkpoints:
+    config = manager.SaveConfig(**flags)
     files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
     parts = {"policy": (policy, optimizer)}
-    run = checkpoint.Checkpoints(config, str(run_dir), Flags(config), world, parts, files, watch)
+    run = manager.Checkpoints(config, str(run_dir), Flags(config), world, parts, files, watch)
     run.script = "script.py"                                            # pytest's own name is another one than ours
     return run
 
 
-def checkpoints(folder: Path, world: dist.World) -> None:
+def checkpoints(folder: Path, world: ranks.World) -> None:
     """Load what one rank saved, then save on these ranks, in the background, and train on meanwhile."""
     watch = Watch(0)
     policy, optimizer = start(str(folder / "model"), world)
@@ -78,14 +80,14 @@ def checkpoints(folder: Path, world: dist.World) -> None:
         torch.save(results, folder / "results.pt")
 
 
-def not_shared(folder: Path, world: dist.World) -> None:
+def not_shared(folder: Path, world: ranks.World) -> None:
     """Each rank has a run folder of its own under the same name, as without a shared file system."""
     os.makedirs(folder / str(world.rank))
     os.chdir(folder / str(world.rank))
     checkpoints_of("run", world, *start(str(folder / "model"), world), Watch(0))
 
 
-def meters(folder: Path, world: dist.World) -> None:
+def meters(folder: Path, world: ranks.World) -> None:
     torch.save(fill_meter(world.rank).reduce(), folder / f"metrics_{world.rank}.pt")
 
 
@@ -106,6 +108,6 @@ def fill_meter(rank: int) -> Meter:
 
 
 if __name__ == "__main__":
-    world = dist.init()
+    world = ranks.init()
     {"checkpoints": checkpoints, "meters": meters, "not_shared": not_shared}[sys.argv[1]](Path(sys.argv[2]), world)
-    dist.shutdown()
+    ranks.shutdown()

@@ -15,11 +15,13 @@ import torch
 import tyro
 from torch.distributed.tensor import DTensor
 
-from common import dist, storage
-from common.checkpoint import Checkpoints, SaveConfig
-from common.faults import Watch
+from common.checkpoint import state
+from common.checkpoint.manager import Checkpoints, SaveConfig
+from common.checkpoint.signals import Watch
+from common.model.loading import load_policy
+from common.model.policy import ModelConfig
 from common.optim import OptimConfig, make_optimizer, optimizer_step
-from common.policy import ModelConfig, load_policy
+from common.parallel import ranks
 from tests.bench.record import report
 from tests.conftest import MODEL
 
@@ -43,14 +45,14 @@ def plain_save(tensors: dict[str, torch.Tensor], file: Path) -> float:
 
 
 def main(args: Args) -> None:
-    world, watch = dist.init(), Watch(0)
+    world, watch = ranks.init(), Watch(0)
     policy = load_policy(str(MODEL), ModelConfig(), world)
     optimizer = make_optimizer(policy, OptimConfig())
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer_step(policy, optimizer, 1e-6, OptimConfig())
     parts = {"policy": (policy, optimizer)}
-    tensors = storage.tensors_of(parts)
+    tensors = state.tensors_of(parts)
     gb = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 2**30
     folder = Path(tempfile.mkdtemp(dir=args.folder or None))
     seconds: dict[str, list[float]] = {}
@@ -79,7 +81,7 @@ def main(args: Args) -> None:
     rows = {name: {"median_s": statistics.median(values), "of_torch_save": statistics.median(values) / base,
                    "min_s": min(values), "max_s": max(values)} for name, values in seconds.items()}
     report("checkpoint", state_gb=gb, repeats=args.repeats, rows=rows)
-    dist.shutdown()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
-from common.data import DataConfig, PromptSampler, load_prompts
+from common.dataset.store import load_prompts
+from common.prompts import DataConfig, PromptSampler
 from tests.bench.record import report
 
 WORDS = ["a", "the", "of", "Anna", "Ben", "has", "gives", "apples", "boxes", "more", "how", "many", "does", "left", "3",

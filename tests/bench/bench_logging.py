@@ -17,10 +17,14 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
-from common import correction, dist, losses
-from common.packing import Batch
-from common.record import Record
-from common.tracking import LogConfig, Meter, Timer, Tracker, step_line, step_metrics
+from common import correction, losses
+from common.batch import Batch
+from common.metrics import Meter, step_metrics
+from common.parallel import ranks
+from common.tracking.console import step_line
+from common.tracking.logger import LogConfig, Tracker
+from common.tracking.rollouts import Record
+from common.tracking.timer import Timer
 from tests.bench.record import report
 
 
@@ -36,7 +40,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    world, tokenizer, seconds = dist.init(), AutoTokenizer.from_pretrained(args.model), {}
+    world, tokenizer, seconds = ranks.init(), AutoTokenizer.from_pretrained(args.model), {}
     step_s = args.step_s
     if args.run:
         rows = [json.loads(line) for line in (Path(args.run) / "metrics.jsonl").read_text().splitlines()]
@@ -105,7 +109,7 @@ def main(args: Args) -> None:
     print(f"\na step of {step_s:.2f} s; {P * G} responses take {size / 1024:.0f} KiB on disk")
     report("logging", step_s=step_s, responses_kib=size / 1024, all_frac=sum(seconds.values()) / step_s,
            parts={name: {"ms": 1000 * s, "frac": s / step_s} for name, s in seconds.items()})
-    dist.shutdown()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ import numpy as np
 import torch
 from transformers import Qwen2Config
 
-from common.packing import Batch, plan_step, sequence_cost
+from common.batch import Batch
+from common.model.flops import sequence_cost
+from common.packing import plan_step
 from tests.bench.record import report
 
 QWEN_7B = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,

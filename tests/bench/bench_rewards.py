@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rewards.pool import RewardPool
+from rewards.runtime.pool import RewardPool
 from tests.bench.record import report
 
 SLOW = """

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import tyro
 from transformers import AutoTokenizer
 
-from common import dist
-from common.data import DataConfig, load_prompts
-from common.dist import seed_of
+from common.dataset.store import load_prompts
+from common.engine.base import RolloutConfig, Sampling
+from common.engine.make import make_engine, stop_tokens
 from common.experience import Asked, Scoring
-from common.policy import ModelConfig, load_policy, read_config
-from common.reward_model import RewardModelConfig
-from common.rollout import RolloutConfig, Sampling, make_engine, stop_tokens
-from common.tracking import Meter
-from rewards.pool import RewardConfig
+from common.metrics import Meter
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig
+from common.parallel import ranks
+from common.prompts import DataConfig
+from common.seeds import seed_of
+from rewards.runtime.pool import RewardConfig
 from tests.bench.record import report
 
 
@@ -31,7 +34,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    world, model_config = dist.init(), ModelConfig()
+    world, model_config = ranks.init(), ModelConfig()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = load_prompts([args.data], tokenizer, DataConfig(max_prompt_length=256))[: args.prompts]
     requests = [prompt for prompt in prompts for _ in range(args.samples)]
@@ -77,7 +80,7 @@ def main(args: Args) -> None:
     report("rollout", unit="response tokens/s", **result, pairs=rows)
     scoring.close()
     engine.close()
-    dist.shutdown()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

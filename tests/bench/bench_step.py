@@ -27,7 +27,8 @@ import psutil
 import tyro
 from transformers import AutoTokenizer
 
-from common.data import DataConfig, PromptSampler, load_prompts
+from common.dataset.store import load_prompts
+from common.prompts import DataConfig, PromptSampler
 from tests.bench.record import ROOT, report
 
 DIFFERENCES = {

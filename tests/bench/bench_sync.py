@@ -14,9 +14,13 @@ import torch
 import torch.distributed
 import tyro
 
-from common import dist, vllm_cpu
-from common.policy import ModelConfig, Policy, all_gather, load_policy, read_config
-from common.rollout import Engine, RolloutConfig, make_engine
+from common.engine import vllm_cpu
+from common.engine.base import Engine, RolloutConfig
+from common.engine.make import make_engine
+from common.model.gather import all_gather
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig, Policy
+from common.parallel import ranks
 from tests.bench.record import report
 
 
@@ -29,7 +33,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    world, model_config = dist.init(), ModelConfig()
+    world, model_config = ranks.init(), ModelConfig()
     config = RolloutConfig(max_response_length=40, max_num_seqs=16, kv_cache_gb=0.1, tp=args.tp,
                            sync_bucket_mb=args.sync_bucket_mb)
     hf_config = read_config(args.model, model_config)
@@ -41,7 +45,7 @@ def main(args: Args) -> None:
     if world.is_main:
         report("sync", ranks=world.size, tp=args.tp, **result)
     engine.close()
-    dist.shutdown()
+    ranks.shutdown()
 
 
 def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
@@ -83,7 +87,7 @@ def packing(engine: Engine, policy: Policy) -> float:
     return spent
 
 
-def plain_copies(numel: int, bucket: int, dtype: torch.dtype, world: dist.World) -> float:
+def plain_copies(numel: int, bucket: int, dtype: torch.dtype, world: ranks.World) -> float:
     """Seconds to cast, gather and copy `numel` elements in buckets, from and to the same buffers again and again."""
     masters = torch.randn(bucket // world.size, device=world.device)
     mine = torch.empty_like(masters, dtype=dtype)

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from common import dist, losses
+from common import losses
+from common.batch import Batch
+from common.model.flops import sequence_cost
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
-from common.packing import Batch, sequence_cost
-from common.policy import ModelConfig, Policy, load_policy, read_config
+from common.parallel import ranks
 from tests.bench.record import report
 
 
@@ -90,7 +93,7 @@ def alternate(works: dict[str, Callable[[], object]], rounds: int) -> tuple[dict
 
 
 def main(args: Args) -> None:
-    world = dist.init()
+    world = ranks.init()
     config, rng = read_config(args.model, ModelConfig()), np.random.default_rng(0)
 
     def numbers(*shape: int) -> list:
@@ -167,7 +170,7 @@ def main(args: Args) -> None:
 
     report("update", threads=torch.get_num_threads(), tokens=tokens, **result, float32=single, head_frac=head / flops,
            padded_over_packed=padding, unshared_over_shared=sharing)
-    dist.shutdown()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

@@ -20,11 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import dist, losses
+from common import losses
+from common.batch import Batch
+from common.engine.base import RolloutConfig, Sampling
+from common.engine.make import make_engine
+from common.model.flops import sequence_cost
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
-from common.packing import Batch, exchange, plan_step, sequence_cost
-from common.policy import ModelConfig, Policy, load_policy, read_config
-from common.rollout import RolloutConfig, Sampling, make_engine
+from common.packing import plan_step
+from common.parallel import ranks
+from common.parallel.exchange import exchange
 
 aten = torch.ops.aten
 COLLECTIVES = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "exchange"}
@@ -43,7 +49,7 @@ class Traffic(TorchDispatchMode):
                 if part in func.__name__:
                     out, into = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)][:2]
                     if part == "alltoall":                              # (out, in, group, out splits, in splits)
-                        splits = args[4] or [args[1].shape[0] // dist.torch.distributed.get_world_size()]
+                        splits = args[4] or [args[1].shape[0] // torch.distributed.get_world_size()]
                         own = splits[self.rank] if len(splits) > self.rank else splits[0]
                         self.bytes[name] += into - own * args[1][0].nbytes if args[1].numel() else 0
                     else:
@@ -81,7 +87,7 @@ def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def main(job: dict) -> None:
-    world, model_config = dist.init(), ModelConfig()
+    world, model_config = ranks.init(), ModelConfig()
     config, rng = read_config(job["model"], model_config), np.random.default_rng(0)
     engine = None
     if world.size == 1:
@@ -186,7 +192,7 @@ def main(job: dict) -> None:
         assert math.isfinite(sum(p.sum().item() for p in policy.parameters()))
         engine.sleep()
         engine.close()
-    dist.shutdown()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

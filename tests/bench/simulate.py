@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from common.packing import plan_step, sequence_cost
+from common.model.flops import sequence_cost
+from common.packing import plan_step
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import tyro
 
+from tests.checkpoint.test_resume import metrics, tiny_run
 from tests.conftest import ROOT, make_tiny_llama
-from tests.test_checkpoint_resume import metrics, tiny_run
 
 
 @dataclass

@@ -20,10 +20,11 @@ import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import dist
-from common.kernels import choose_attention
-from common.policy import ModelConfig, Policy
-from common.rollout import Engine, RolloutConfig, Sampling, make_engine
+from common.engine.base import Engine, RolloutConfig, Sampling
+from common.engine.make import make_engine
+from common.model.attention import choose_attention
+from common.model.policy import ModelConfig, Policy
+from common.parallel import ranks
 from tests.bench.bench_sync import measure_sync
 
 # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head: Qwen2.5's published shapes
@@ -79,7 +80,7 @@ def main(args: Args) -> None:
 
 
 def measure(shape: str, args: Args) -> dict[str, float | str]:
-    world = dist.init()
+    world = ranks.init()
     on_gpu = world.device.type == "cuda"
     hidden, intermediate, layers, heads, kv_heads, vocab, tied = SHAPES[shape]
     hf_config = Qwen2Config(
@@ -141,7 +142,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     row |= speed(engine, [p for p in prompts for _ in range(8)], args.max_tokens)
     engine.sleep()
     engine.close()
-    dist.shutdown()
+    ranks.shutdown()
     return row
 
 
@@ -175,7 +176,7 @@ def meta_model(hf_config: Qwen2Config) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(hf_config)
 
 
-def random_policy(hf_config: Qwen2Config, world: dist.World) -> Policy:
+def random_policy(hf_config: Qwen2Config, world: ranks.World) -> Policy:
     """As `load_policy`, with random weights made in place: there is no checkpoint to read."""
     attention, _ = choose_attention(world.device, hf_config)
     with torch.device(world.device):

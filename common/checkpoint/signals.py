@@ -1,0 +1,94 @@
+"""What ends a run from outside: signals that ask it to stop, phases that hang, a launcher or a peer that is gone.
+
+Exit codes: 128 + signal number after a stop that saved (SIGINT 130, SIGUSR1 138, SIGTERM 143); 124 when a phase took
+longer than `--save.timeout-s`; 1 when torchrun or another rank of this machine is gone. torchrun's own code is 1 in all
+these cases; its report names the ranks' codes.
+"""
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+import psutil
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+HANG_EXIT_CODE = 124
+
+GRACE_S = 5.0  # ranks enter a phase at slightly different times: each one shows its stacks before the first one leaves
+
+
+class Watch:
+    """Made once, in the main thread, right after the process group; then a thread watches until the process ends.
+
+    The thread learns of signals from Python's wake-up pipe, so also while the main thread waits in a collective. The
+    first stop signal only sets `signal`: a safe point of the loop acts on it (`Checkpoints.check`). A second SIGINT
+    ends the process at once.
+    """
+
+    def __init__(self, timeout_s: float):
+        """`timeout_s`: what a phase may take before every Python stack is printed and the process ends; 0: no limit."""
+        self.timeout_s = timeout_s
+        self.signal = 0
+        """The number of the first stop signal, 0: none yet."""
+        self.rank = os.environ.get("RANK", "0")
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.phase("setup")
+        pipe, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, args=(pipe,), name="watch", daemon=True).start()
+
+    def phase(self, name: str) -> None:
+        """A phase begins, and with it its time; `name` is what a report of a hang says."""
+        self.current = (name, time.monotonic())
+
+    def _watch(self, pipe: int) -> None:
+        seen = time.monotonic()
+        while True:
+            ready, _, _ = select.select([pipe], [], [], 0.5)
+            away, seen = time.monotonic() - seen, time.monotonic()
+            if away > GRACE_S:  # the whole process was suspended, by Slurm or Ctrl-Z: that is no part of the phase
+                self.current = (self.current[0], self.current[1] + away)
+            for number in os.read(pipe, 64) if ready else b"":
+                if number in STOP_SIGNALS:
+                    self._on_signal(number)
+            if self.launcher is not None and os.getppid() != self.launcher:
+                self._end(f"torchrun is gone, in phase {self.current[0]!r}", 1)
+            name, since = self.current
+            if 0 < self.timeout_s < time.monotonic() - since:
+                self._end(f"phase {name!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
+
+    def _on_signal(self, number: int) -> None:
+        if self.signal == signal.SIGINT == number:
+            os._exit(128 + number)
+        if not self.signal and number == signal.SIGTERM and self._a_peer_is_gone():
+            # no safe point can be reached without it
+            self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
+        self.signal = self.signal or number
+
+    def _a_peer_is_gone(self) -> bool:
+        """torchrun sends SIGTERM to the others when a rank ends with an error, after it has reaped that rank."""
+        if self.launcher is None:
+            return False
+        return len(psutil.Process(self.launcher).children()) < self.num_local_ranks
+
+    def _end(self, why: str, code: int) -> None:
+        if code == HANG_EXIT_CODE:
+            with tempfile.TemporaryFile("w+") as file:
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                why += f"; all Python stacks:\n{file.read()}"
+        sys.stderr.write(f"[rank {self.rank}] {why}\n")  # in one piece: ranks do not mix
+        sys.stderr.flush()
+        if code == HANG_EXIT_CODE:
+            time.sleep(GRACE_S)
+        os._exit(code)

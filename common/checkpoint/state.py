@@ -1,0 +1,111 @@
+"""What a checkpoint holds: tensors, random state, flags."""
+
+import dataclasses
+import json
+import pickle
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
+"""What a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
+
+
+def tensors_of(parts: Parts) -> dict[str, Tensor]:
+    """PART.model.NAME and PART.optim.NAME.KEY -> every weight and optimizer tensor, this rank's shards, not copied."""
+    found = {}
+    for part, (module, optimizer) in parts.items():
+        for name, parameter in module.named_parameters():
+            found[f"{part}.model.{name}"] = parameter.detach()
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{part}.optim.{name}.{key}"] = value
+    return found
+
+
+def make_optimizer_state(parts: Parts, stored: dict[str, Any]) -> None:
+    """Empty tensors for the optimizer state that a checkpoint has, which an optimizer only makes in its first step."""
+    keys = defaultdict(list)
+    for name in stored:
+        prefix, _, key = name.rpartition(".")
+        keys[prefix].append(key)
+    for part, (module, optimizer) in parts.items():
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for group in optimizer.param_groups:
+            on_device = group.get("fused") or group.get("capturable")      # where such optimizers keep their step count
+            for parameter in group["params"]:
+                prefix = f"{part}.optim.{names[parameter]}"
+                for key in keys[prefix]:
+                    size, dtype = stored[f"{prefix}.{key}"].size, stored[f"{prefix}.{key}"].properties.dtype
+                    optimizer.state[parameter][key] = (
+                        torch.empty_like(parameter.detach(), dtype=dtype) if size == parameter.shape else
+                        torch.empty(size, dtype=dtype, device=parameter.device if on_device else "cpu"))
+
+
+def get_random_state() -> dict[str, Any]:
+    """Of torch, numpy and random, as JSON. The loop draws from seeds of its own; a fork of it may not."""
+    state = {"torch": torch.get_rng_state().tolist(), "numpy": np.random.get_state(legacy=False),
+             "random": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return json.loads(json.dumps(state, default=lambda array: array.tolist()))
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    np.random.set_state(state["numpy"])
+    kind, numbers, gauss = state["random"]
+    random.setstate((kind, tuple(numbers), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+
+
+def flags_of(args: Any) -> dict[str, Any]:
+    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(args).items():
+        nested = value if isinstance(value, dict) else {}
+        flat |= {f"--{name}.{key}": x for key, x in nested.items()} if nested else {f"--{name}": value}
+    plain = json.loads(json.dumps(flat, default=str))
+    return {name.replace("_", "-").rstrip("-"): value for name, value in plain.items()}  # async_ is --save.async
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [f"{name} was {before.get(name)}, is {now.get(name)}" for name in sorted(before | now)
+            if before.get(name) != now.get(name)]
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """DCP's index of tensors is a pickle: it may make DCP's own records and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        records = ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+                   "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+        allowed = {
+            "torch.distributed.checkpoint.metadata": records,
+            "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+            "torch": ("Size", "float32", "float16", "bfloat16", "uint8", "int32", "int64"),
+            "torch.serialization": ("_get_layout",),
+            "pathlib": ("PosixPath",),
+        }
+        if name not in allowed.get(module, ()):
+            raise ValueError(f"a checkpoint's .metadata asks for {module}.{name}, which is none of DCP's records")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, which reads the index of tensors only once."""
+
+    metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.metadata is None:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                self.metadata = MetadataUnpickler(file).load()
+        return self.metadata

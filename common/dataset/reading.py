@@ -1,0 +1,106 @@
+"""Rows of parquet and JSON-lines files, streamed in batches."""
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.prompts import DataConfig
+
+PARQUET, JSON_LINES = (".parquet", ".pq"), (".jsonl", ".ndjson", ".json")
+
+BATCH_ROWS = 512  # read, tokenised and stored together
+
+
+def find_files(entries: Sequence[str]) -> list[Path]:
+    """Files, folders (all data files below, sorted) and globs (sorted) -> files."""
+    if not entries:
+        raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
+    files: list[Path] = []
+    for entry in entries:
+        path = Path(entry)
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in PARQUET + JSON_LINES and file.is_file())
+        elif path.exists():
+            found = [path]
+        else:
+            found = sorted(Path(name) for name in glob.glob(entry, recursive=True))
+        if not found:
+            raise ValueError(f"data file {entry} does not exist, or the folder or glob matches no "
+                             f"{'/'.join(PARQUET + JSON_LINES)} file")
+        for file in found:
+            if file.suffix not in PARQUET + JSON_LINES:
+                raise ValueError(f"data file {file} must end in one of {', '.join(PARQUET + JSON_LINES)}")
+        files += found
+    return files
+
+
+def read_batches(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
+    """The rows of one file in batches, streamed: JSON lines as they are in one column `json`; of parquet the columns
+    that are needed, under our names. Raises ValueError for a file that is unreadable or lacks a column."""
+    if file.suffix in JSON_LINES:
+        try:
+            with open(file, "rb") as text:
+                lines = (line for line in text if line.strip())
+                while rows := list(islice(lines, BATCH_ROWS)):
+                    yield pa.record_batch([pa.array(rows, pa.binary())], names=["json"])
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
+        return
+    try:
+        parquet = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)  # the defaults hold the file in memory
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a readable parquet file (truncated?): {error}") from None
+    with parquet:
+        known, columns = parquet.schema_arrow.names, our_columns(config)
+        missing = [name for key, name in columns.items() if name not in known and key != "extra_info"]
+        if missing:
+            raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(known)}; verl's columns "
+                             f"are needed, and other names can be given, e.g. --data.prompt-column NAME")
+        columns = {key: name for key, name in columns.items() if name in known}
+        for name in columns.values():
+            if known.count(name) > 1:
+                raise ValueError(f"{file} has {known.count(name)} columns named {name}; names must be unique")
+        batches, first = parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())), 0
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise ValueError(f"{file} is damaged after row {first} (counted from 0): {error}") from None
+            if batch is None:
+                return
+            yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
+            first += batch.num_rows
+
+
+def our_columns(config: DataConfig) -> dict[str, str]:
+    return {"prompt": config.prompt_column, "data_source": config.data_source_column,
+            "reward_model": config.reward_model_column, "extra_info": config.extra_info_column}
+
+
+def rows_of(batch: pa.RecordBatch, config: DataConfig) -> list[dict[str, Any] | ValueError]:
+    """As Python values; a row that has none (broken JSON, bytes that are not UTF-8) becomes the error."""
+    if "json" in batch.schema.names:
+        return [parse_json(line, config) for line in batch.column("json").to_pylist()]
+    try:
+        return batch.to_pylist()
+    except ValueError as error:
+        if len(batch) == 1:
+            return [ValueError(f"a value cannot be read: {error}")]
+        return [row for i in range(len(batch)) for row in rows_of(batch.slice(i, 1), config)]
+
+
+def parse_json(line: bytes, config: DataConfig) -> dict[str, Any] | ValueError:
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate (\ud800) is no text
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"the line must be a JSON object ({error})")
+    if not isinstance(row, dict):
+        return ValueError(f"the line must be a JSON object, not {type(row).__name__}")
+    return {key: row[name] for key, name in our_columns(config).items() if name in row}

@@ -1,0 +1,164 @@
+"""The trained models on packed tokens: log-probs of a policy, values of a critic."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
+
+from common.batch import Batch
+from common.kernels import linear_logp
+from common.model.gather import _Gather, saved_buffers
+from common.model.shared_prompts import share_prompts
+
+
+@dataclass
+class ModelConfig:
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Data type of activations and matrix products. Master weights, gradients and logits are float32 in any case."""
+    attention: Literal["auto", "flash_attention_2", "packed_varlen", "packed_sdpa"] = "auto"
+    """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
+    share_prompt: bool = False
+    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
+    Not with --policy.attention flash_attention_2; on GPUs auto then means packed_varlen."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off: only architectures that transformers knows."""
+
+    def __post_init__(self):
+        if self.share_prompt and self.attention == "flash_attention_2":
+            raise ValueError("--policy.share-prompt: --policy.attention flash_attention_2 cannot, packed_varlen can")
+
+
+class PackedModel(nn.Module):
+    """A transformer on packed tokens. Sharded as a whole, so its head is unsharded while `forward` runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.share_prompt = False
+        self.version = 0  # of the weights: grows with every optimizer step, so the engine knows when it is stale
+        self.skipped_in_a_row = 0  # optimizer steps whose gradient norm was not finite
+
+    def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The positions [N] of the tokens that the policy sampled, and the hidden states [N, H] that predict them.
+
+        The shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1.
+        """
+        sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
+        if self.share_prompt:
+            shared = share_prompts(batch)
+            tokens, positions = batch.tokens[shared.run], batch.position_ids[shared.run]
+            before, cu_seqlens, cu_seqlens_k = shared.row[sampled - 1], shared.cu_seqlens, shared.cu_seqlens_k
+            extra = {"key_rows": shared.key_rows}
+        else:
+            tokens, positions, before, extra = batch.tokens, batch.position_ids, sampled - 1, {}
+            cu_seqlens = cu_seqlens_k = batch.cu_seqlens
+        hidden = backbone(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens_k,
+            max_length_q=batch.max_seqlen,
+            max_length_k=batch.max_seqlen,
+            use_cache=False,
+            **extra,
+        ).last_hidden_state[0]                                                                  # [T, H]
+        return sampled, hidden[before]
+
+    def free_unsharded(self) -> None:
+        """Free the unsharded weights, which FSDP2 would keep until a backward. (FSDP2's `reshard` is of one module.)"""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+class Policy(PackedModel):
+    """A causal LM: log-probs of what was sampled."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
+        and entropy [T], float32, 0 where `batch.mask` is False."""
+        sampled, hidden = self.hidden_before(self.lm.base_model, batch)
+        logp, entropy = linear_logp(
+            hidden,
+            self.lm.get_output_embeddings().weight,
+            batch.tokens[sampled],
+            temperature=temperature,
+            with_entropy_grad=entropy_grad,
+            **head_options(self.lm.config),
+        )                                                                                       # [N], [N]
+        zeros = logp.new_zeros(len(batch.tokens))
+        return zeros.index_copy(0, sampled, logp), zeros.index_copy(0, sampled, entropy)        # [T], [T]
+
+    @torch.no_grad()
+    def score(self, batch: Batch, temperature: float) -> Tensor:
+        """Log-probs [T] without a gradient."""
+        logp, _ = self(batch, temperature)
+        self.free_unsharded()
+        return logp
+
+    @torch.no_grad()
+    def full_tensors(self, dtype: torch.dtype | None, bucket_mb: float) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once;
+        then, as stored, the buffers that belong to a checkpoint.
+
+        Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size). The next
+        bucket travels while the caller reads this one, so at most two buckets and one tensor exist beside the shards.
+        All ranks must iterate to the end, in step.
+        """
+        arriving, bucket, size = None, [], 0
+        dtype = dtype or self.lm.dtype
+        for name, parameter in self.lm.named_parameters():
+            bucket.append((name, parameter))
+            size += parameter.numel() * dtype.itemsize
+            if size >= bucket_mb * 2**20:
+                arriving, ready = _Gather(bucket, dtype), arriving
+                if ready is not None:
+                    yield from ready.tensors()
+                bucket, size = [], 0
+        for ready in (arriving, _Gather(bucket, dtype) if bucket else None):
+            if ready is not None:
+                yield from ready.tensors()
+        yield from saved_buffers(self.lm).items()
+
+
+class Critic(PackedModel):
+    """A backbone with a scalar head: value[t] is what the tokens before t are worth."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1, bias=False, dtype=torch.float32)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""
+        sampled, hidden = self.hidden_before(self.backbone, batch)
+        value = self.head(hidden.float())[:, 0]                                                 # [N]
+        return value.new_zeros(len(batch.tokens)).index_copy(0, sampled, value)                 # [T]
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        """Values [T] without a gradient."""
+        value = self(batch)
+        self.free_unsharded()
+        return value
+
+
+def head_options(config: PretrainedConfig) -> dict[str, float]:
+    """What a family does to its logits besides the matrix product (Gemma's soft-cap, Cohere's and Granite's scale)."""
+    options = {}
+    if hasattr(config, "final_logit_softcapping") and config.final_logit_softcapping is not None:
+        options["softcap"] = config.final_logit_softcapping
+    if hasattr(config, "logit_scale") and config.logit_scale is not None:
+        options["logit_scale"] = config.logit_scale
+    if hasattr(config, "logits_scaling"):
+        options["logit_scale"] = 1.0 / config.logits_scaling
+    return options

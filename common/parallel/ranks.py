@@ -1,0 +1,107 @@
+"""Processes: the group that torchrun made (or a group of one), the device, sums over all ranks, seeds."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init(timeout_s: float = 1800.0) -> World:
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of one.
+
+    GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when MASTER_PORT is
+    taken, or when a rank has no GPU of its own on a machine that has some.
+    """
+    if "RANK" not in os.environ:
+        port = os.environ.get("MASTER_PORT") or str(_free_port())
+        _check_port(int(port))
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local_rank} needs a GPU of its own, this machine has {torch.cuda.device_count()}: "
+                f"set torchrun --nproc-per-node {torch.cuda.device_count()}"
+            )
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    store = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank, size, local_rank, device, init_device_mesh(device.type, (size,)))
+
+
+def shutdown() -> None:
+    """Leave together: a rank that goes while its peers still talk can abort them (gloo)."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def all_sum(values: Tensor | list[float]) -> Tensor:
+    """Sum over all ranks, in float64 on the CPU: the same on every rank. [K] -> [K]."""
+    total = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def all_max(values: Tensor | list[float]) -> Tensor:
+    """Maximum over all ranks, in float64 on the CPU. [K] -> [K]."""
+    top = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
+    if dist.is_initialized():
+        dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    return top
+
+
+def all_names(names: set[str]) -> list[str]:
+    """The names that any rank has, sorted: the same list on every rank."""
+    shares = [names]
+    if dist.is_initialized():
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, names)
+    return sorted(set().union(*shares))
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} (MASTER_PORT) is in use: unset MASTER_PORT to get a free one, or set another"
+            ) from error

@@ -1,0 +1,137 @@
+"""What a run reports: a meter that averages over all ranks, timers, and the places the numbers go to."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from common.parallel.ranks import World
+from common.tracking.console import PlainProgress
+from common.tracking.health import Watch
+from common.tracking.profiling import Profiler
+
+
+@dataclass
+class LogConfig:
+    to: tuple[Literal["console", "jsonl", "wandb", "tensorboard"], ...] = ("console", "jsonl")
+    """Where metrics go. wandb and tensorboard need their packages; without an account set WANDB_MODE=offline."""
+    wandb_project: str = "rl"
+    """Weights & Biases project."""
+    rollouts_every: int = 5
+    """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet; the first step has one too. 0: none."""
+    rollouts_max: int = 64
+    """Most responses in such a file: the step's first groups, whole ones, at least one."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps, counted from 1, that every rank traces with torch's profiler into RUN_DIR/profiles."""
+    warn_every: int = 20
+    """Steps before the same warning about the run's health is repeated. 0: no warnings."""
+
+    def __post_init__(self):
+        if min(self.rollouts_every, self.warn_every) < 0 or min((self.rollouts_max, *self.profile_steps)) < 1:
+            raise ValueError(f"--log.rollouts-every {self.rollouts_every} and --log.warn-every {self.warn_every} must "
+                             f"be at least 0, --log.rollouts-max {self.rollouts_max} and --log.profile-steps "
+                             f"{self.profile_steps} at least 1")
+        for package in {"wandb", "tensorboard"} & set(self.to):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}, or leave it "
+                                 f"out of --log.to")
+        if "wandb" in self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+            import wandb
+
+            if not wandb.login(prompt=False):
+                raise ValueError("--log.to wandb finds no account: set WANDB_API_KEY, or WANDB_MODE=offline")
+
+
+class Tracker:
+    """Rank 0 writes; the others are silent. `run_dir/metrics.jsonl` has one line a step, `config.json` the flags."""
+
+    def __init__(self, config: LogConfig, run_dir: str, args: Any, world: World, state: dict[str, Any]):
+        """`state`: what `state_dict` returned when the run is resumed, else {}. What was written about steps that the
+        checkpoint has not seen is dropped, so no step appears twice."""
+        self.on = set(config.to) if world.is_main else set()
+        self.run_dir, self.wandb, self.wandb_id, self.board = Path(run_dir), None, state.get("wandb_id"), None
+        self.profiler = Profiler(self.run_dir / "profiles", config.profile_steps, world.rank)
+        self.watch = Watch(config.warn_every)
+        if not world.is_main:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        flags = dataclasses.asdict(args)
+        (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
+        self.jsonl = self.run_dir / "metrics.jsonl"
+        kept = []
+        if state and self.jsonl.exists():
+            whole, _, _ = self.jsonl.read_text().rpartition("\n")            # a kill may have cut the last line
+            kept = [x for x in whole.splitlines() if json.loads(x)["step"] <= state["step"]]
+        if "jsonl" in self.on:
+            temporary = self.jsonl.with_suffix(".partial")                   # a kill must not cost the old lines
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.rename(self.jsonl)
+        for file in sorted((self.run_dir / "rollouts").glob("step_*.parquet")):
+            if int(file.stem.removeprefix("step_")) > state.get("step", -1):
+                file.unlink()
+        if "wandb" in self.on:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=config.wandb_project, name=self.run_dir.name, dir=str(self.run_dir), config=flags,
+                id=self.wandb_id, resume="allow",
+            )
+            self.wandb_id = self.wandb.id
+        if "tensorboard" in self.on:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self.run_dir / "tensorboard"
+            if not state:
+                shutil.rmtree(folder, ignore_errors=True)
+            self.board = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
+
+    def begin(self, step: int) -> None:
+        """Every rank calls it as `step` begins, counted from 1: profiles start here, `log` ends them."""
+        self.profiler.start(step)
+
+    def log(self, step: int, metrics: dict[str, float], line: str) -> None:
+        """`line` is what the console shows of it. Every rank calls it."""
+        trace = self.profiler.stop(step)
+        if "console" in self.on:
+            print(line, *self.watch.look(step, metrics), *([f"profile {trace}"] if trace else []), sep="\n", flush=True)
+        if "jsonl" in self.on:
+            with self.jsonl.open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(metrics, step=step)
+        if self.board is not None:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
+
+    @contextmanager
+    def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
+        """`with tracker.progress("rollout", 64) as advance:`, and `advance()` whenever one of them is done: a bar on a
+        terminal, elsewhere a line every 30 s."""
+        if "console" not in self.on:
+            yield lambda: None
+        elif sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, transient=True, refresh_per_second=4) as bar:
+                yield partial(bar.advance, bar.add_task(phase, total=total))
+        else:
+            yield PlainProgress(phase, total).advance
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        return {"step": step, "wandb_id": self.wandb_id}
+
+    def close(self) -> None:
+        if self.wandb is not None:
+            self.wandb.finish()
+        if self.board is not None:
+            self.board.close()

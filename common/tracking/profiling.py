@@ -1,0 +1,120 @@
+"""What the machine can do and did: peak FLOP/s, torch profiler traces, what to say when memory runs out."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from common.parallel.ranks import World
+
+# Dense bfloat16 FLOP/s of a chip, from the makers' data sheets, by a part of torch.cuda.get_device_name(): the first
+# that fits. A product with several forms (PCIe, SXM) stands here with each; others are measured.
+PEAK_FLOPS = {
+    "B300": 2.25e15, "B200": 2.25e15, "B100": 1.75e15, "H200": 9.89e14, "H100 PCIe": 7.56e14, "H100 NVL": 8.35e14,
+    "H100": 9.89e14, "H800": 9.89e14, "H20": 1.48e14, "A100": 3.12e14, "A800": 3.12e14, "A40": 1.50e14,
+    "A30": 1.65e14, "A10G": 7.0e13, "A10": 1.25e14, "L40S": 3.62e14, "L40": 1.81e14, "L4": 1.21e14,
+    "RTX 4090": 1.65e14, "RTX 3090": 7.1e13, "MI355X": 2.5e15, "MI325X": 1.307e15, "MI300X": 1.307e15,
+    "MI250X": 1.915e14,
+}
+
+FLAGS_OF_PHASE = {
+    "gen": "--rollout.gpu-memory-utilization (GPUs), --rollout.kv-cache-gb (CPUs), --rollout.max-num-seqs",
+    "update_weights": "--rollout.sync-bucket-mb, --rollout.gpu-memory-utilization",
+    "save_checkpoint": "more ranks; no flag makes a checkpoint smaller",
+}
+"""What to lower when a phase runs out of memory; the phases that run the trainer's models share one answer."""
+
+
+def peak_flops(world: World, dtype: str) -> float:
+    """FLOP/s that one rank's chip can do at most in matrix products of `dtype` ("bfloat16", "float32"): from the table
+    for bfloat16 on a known GPU, else measured, on all ranks at once, as they share a CPU's cores."""
+    if world.device.type == "cuda" and dtype == "bfloat16":
+        name = torch.cuda.get_device_name(world.device)
+        for chip, flops in PEAK_FLOPS.items():
+            if chip in name:
+                return flops
+    return matmul_flops(world.device, getattr(torch, dtype))
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, seconds: float = 0.5) -> float:
+    """The fastest of the [size, size] products that fit in `seconds`, in FLOP/s."""
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    a @ b                                                               # the first one also prepares
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def machine_line(world: World, peak: float) -> str:
+    """What one rank has to run on, for the start screen."""
+    if world.device.type == "cuda":
+        what, (free, total) = torch.cuda.get_device_name(world.device), torch.cuda.mem_get_info()
+    else:
+        memory = psutil.virtual_memory()
+        what, free, total = f"{os.cpu_count()} CPU cores", memory.available, memory.total
+    return f"{what}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, at most {peak / 1e12:.2f} TFLOP/s a rank"
+
+
+class Profiler:
+    """Traces chosen steps: `folder/step_000003_rank0.json.gz` for chrome://tracing or ui.perfetto.dev, with a span for
+    each phase that a Timer timed, and on a GPU `..._memory.pickle` for pytorch.org/memory_viz."""
+
+    def __init__(self, folder: Path, steps: tuple[int, ...], rank: int):
+        self.folder, self.steps, self.rank, self.running = folder, steps, rank, None
+
+    def start(self, step: int) -> None:
+        if step not in self.steps:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        self.running = torch.profiler.profile(activities=activities)
+        self.running.start()
+
+    def stop(self, step: int) -> Path | None:
+        """Write the trace of the step that `start` began; None where it began none."""
+        if self.running is None:
+            return None
+        self.running.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step_{step:06d}_rank{self.rank}.json.gz"
+        self.running.export_chrome_trace(str(path))
+        if torch.cuda.is_available():
+            snapshot(path.with_name(path.name.replace(".json.gz", "_memory.pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.running = None
+        return path
+
+
+def snapshot(path: Path) -> None:
+    """Which tensors and cached blocks fill this rank's GPU; with the stacks that made them inside a profiled step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own class on GPUs; on CPUs torch raises a plain RuntimeError of this text."""
+    cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return cpu or isinstance(error, torch.OutOfMemoryError)
+
+
+def memory_note(phase: str) -> str:
+    """For the traceback of an error in `phase`: what fills the memory, and what to lower."""
+    flags = FLAGS_OF_PHASE.get(phase, "--max-tokens-per-gpu; then --policy.gradient-checkpointing True")
+    advice = f"ran out of memory in phase {phase}. Lower or set: {flags}"
+    if not torch.cuda.is_available():
+        return advice
+    gib = 2**30
+    free, total = (x / gib for x in torch.cuda.mem_get_info())
+    held, reserved = torch.cuda.memory_allocated() / gib, torch.cuda.memory_reserved() / gib
+    return (f"{advice}\nof {total:.1f} GiB: {held:.1f} in the trainer's tensors (weights, gradients, optimizer, "
+            f"activations; peak {torch.cuda.max_memory_allocated() / gib:.1f}), {reserved - held:.1f} cached by torch, "
+            f"{total - free - reserved:.1f} in the engine's pool and other processes, {free:.1f} free")

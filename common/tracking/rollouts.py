@@ -1,0 +1,116 @@
+"""The responses of a step on disk, with what the update did to each of their tokens: RUN_DIR/rollouts/*.parquet."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from common.batch import Batch
+from common.tracking.logger import LogConfig
+
+PER_RESPONSE = {
+    "step": pa.int32(), "index": pa.int32(), "group": pa.int32(), "data_source": pa.string(), "prompt": pa.string(),
+    "response": pa.string(), "ground_truth": pa.string(), "score": pa.float32(), "reward": pa.float32(),
+    "reward_parts": pa.string(), "advantage": pa.float32(), "finish_reason": pa.string(), "prompt_length": pa.int32(),
+    "response_length": pa.int32(),
+}
+
+PER_TOKEN = ("rollout_logp", "old_logp", "ref_logp", "token_advantage", "value", "returns", "entropy", "ratio")
+
+SCHEMA = pa.schema([
+    *PER_RESPONSE.items(), ("tokens", pa.list_(pa.int32())), ("token_texts", pa.list_(pa.string())),
+    ("trained", pa.list_(pa.bool_())), ("clipped", pa.list_(pa.bool_())),
+    *((name, pa.list_(pa.float32())) for name in PER_TOKEN),
+])
+"""One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
+rest of its dict as JSON. Lists have one entry per response token; they are null where there was none (no reference, no
+critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of `token_advantage` over it.
+After several passes, entropy, ratio and clipped are those of the last one."""
+
+
+class Record:
+    """One step's file. `add` each micro-batch as it is trained; at the end of the step all ranks `write`. Does nothing
+    in steps that have no file (--log.rollouts-every), and keeps nothing of responses past --log.rollouts-max."""
+
+    def __init__(self, config: LogConfig, run_dir: Path, step: int, group_size: int):
+        """`step` counts from 1; `group_size`: responses per prompt, numbered one after another."""
+        self.on = config.rollouts_every > 0 and (step == 1 or step % config.rollouts_every == 0)
+        self.path, self.step, self.group_size = run_dir / f"rollouts/step_{step:06d}.parquet", step, group_size
+        self.limit = max(config.rollouts_max // group_size, 1) * group_size
+        self.numbers: dict[int, dict[str, np.ndarray]] = {}             # index -> name -> one number per token
+
+    def add(self, microbatch: Batch, logp: Tensor, entropy: Tensor, stats: dict[str, Tensor]) -> None:
+        """Numbers per token [T] of a micro-batch: those it carries, and those of this forward. `stats`: the loss's."""
+        index = microbatch.index.tolist()
+        chosen = [s for s, i in enumerate(index) if 0 <= i < self.limit] if self.on else []
+        if not chosen:
+            return
+        old_logp = logp if microbatch.old_logp is None else microbatch.old_logp
+        found = {
+            "trained": microbatch.mask, "old_logp": old_logp, "ref_logp": microbatch.ref_logp,
+            "token_advantage": microbatch.advantage, "value": microbatch.value, "returns": microbatch.returns,
+            "entropy": entropy, "ratio": stats["actor/ratio"],
+            "clipped": stats["actor/pg_clipfrac"] + stats["actor/pg_clipfrac_lower"],
+        }
+        found = {name: values.detach().float().cpu().numpy() for name, values in found.items() if values is not None}
+        bounds = microbatch.cu_seqlens.tolist()
+        for s in chosen:
+            self.numbers[index[s]] = {name: values[bounds[s] : bounds[s + 1]] for name, values in found.items()}
+
+    def write(self, tokenizer: PreTrainedTokenizerBase, samples: Any, rewards: Tensor) -> None:
+        """Every rank calls it. `samples`: the responses that this rank scored, as lists `index`, `prompts`,
+        `responses`, `rewards` (scores) and `extras`; `rewards` [S]: what the advantages were made from."""
+        if not self.on:
+            return
+        columns = zip(samples.index, samples.prompts, samples.responses, samples.rewards, samples.extras)
+        rows = [self._row(tokenizer, *sample) for sample in columns if sample[0] < self.limit]
+        shares = [(rows, self.numbers)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            shares = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object((rows, self.numbers), shares)
+            if shares is None:
+                return
+        numbers = {i: found for _, share in shares for i, found in share.items()}
+        rows = sorted((row for share, _ in shares for row in share), key=lambda row: row["index"])
+        for row in rows:
+            row["reward"] = float(rewards[row["index"]])
+            length = row["response_length"]
+            for name, values in numbers.get(row["index"], {}).items():  # of prompt and response
+                row[name] = values[len(values) - length :].astype(SCHEMA.field(name).type.value_type.to_pandas_dtype())
+            if "trained" in row and row["trained"].any():
+                row["advantage"] = float(row["token_advantage"][row["trained"]].mean())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".partial")
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")
+        temporary.rename(self.path)
+
+    def _row(self, tokenizer, index: int, prompt, response, score: float, extras: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "step": self.step, "index": index, "group": index // self.group_size, "data_source": prompt.data_source,
+            "prompt": tokenizer.decode(prompt.tokens), "ground_truth": str(prompt.ground_truth),
+            "response": tokenizer.decode(response.tokens, skip_special_tokens=True), "score": score,
+            "reward_parts": json.dumps(extras), "finish_reason": response.finish_reason,
+            "prompt_length": len(prompt.tokens), "response_length": len(response.tokens), "tokens": response.tokens,
+            "token_texts": token_texts(tokenizer, prompt.tokens, response.tokens), "rollout_logp": response.logp,
+        }
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> list[str]:
+    """What each response token adds to the text. Of a character that is spread over several tokens, the last has it."""
+    plain = {"clean_up_tokenization_spaces": False}
+    texts, before, pending = [], prompt[-1:], []        # with what stands before: some drop a first token's space
+    for token in response:
+        pending.append(token)
+        text = tokenizer.decode(before + pending, **plain)[len(tokenizer.decode(before, **plain)) :]
+        if text.endswith("\ufffd") and len(pending) < 4:                # UTF-8 has at most 4 bytes a character
+            texts.append("")
+        else:
+            texts.append(text)
+            before, pending = pending, []
+    return texts

@@ -1,0 +1,304 @@
+"""Scores responses in worker processes while generation goes on; no reward function can hang, kill or poison the run.
+
+A worker is a plain `python -m rewards.runtime.worker` on two pipes, because the trainer holds torch, vLLM and
+collectives: a fork of it is unsafe, and multiprocessing's spawn imports the training script again (seconds and hundreds
+of MB; this: 0.1 s, 15 MB). Every sample has a deadline that holds in C code too: the worker's process group is killed
+and replaced. `async def` and batched functions get several samples at once; if that ends in a kill, each is scored
+again alone. Whatever goes wrong is counted, and the first traceback of each kind is logged in full.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import pickle
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rewards import parse_kwargs
+from rewards.runtime.worker import Scorer
+
+log = logging.getLogger(__name__)
+ROOT = Path(__file__).resolve().parent.parent.parent
+GRACE_S = 1.0    # by so much a batch's kill comes after the deadlines that an `async def` has in the worker itself
+DUMP_S = 2.0     # a worker whose time is up may take so long to write where it hangs
+CLOSE_S = 2.0    # closing waits so long for a thread whose worker is only just being started
+START_S = 120.0  # a worker may take this long to import a user's reward file; it is outside every sample's deadline
+
+
+@dataclass
+class RewardConfig:
+    function: tuple[str, ...] = ()
+    """Reward function(s) as path/to/file.py:name with verl's signature; none: the table in rewards/ by data_source."""
+    weights: tuple[float, ...] = ()
+    """One factor per --reward.function, summed; none: 1 each."""
+    kwargs: str = "{}"
+    """Further keyword arguments, as a JSON object, e.g. '{"method": "flexible"}': each function gets those it names."""
+    num_workers: int = 4
+    """Worker processes per rank; 0 scores in the trainer's own process (for pdb), without deadline."""
+    concurrency: int = 32
+    """Samples that a worker is given at once if a function is `async def` or batched: what is queued, up to so many."""
+    timeout_s: float = 10.0
+    """Seconds one sample may take before its worker is killed and replaced."""
+    on_error: Literal["zero", "drop", "stop"] = "zero"
+    """A sample without a score (exception, timeout, crash, not a finite number): reward 0, left out (NaN), or stop."""
+    max_error_frac: float = 0.5
+    """Stop when more than this share of one step's samples has no score."""
+
+
+@dataclass
+class Scores:
+    """What `RewardPool.results` returns, one entry per sample in ascending order of index."""
+    index: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # NaN: dropped
+    extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys
+    failures: list[str | None] = field(default_factory=list)  # "exception", "invalid", "crash" or "timeout"
+    wait_s: float = 0.0  # how long `results` had to wait: scoring that generation did not hide
+
+    @property
+    def num_timeouts(self) -> int:
+        return self.failures.count("timeout")
+
+    @property
+    def num_errors(self) -> int:
+        """Samples without a score for another reason than a timeout."""
+        return sum(kind is not None for kind in self.failures) - self.num_timeouts
+
+
+class Worker:
+    """One worker process; `ask` always returns within its deadline (plus a blink for the kill)."""
+
+    def __init__(self, scorer_args: tuple):
+        """scorer_args: those of worker.Scorer."""
+        env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}  # vLLM sets it for itself
+        path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rewards.runtime.worker", str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            env=env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+        self.lock = threading.Lock()
+        reply = self.ask(pickle.dumps(scorer_args), START_S)
+        if "failure" in reply:
+            self.close()
+            raise RuntimeError(f"a reward worker could not start ({reply['failure']}):\n{reply['text']}")
+        self.concurrent = reply["concurrent"]  # takes many samples at once
+
+    def score(self, samples: Sequence[bytes], timeout_s: float) -> list[dict]:
+        """A reply for each sample; the same failure for all if the worker had to be killed."""
+        reply = self.ask(pickle.dumps(samples), timeout_s)
+        return [reply] * len(samples) if isinstance(reply, dict) else reply
+
+    def ask(self, request: bytes, timeout_s: float) -> dict | list[dict]:
+        timer = threading.Timer(timeout_s, self.expire)
+        timer.daemon = True
+        self.busy, self.expired = True, False
+        timer.start()
+        line = b""
+        try:
+            self.process.stdin.write(struct.pack("Q", len(request)) + request)
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            pass  # dead before it was asked: no reply, a crash
+        with self.lock:
+            self.busy = False
+        timer.cancel()
+        if self.expired:
+            timer.join()
+            where = (line + self.process.stdout.read()).decode(errors="replace")
+            return {"failure": "timeout", "text": f"no score after {timeout_s:g} s\n{where}"}
+        if line.endswith(b"\n"):
+            try:
+                return json.loads(line)
+            except ValueError:
+                self.kill()
+                return {"failure": "crash", "text": f"the worker process was killed: its reply was {line!r:.200}"}
+        self.kill()
+        code = self.process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return {"failure": "crash", "text": f"the worker process ended with {how} before it gave a score"}
+
+    def expire(self) -> None:
+        with self.lock:
+            if not self.busy:
+                return
+            self.expired = True
+        self.process.send_signal(signal.SIGUSR1)  # it writes where it hangs, and ends
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(DUMP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the worker and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """`kill`, and close the pipes: for the thread that asks, as nobody may be reading."""
+        self.kill()
+        self.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # what was not flushed
+            self.process.stdin.close()
+
+
+class RewardPool:
+    """`submit` returns at once and may be called while the engine generates; `results` waits for all submitted.
+
+    Takes the fields of RewardConfig: `RewardPool(**vars(args.reward))`. Raises RuntimeError with the worker's traceback
+    if the reward file cannot be loaded. num_workers 0: `submit` scores in this process and has no deadline.
+    """
+
+    def __init__(self, function: str | Sequence[str] | None = None, weights: Sequence[float] = (), kwargs: str = "{}",
+                 num_workers: int = 4, concurrency: int = 32, timeout_s: float = 10.0, on_error: str = "zero",
+                 max_error_frac: float = 0.5):
+        function = (function,) if isinstance(function, str) else tuple(function or ())
+        if weights and len(weights) != len(function):
+            raise ValueError(f"--reward.weights has {len(weights)} numbers, --reward.function {len(function)} names; "
+                             f"give one weight per function")
+        if num_workers < 0 or concurrency < 1 or timeout_s <= 0:
+            raise ValueError(f"--reward.num-workers {num_workers} must be at least 0, --reward.concurrency "
+                             f"{concurrency} at least 1 and --reward.timeout-s {timeout_s} above 0")
+        for spec in function:
+            if not Path(spec.rpartition(":")[0] if ":" in spec else spec).is_file():
+                raise ValueError(f"--reward.function {spec}: no such file; the form is path/to/file.py:name")
+        self.scorer_args = (function, tuple(weights), parse_kwargs(kwargs), timeout_s if num_workers else None)
+        self.concurrency, self.timeout_s = concurrency, timeout_s
+        self.on_error, self.max_error_frac = on_error, max_error_frac
+        self.changed = threading.Condition()
+        self.pending: set[int] = set()
+        self.replies: dict[int, dict] = {}
+        self.broken: str | None = None
+        self.num_ready = 0
+        self.closed = False
+        self.logged: set[str] = set()
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.workers: dict[threading.Thread, Worker] = {}
+        self.scorer = Scorer(*self.scorer_args) if num_workers == 0 else None
+        self.threads = [threading.Thread(target=self.serve, daemon=True) for _ in range(num_workers)]
+        for thread in self.threads:
+            thread.start()
+        with self.changed:
+            self.changed.wait_for(lambda: self.num_ready or self.broken or not num_workers)
+            self.raise_if_broken()
+
+    def submit(self, index: int, data_source: str, solution_str: str, ground_truth: Any,
+               extra_info: dict | None = None) -> None:
+        if index in self.pending or index in self.replies:
+            raise ValueError(f"sample {index} was submitted twice")
+        if self.scorer is not None:
+            self.replies[index] = self.scorer([(data_source, solution_str, ground_truth, extra_info)])[0]
+            return
+        request = pickle.dumps((data_source, solution_str, ground_truth, extra_info))
+        with self.changed:
+            self.raise_if_broken()
+            self.pending.add(index)
+        self.jobs.put((index, request))
+
+    def results(self) -> Scores:
+        """Scores of everything submitted since the last call. Raises RuntimeError where the flags say stop."""
+        start = time.monotonic()
+        with self.changed:
+            self.changed.wait_for(lambda: not self.pending or self.broken)
+            self.raise_if_broken()
+            replies, self.replies = self.replies, {}
+        scores = Scores(wait_s=time.monotonic() - start)
+        for index, reply in sorted(replies.items()):
+            failure = reply.get("failure")
+            scores.index.append(index)
+            scores.failures.append(failure)
+            scores.scores.append(reply["score"] if not failure else 0.0 if self.on_error == "zero" else math.nan)
+            scores.extras.append({} if failure else reply["extra"])
+            if failure:
+                self.report(index, failure, reply["text"])
+        failed_frac = sum(kind is not None for kind in scores.failures) / max(len(scores.index), 1)
+        if failed_frac > self.max_error_frac:
+            raise RuntimeError(f"{failed_frac:.0%} of the samples have no reward ({scores.num_errors} errors, "
+                               f"{scores.num_timeouts} timeouts of {len(scores.index)}), more than "
+                               f"--reward.max-error-frac {self.max_error_frac}; the log has the first of each kind")
+        return scores
+
+    def report(self, index: int, failure: str, text: str) -> None:
+        kind = text.strip().splitlines()[-1].partition(":")[0] if failure == "exception" else failure
+        if kind not in self.logged:
+            self.logged.add(kind)
+            log.error("reward of sample %d failed (%s; more of this kind are only counted):\n%s", index, kind, text)
+        if self.on_error == "stop":
+            raise RuntimeError(f"reward of sample {index} failed ({kind}) and --reward.on-error is stop:\n{text}")
+
+    def serve(self) -> None:
+        """One thread per worker: start it, hand it jobs, replace it when it is dead."""
+        worker, jobs, alone = None, [], False
+        while not self.closed:
+            if worker is None or worker.process.poll() is not None:  # also one that died while idle
+                if worker is not None:
+                    worker.close()
+                try:
+                    worker = self.workers[threading.current_thread()] = Worker(self.scorer_args)
+                except (RuntimeError, OSError) as error:  # OSError: no process or no memory to be had
+                    with self.changed:
+                        self.broken = str(error)
+                        self.changed.notify_all()
+                    return
+                with self.changed:
+                    self.num_ready += 1
+                    self.changed.notify_all()
+            if not jobs:
+                jobs, alone = [self.jobs.get()], False
+                continue  # look at the worker once more: it may have waited for long
+            if worker.concurrent and not alone:
+                with contextlib.suppress(queue.Empty):
+                    while len(jobs) < self.concurrency and jobs[-1] is not None:
+                        jobs.append(self.jobs.get_nowait())
+            if jobs[-1] is None:
+                break
+            indices, samples = zip(*(jobs[:1] if alone else jobs))
+            replies = worker.score(samples, self.timeout_s + (GRACE_S if worker.concurrent else 0.0))
+            if len(samples) > 1 and worker.process.poll() is not None:
+                alone = True  # which of them it was is not known
+                self.report_batch(len(samples), replies[0])
+                continue
+            jobs = jobs[len(samples):]
+            with self.changed:
+                self.replies |= zip(indices, replies)
+                self.pending.difference_update(indices)
+                self.changed.notify_all()
+        self.jobs.put(None)  # for the next thread
+        if worker is not None:
+            worker.close()
+
+    def report_batch(self, size: int, reply: dict) -> None:
+        if "batch" not in self.logged:
+            self.logged.add("batch")
+            log.warning("a batch of %d samples ended in a %s, they are scored again one by one (logged once; a batch "
+                        "has the deadline of one sample, see --reward.timeout-s and --reward.concurrency):\n%s",
+                        size, reply["failure"], reply["text"])
+
+    def raise_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(self.broken)
+
+    def close(self) -> None:
+        """End all workers, also busy ones."""
+        self.closed = True
+        self.jobs.put(None)
+        for worker in list(self.workers.values()):
+            worker.kill()
+        for thread in self.threads:
+            thread.join(CLOSE_S)
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()

@@ -1,0 +1,186 @@
+"""A reward worker, `python -m rewards.runtime.worker`: scores samples that pool.py sends it.
+
+Requests are length-prefixed pickles on fd 0, replies JSON lines on fd 1; reward functions may read and print freely.
+The first request is Scorer's arguments, its reply {"concurrency"}; each further one is a list of samples, pickled one
+by one, and its reply a list with {"score", "extra"} of each, or {"failure", "text"} if the sample has no score.
+"""
+
+import ctypes
+import faulthandler
+import functools
+import inspect
+import json
+import math
+import numbers
+import os
+import pickle
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rewards import find, load_reward, prepare, takes
+
+Sample = tuple[str, str, Any, dict | None]  # data_source, solution_str, ground_truth, extra_info
+
+
+class Reward:
+    """One reward function. How it wants to be called is read from its signature, once."""
+
+    def __init__(self, name: str, function: Callable, kwargs: dict[str, Any]):
+        self.name, self.function, self.kwargs = name, function, kwargs
+        self.batched = "solution_strs" in inspect.signature(function).parameters
+        self.concurrent = self.batched or inspect.iscoroutinefunction(function)
+
+    def __call__(self, samples: list[Sample], timeout_s: float | None) -> list[dict]:
+        if self.batched:
+            return self.score_batch(samples)
+        if self.concurrent:
+            return event_loop().run_until_complete(self.gather(samples, timeout_s))
+        return [self.score(sample) for sample in samples]
+
+    def score(self, sample: Sample) -> dict:
+        try:
+            return self.reply(wait(self.call(sample)))
+        except (Exception, SystemExit):
+            return {"failure": "exception", "text": traceback.format_exc()}
+
+    def call(self, sample: Sample) -> Any:
+        data_source, solution_str, ground_truth, extra_info = sample
+        return self.function(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth,
+                             extra_info=extra_info, **self.kwargs)
+
+    def score_batch(self, samples: list[Sample]) -> list[dict]:
+        """verl's batched form: lists in, list out. A batch that fails is scored one by one: only the guilty counts."""
+        sources, texts, truths, extras = map(list, zip(*samples))
+        try:
+            results = list(wait(self.function(data_sources=sources, solution_strs=texts, ground_truths=truths,
+                                              extra_infos=extras, **self.kwargs)))
+            if len(results) != len(samples):
+                raise ValueError(f"{self.name} returned {len(results)} scores for {len(samples)} samples")
+            return [self.reply(result) for result in results]
+        except (Exception, SystemExit):
+            if len(samples) > 1:
+                return [self.score_batch([sample])[0] for sample in samples]
+            return [{"failure": "exception", "text": traceback.format_exc()}]
+
+    async def gather(self, samples: list[Sample], timeout_s: float | None) -> list[dict]:
+        """All samples of an `async def` at once, each with its own deadline."""
+        import asyncio  # only here: it would double a worker's start
+
+        async def one(sample: Sample) -> dict:
+            try:
+                async with asyncio.timeout(timeout_s) as deadline:
+                    return self.reply(await self.call(sample))
+            except (Exception, SystemExit):
+                kind = "timeout" if deadline.expired() else "exception"
+                return {"failure": kind, "text": traceback.format_exc()}
+
+        return await asyncio.gather(*map(one, samples))
+
+    def reply(self, result: Any) -> dict:
+        values = result if isinstance(result, dict) else {"score": result}
+        values = {str(key): plain(value) for key, value in values.items()}
+        score = values.pop("score", "no key 'score'")
+        if isinstance(score, str) or not math.isfinite(score):
+            return {"failure": "invalid", "text": f"{self.name} returned {result!r:.500}; the rule is a finite number "
+                                                  f"or a dict with such a 'score'"}
+        return {"score": score, "extra": values}
+
+
+class Scorer:
+    """The reward functions of a run, loaded once; without any, those of the table in rewards/ by data_source."""
+
+    def __init__(self, function: Sequence[str], weights: Sequence[float], kwargs: dict[str, Any],
+                 timeout_s: float | None):
+        self.weights, self.kwargs, self.timeout_s = list(weights) or [1.0] * len(function), kwargs, timeout_s
+        functions = [load_reward(spec) for spec in function]
+        taken = prepare(functions, kwargs) if functions else []
+        names = [f"{Path(spec.partition(':')[0]).stem}.{spec.partition(':')[2]}" for spec in function]
+        self.rewards = [Reward(*three) for three in zip(names, functions, taken)]
+        self.concurrent = any(reward.concurrent for reward in self.rewards)
+        self.table: dict[str, Reward] = {}
+
+    def __call__(self, samples: list[Sample]) -> list[dict]:
+        if not self.rewards:
+            return [self.score_by_source(sample) for sample in samples]
+        columns = [reward(samples, self.timeout_s) for reward in self.rewards]
+        return [self.combine(replies) for replies in zip(*columns)]
+
+    def score_by_source(self, sample: Sample) -> dict:
+        source = sample[0]
+        if source not in self.table:
+            function = find(source)
+            if function is None:
+                return {"failure": "exception", "text": f"LookupError: no reward for data_source {source!r}"}
+            kwargs = {key: value for key, value in self.kwargs.items() if takes(function, key)}
+            self.table[source] = Reward(source, function, kwargs)
+        return self.table[source]([sample], self.timeout_s)[0]
+
+    def combine(self, replies: Sequence[dict]) -> dict:
+        """The weighted sum, or the first failure. With several functions each score and key is kept by its name."""
+        for reply in replies:
+            if "failure" in reply:
+                return reply
+        total = sum(weight * reply["score"] for weight, reply in zip(self.weights, replies))
+        if len(replies) == 1:
+            return {"score": total, "extra": replies[0]["extra"]}
+        extra = {}
+        for reward, reply in zip(self.rewards, replies):
+            extra |= {reward.name: reply["score"]}
+            extra |= {f"{reward.name}/{key}": value for key, value in reply["extra"].items()}
+        return {"score": total, "extra": extra}
+
+
+@functools.cache
+def event_loop():
+    """One for the life of a worker: clients that a user's functions keep open stay usable."""
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
+def wait(result: Any) -> Any:
+    return event_loop().run_until_complete(result) if inspect.iscoroutine(result) else result
+
+
+def plain(value: Any) -> float | str:
+    """A number as float (numpy and torch scalars too), anything else as text."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # more than one element
+            return str(value)
+    return float(value) if isinstance(value, numbers.Real) else str(value)
+
+
+def main() -> None:
+    if sys.platform == "linux":  # die with the trainer even inside an endless loop, and before it if memory runs out
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(sys.argv[1]):
+            os._exit(1)
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.register_at_fork(after_in_child=lambda: os.close(replies.fileno()))  # else a child keeps the pipe open
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, file=replies, chain=True)  # in place of a kill: shows where a sample hung
+    scorer = None
+    while header := requests.read(8):
+        request = pickle.loads(requests.read(struct.unpack("Q", header)[0]))
+        if scorer is None:
+            try:
+                scorer = Scorer(*request)
+                reply = {"concurrent": scorer.concurrent}
+            except (Exception, SystemExit):
+                reply = {"failure": "start", "text": traceback.format_exc()}
+        else:
+            reply = scorer([pickle.loads(sample) for sample in request])
+        replies.write(json.dumps(reply).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Runs a script as `python SCRIPT FLAGS` does, with one fault at a chosen instant: `faulty.py FAULT SCRIPT FLAGS`.
+
+FAULT is POINT:COUNT:RANK:ACTION[:DELAY_S]; `write:3:0:kill`: as rank 0 writes its third tensor to disk, it is killed.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+POINTS = {
+    "rollout": "common.engine.hf HFEngine._sample",
+    "reward": "rewards.runtime.pool RewardPool.results",
+    "forward": "common.model.policy Policy.forward",
+    "optimizer": "torch.optim AdamW.step",
+    "log": "common.tracking.logger Tracker.log",
+    "save": "common.checkpoint.manager Checkpoints._save",
+    "write": "torch.distributed.checkpoint.filesystem _write_item",
+    "checksum": "common.checkpoint.manager crc32",
+    "manifest": "common.checkpoint.manager write_manifest",
+    "rename": "pathlib Path.rename",
+    "prune": "shutil rmtree",
+    "export": "common.checkpoint.export write_hf",
+}
+
+
+def ranks() -> list[int]:
+    """Process ids of all ranks of this machine, this one last."""
+    peers = psutil.Process(os.getppid()).children() if "TORCHELASTIC_RUN_ID" in os.environ else []
+    return [p.pid for p in peers if p.pid != os.getpid()] + [os.getpid()]
+
+
+def act(action: str) -> None:
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "killall":
+        for pid in ranks():
+            os.kill(pid, signal.SIGKILL)
+    elif action in ("term", "int"):                     # what a user or a cluster sends to the command it started
+        os.kill(launcher, getattr(signal, f"SIG{action.upper()}"))
+    elif action == "usr1":                              # what Slurm sends to all processes of a step
+        for pid in ranks():
+            os.kill(pid, signal.SIGUSR1)
+    elif action == "raise":
+        raise ArithmeticError("asked to fail")
+    elif action == "hang":
+        time.sleep(600)
+    else:
+        raise ValueError(action)
+
+
+def set_fault(point: str, count: int, rank: int, action: str, delay_s: float) -> None:
+    """`point` is one of POINTS, or one with " after": when the call returns instead of when it begins. Where torchrun
+    restarts a job, only in its first start."""
+    if int(os.environ.get("RANK", "0")) != rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    module, path = POINTS[point.removesuffix(" after")].split()
+    owner = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for attribute in outer:
+        owner = getattr(owner, attribute)
+    original, calls = getattr(owner, name), 0
+
+    def faulty(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        mine = calls
+        result = original(*args, **kwargs) if point.endswith(" after") else None
+        if mine == count:
+            if delay_s:
+                threading.Timer(delay_s, act, [action]).start()
+            else:
+                act(action)
+        return result if point.endswith(" after") else original(*args, **kwargs)
+
+    setattr(owner, name, faulty)
+
+
+def run(fault: str, script: str, *flags: str) -> None:
+    if fault != "none":
+        point, count, rank, action, delay_s = [*fault.split(":"), "0"][:5]
+        set_fault(point, int(count), int(rank), action, float(delay_s))
+    sys.argv[:] = [script, *flags]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def serve() -> None:
+    """Commands as JSON lines on stdin, exit codes on stdout; each runs in a fork of this process, which has imported
+    all that is slow to import and done nothing else."""
+    for name in ("common.checkpoint.manager", "common.engine.base", "common.prompts",
+                 "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        command = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for descriptor, name in ((1, "log"), (2, "errors")):
+                mode = os.O_TRUNC if name == "log" else 0
+                os.dup2(os.open(command[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode), descriptor)
+            os.environ.update(command["env"])
+            signal.set_wakeup_fd(-1)
+            run(*command["arguments"])
+            sys.exit(0)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+class Server:
+    """`start(fault, script, *flags)` without the seconds that imports take; for runs of one rank."""
+
+    def __init__(self):
+        ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+
+    def __call__(self, log: Path, *arguments: str, errors: Path | None = None, env: dict | None = None) -> int:
+        """The exit code, minus the signal's number for one that was killed. `errors`: stderr, else it is in the log."""
+        command = {"log": str(log), "errors": str(errors or log), "arguments": [str(x) for x in arguments],
+                   "env": env or {}}
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        run(*sys.argv[1:])

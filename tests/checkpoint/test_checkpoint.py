@@ -1,0 +1,392 @@
+"""Checkpoints give back every byte, on other numbers of ranks too; which ones are kept and taken; what is exported."""
+
+import binascii
+import os
+import pickle
+import random
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from common import seeds
+from common.batch import Batch
+from common.checkpoint import export, files, manager, signals, state
+from common.engine.base import RolloutConfig, Sampling
+from common.engine.make import make_engine, stop_tokens
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig
+from tests.conftest import launch
+from tests.rank_worker import STATE, checkpoints_of, everything, start, train
+
+
+@pytest.fixture(scope="module")
+def watch():
+    """The real one; afterwards pytest gets its signals back."""
+    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    yield signals.Watch(0)
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Rows that 2 ranks cannot share evenly (53, 9), and an untied head."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=53, hidden_size=24, intermediate_size=9, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(model, world):
+    policy, optimizer = start(model, world)
+    train(policy, optimizer, range(2))
+    return policy, optimizer
+
+
+@pytest.fixture
+def save(trained, world, watch, tmp_path):
+    """save(step, score): one more checkpoint of a run in `tmp_path`; flags as in SaveConfig."""
+    def save(step: int, score: float | None = None, **flags):
+        run = checkpoints_of(tmp_path, world, *trained, watch, **flags)
+        run.after_step(STATE | {"step": step}, last=True, score=score)
+        run.close()
+    return save
+
+
+def resume(run_dir, model, world, watch, **flags):
+    """A fresh policy and optimizer, filled; the state that came with them."""
+    policy, optimizer = start(model, world)
+    run = checkpoints_of(run_dir, world, policy, optimizer, watch, **flags)
+    return run.resume(), policy, optimizer
+
+
+def names(run_dir) -> list[str]:
+    return [folder.name for folder in files.complete_checkpoints(str(run_dir))]
+
+
+def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for name in want:
+        assert torch.equal(found[name], want[name]), name
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_round_trip_gives_back_every_byte(in_background, model, trained, world, watch, save, tmp_path):
+    """Weights, moments and step counts; then the next step is the same too."""
+    save(2, async_=in_background)
+    want = everything(*trained)
+    assert len(want) == 4 * len(list(trained[0].parameters()))          # exp_avg, exp_avg_sq, step
+    assert all(want[name].any() for name in want)
+    fresh = start(model, world)
+    assert not torch.equal(everything(*fresh)["lm_head.weight"], want["lm_head.weight"])
+    state, policy, optimizer = resume(tmp_path, model, world, watch)
+    assert state == STATE
+    assert_same(everything(policy, optimizer), want)
+    train(policy, optimizer, range(2, 3))
+    again, again_optimizer = start(model, world)
+    train(again, again_optimizer, range(3))
+    assert_same(everything(policy, optimizer), everything(again, again_optimizer))
+
+
+def test_two_trained_parts(model, trained, world, watch, tmp_path):
+    """A policy and a critic with an optimizer of its own, and a parameter that has never had a gradient."""
+    torch.manual_seed(1)
+    critic = torch.nn.Linear(3, 2)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+    critic.weight.grad = torch.randn(2, 3)
+    critic_optimizer.step()
+    policy, optimizer = trained
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
+    run.parts = run.parts | {"critic": (critic, critic_optimizer)}
+    run.after_step(STATE, last=True)
+    run.close()
+    fresh = torch.nn.Linear(3, 2)
+    fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
+    run = checkpoints_of(tmp_path, world, *start(model, world), watch)
+    with pytest.raises(ValueError, match=r"trained parts was \['critic', 'policy'\], is \['policy'\]"):
+        run.resume()
+    run.parts = run.parts | {"critic": (fresh, fresh_optimizer)}
+    run.resume()
+    assert torch.equal(fresh.weight, critic.weight) and torch.equal(fresh.bias, critic.bias)
+    momentum = [fresh_optimizer.state[p].get("momentum_buffer") for p in fresh.parameters()]
+    assert torch.equal(momentum[0], critic_optimizer.state[critic.weight]["momentum_buffer"])
+    assert momentum[1] is None
+
+
+def test_saving_changes_nothing(trained, save):
+    before = everything(*trained)
+    save(2)
+    assert_same(everything(*trained), before)
+
+
+def test_nothing_to_load(model, world, watch, tmp_path):
+    before = everything(*start(model, world))
+    state, *filled = resume(tmp_path, model, world, watch)
+    assert state == {}
+    assert_same(everything(*filled), before)
+
+
+def test_other_numbers_of_ranks(model, world, watch, tmp_path):
+    """Saved by one rank and loaded by two; saved by two in the background, while they train on, and loaded by one."""
+    shutil.copytree(model, tmp_path / "model")
+    policy, optimizer = start(model, world)
+    train(policy, optimizer, range(2))
+    run = checkpoints_of(tmp_path / "by_one", world, policy, optimizer, watch)
+    run.after_step(STATE, last=True)
+    run.close()
+    want = everything(policy, optimizer)
+    launch("tests/rank_worker.py", "checkpoints", tmp_path, ranks=2, timeout=170)
+    results = torch.load(tmp_path / "results.pt")
+    assert results["state"] == STATE
+    assert_same(results["loaded"], want)
+
+    assert files.read_manifest(tmp_path / "by_many/checkpoints/step_000004")["world_size"] == 2
+    state, *fresh = resume(tmp_path / "by_many", model, world, watch)
+    assert state == STATE | {"step": 4}
+    assert_same(everything(*fresh), results["trained"])
+    train(policy, optimizer, range(2, 4))                               # two ranks trained as one does
+    for name, tensor in everything(policy, optimizer).items():
+        assert torch.allclose(results["trained"][name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+def test_todays_optimizer_flags_win(model, world, watch, save, tmp_path):
+    save(2)
+    policy, optimizer = start(model, world)
+    optimizer.param_groups[0]["weight_decay"] = 0.7
+    checkpoints_of(tmp_path, world, policy, optimizer, watch).resume()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.0]
+
+
+def test_random_numbers_go_on(trained, world, watch, tmp_path, model):
+    """The loop does not draw from the global generators; a fork of it may."""
+    seeds.seed_everything(7)
+    run = checkpoints_of(tmp_path, world, *trained, watch)
+    random.gauss(0, 1), np.random.normal()                              # each keeps a second number for later
+    run.after_step(STATE, last=True)
+    run.close()
+    want = random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()
+    seeds.seed_everything(8)
+    assert (random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()) != want
+    resume(tmp_path, model, world, watch)
+    assert (random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()) == want
+
+
+# --------------------------------------------------------------------------- which ones stay, which one is taken
+
+@pytest.fixture
+def four(save, tmp_path):
+    """Checkpoints of steps 1 to 4."""
+    for step in range(1, 5):
+        save(step, keep=4)
+    return tmp_path / "checkpoints"
+
+
+def test_only_the_newest_are_kept(four, save):
+    assert names(four.parent) == ["step_000001", "step_000002", "step_000003", "step_000004"]
+    save(5, keep=2)
+    assert sorted(path.name for path in four.iterdir()) == ["step_000004", "step_000005"]
+    with pytest.raises(ValueError, match=r"--save.keep 0 at least 1"):
+        manager.SaveConfig(keep=0)
+
+
+def test_the_best_are_kept_too(save, tmp_path):
+    for step, score in enumerate([0.5, 0.9, 0.7, None, 0.7, 0.1, 0.2], start=1):
+        save(step, score, keep=1, keep_best=2)
+    assert names(tmp_path) == ["step_000002", "step_000005", "step_000007"]     # of equal scores the newer one
+    assert [files.read_manifest(f)["best_score"] for f in files.complete_checkpoints(tmp_path)] == [0.9, 0.7, 0.2]
+    save(8, 0.3, keep=1, keep_best=0)
+    assert names(tmp_path) == ["step_000008"]
+
+
+def test_the_best_score_outlives_its_checkpoint(save, model, world, watch, tmp_path):
+    save(1, 0.9, keep_best=0, keep=1)
+    policy, optimizer = start(model, world)
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch, keep_best=0, keep=1)
+    run.resume()
+    run.after_step(STATE | {"step": 2}, last=True, score=0.4)
+    run.close()
+    assert files.read_manifest(tmp_path / "checkpoints/step_000002")["best_score"] == 0.9
+
+
+def test_the_score_is_the_mean_of_the_validation_results():
+    metrics = {"val-core/a/acc/greedy": 0.25, "val-core/b/acc/mean@4": 0.75, "critic/rewards/mean": 9.0}
+    assert manager.validation_score(metrics) == 0.5
+    assert manager.validation_score({"critic/rewards/mean": 9.0}) is None
+
+
+def test_what_a_kill_leaves_is_passed_over_and_removed(four, save, model, world, watch):
+    (four / "step_000004/manifest.json").unlink()
+    shutil.copytree(four / "step_000002", four / ".step_000009.partial")
+    shutil.copytree(four / "step_000002", four / ".step_000001.deleted")
+    assert names(four.parent)[-1] == "step_000003"
+    assert resume(four.parent, model, world, watch)[0]["step"] == 3
+    save(5, keep=9)
+    save(4, keep=9)                                                     # an incomplete one of that name is replaced
+    assert names(four.parent)[-2:] == ["step_000004", "step_000005"]
+    assert not list(four.glob(".*"))
+
+
+def test_a_checkpoint_or_a_run_folder_by_name(four, model, world, watch, tmp_path):
+    """A new run may start from any; in the run's own folder, newer ones would be continued later by mistake."""
+    other = tmp_path / "other"
+    assert resume(other, model, world, watch, resume=str(four.parent))[0]["step"] == 4
+    state, *_ = resume(other, model, world, watch, resume=str(four / "step_000002"))
+    assert state["step"] == 2 and "tracker" not in state                # another run's wandb run is not continued
+    assert resume(four.parent, model, world, watch, resume=str(four / "step_000004"))[0] == STATE | {"step": 4}
+    with pytest.raises(ValueError, match=r"newer checkpoints \(step_000004\).*--save.resume .*step_000002, choose"):
+        resume(four.parent, model, world, watch, resume=str(four / "step_000002"))
+    with pytest.raises(ValueError, match=r"newer checkpoints \(step_000004\).*--save.resume none, choose another"):
+        resume(four.parent, model, world, watch, resume="none")
+    assert resume(other, model, world, watch, resume="none")[0] == {}
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        resume(other, model, world, watch, resume=str(other))
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_continues_whatever_the_flag_says(name, four, model, world, watch, monkeypatch, tmp_path):
+    monkeypatch.setenv(name, "1")
+    assert resume(four.parent, model, world, watch, resume="none")[0]["step"] == 4
+    assert resume(four.parent, model, world, watch, resume=str(four / "step_000002"))[0]["step"] == 4
+    assert resume(tmp_path / "new", model, world, watch, resume=str(four / "step_000002"))[0]["step"] == 2
+
+
+def test_a_manifest_says_what_made_it(four, tmp_path):
+    manifest = files.read_manifest(four / "step_000003")
+    assert manifest["state"] == STATE | {"step": 3}
+    assert manifest["flags"]["--save.keep"] == 4 and manifest["flags"]["--lr"] == 0.01
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "__0_random.json", "hf/config.json"}
+    entry, data = manifest["files"]["__0_0.distcp"], (four / "step_000003/__0_0.distcp").read_bytes()
+    assert entry == {"size": len(data), "crc32": binascii.crc32(data)}
+
+
+def test_an_index_that_would_run_code_is_refused(four, model, world, watch):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch /tmp/evil",)
+
+    (four / "step_000004/.metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"asks for posix\.system"):
+        state.Reader(four / "step_000004").read_metadata()
+
+
+# --------------------------------------------------------------------------- export
+
+@pytest.fixture(scope="module")
+def exported(tiny_llama, world, tmp_path_factory):
+    """The tiny Llama, with a second end token, after two steps, as a folder."""
+    folder = tmp_path_factory.mktemp("run")
+    source, out = shutil.copytree(tiny_llama, folder / "source"), folder / "model"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    GenerationConfig(eos_token_id=[2, 7], bos_token_id=1, pad_token_id=2).save_pretrained(source)
+    policy, optimizer = start(str(source), world)
+    train(policy, optimizer, range(2))
+    out.mkdir()
+    (out / "old.safetensors").write_text("of an earlier run")
+    export.export(policy, export.hf_files(str(source), policy.lm.config, tokenizer), out, world)
+    return policy, tokenizer, out
+
+
+def test_export_has_the_trained_weights_in_bfloat16(exported, tiny_llama):
+    policy, _, out = exported
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    want = {name: tensor.bfloat16() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
+    assert_same({name: parameter.detach() for name, parameter in model.named_parameters()}, want)
+    source = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    assert not torch.equal(source.lm_head.weight, model.lm_head.weight)
+    assert model.config.tie_word_embeddings
+    assert "packed" not in (out / "config.json").read_text()            # nothing of this machine's attention
+    assert not list(out.glob("old*"))
+    assert not list(out.parent.glob(".*"))
+
+
+def test_export_gives_the_policys_logits(exported, world):
+    """The folder in transformers against the folder as a policy, in float32; and in bfloat16, roughly."""
+    _, tokenizer, out = exported
+    prompt, response = tokenizer("What is 7 + 5?").input_ids, tokenizer(" 12 apples, I think").input_ids
+    batch = Batch.build([prompt], [response])
+    for dtype, tolerance in (("float32", 5e-6), ("bfloat16", 0.1)):
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, dtype))
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        want = rows.gather(1, torch.tensor(response)[:, None])[:, 0]
+        found = load_policy(str(out), ModelConfig(compute_dtype=dtype), world).score(batch, 1.0)[batch.mask]
+        assert (found - want).abs().max() < tolerance
+        trained = exported[0].score(batch, 1.0)[batch.mask]             # its masters are not rounded yet
+        assert (found - trained).abs().max() < 0.1
+    assert want.std() > 0.3
+
+
+def test_export_samples_the_same_greedy_tokens(exported, world):
+    policy, tokenizer, out = exported
+    stops = stop_tokens(str(out), tokenizer)
+    assert stops == [2, 7]
+    prompts = [tokenizer(text).input_ids for text in ("What is 7 + 5?", "Anna has 3 apples.")]
+    config, rollout = ModelConfig(), RolloutConfig(engine="hf")
+    engine = make_engine(str(out), read_config(str(out), config), rollout, config, world, prompts, stops, 64, 0)
+    engine.wake(policy)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    responses = [response.tokens for response in engine.generate(prompts, [0, 0], Sampling(0.0, 16))]
+    for prompt, response in zip(prompts, responses):
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+        assert response == want.tolist()
+    assert responses[0] != responses[1]
+
+
+def test_export_brings_tokenizer_and_chat_template(exported):
+    _, tokenizer, out = exported
+    again = AutoTokenizer.from_pretrained(out)
+    chat = [{"role": "user", "content": "What is 7 + 5?"}]
+    assert tokenizer.chat_template
+    assert again.chat_template == tokenizer.chat_template
+    assert again.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert again("Grüße, 17!").input_ids == tokenizer("Grüße, 17!").input_ids
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 7]
+
+
+def test_export_in_several_files(trained, exported, model, world, tmp_path):
+    """Small files with an index, an untied head."""
+    files = export.hf_files(model, trained[0].lm.config, exported[1])
+    export.export(trained[0], files, tmp_path / "model", world, file_gb=2048 / 2**30)
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2
+    pairs = [pair for file in files for pair in load_file(file).items()]
+    weights = dict(pairs)
+    assert len(pairs) == len(weights)                                   # each in one file only
+    assert all(file.stat().st_size < 2 * 4096 + 53 * 24 * 2 for file in files)
+    assert_same(weights, {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
+    """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
+    files = export.hf_files(model, trained[0].lm.config, exported[1])
+    run = checkpoints_of(tmp_path, world, *trained, watch, files, hf="always", async_=True)
+    run.after_step(STATE, last=True, score=0.5)
+    run.close()
+    folder = tmp_path / "checkpoints/step_000002"
+    assert "hf/model-00000.safetensors" in files.read_manifest(folder)["files"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
+    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
+    assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
+    export.list_checkpoints(str(tmp_path))
+    assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
+    export.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
+    names = sorted(path.name for path in (folder / "hf").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
+    (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
+    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
+        export.export_checkpoint(str(folder), tmp_path / "again")

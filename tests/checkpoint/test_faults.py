@@ -1,0 +1,273 @@
+"""What users see when something goes wrong: damaged checkpoints, full disks, folders that do not fit, ranks that die or
+hang. With FAULTS_TABLE=docs/faults.md pytest tests/checkpoint/test_faults.py writes that down."""
+
+# ruff: noqa: F811  (fixtures that are imported)
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import files, manager, signals
+from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
+from tests.checkpoint.test_resume import flags  # noqa: F401
+from tests.conftest import ROOT, launch
+from tests.rank_worker import STATE, checkpoints_of, start
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def set_config(path: Path, **entries) -> None:
+    """Another model in the checkpoint, its manifest in order."""
+    config = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps(config))
+    folder = path.parent.parent
+    manifest = files.read_manifest(folder)
+    manifest["files"]["hf/config.json"] = {"size": path.stat().st_size, "crc32": files.crc32(path)}
+    files.write_manifest(folder, manifest)
+
+
+def set_manifest(folder: Path, **entries) -> None:
+    files.write_manifest(folder, files.read_manifest(folder) | entries)
+
+
+DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a regular expression), the step resumed from
+    "a shard cut short": (
+        lambda new: cut(new / "__0_0.distcp"), r"step_000002 is passed over: __0_0.distcp has \d+ bytes, not \d+", 1),
+    "a shard gone": (
+        lambda new: (new / "__0_0.distcp").unlink(), r"step_000002 is passed over: __0_0.distcp is missing", 1),
+    "the manifest gone": (
+        lambda new: (new / "manifest.json").unlink(), r"step_000002 is passed over: manifest.json is missing", 1),
+    "a byte of the manifest flipped": (
+        lambda new: flip(new / "manifest.json"), r"step_000002 is passed over: .*manifest.json is damaged", 1),
+    "a byte of a shard flipped": (
+        lambda new: flip(new / "__0_0.distcp"),
+        r"step_000002 is damaged: __0_0.distcp has another checksum than when it was written. Renamed to damaged_", 1),
+    "a byte of the index flipped": (
+        lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata has another checksum .* damaged_", 1),
+    "another model, other shapes": (
+        lambda new: set_config(new / "hf/config.json", hidden_size=32),
+        r"error: .*does not fit this run: hidden_size was 32, is 24: choose another --run-dir or --save.resume", None),
+    "another model, the same shapes": (
+        lambda new: set_config(new / "hf/config.json", rms_norm_eps=0.5),
+        r"error: .*does not fit this run: rms_norm_eps was 0.5, is 1e-06: choose", None),
+    "another algorithm": (
+        lambda new: set_manifest(new, script="ppo.py", parts=["critic", "policy"]),
+        r"does not fit this run: script was ppo.py, is script.py; trained parts was \['critic', 'policy'\]", None),
+    "other flags": (
+        lambda new: set_manifest(new, flags=files.read_manifest(new)["flags"] | {"--lr": 0.5}),
+        r"resumed after step 2 .*; other flags: --lr was 0.5, is 0.01", 2),
+}
+
+
+def note(fault: str, text: str) -> None:
+    """One row of docs/faults.md, with paths as users would have them."""
+    if "FAULTS_TABLE" in os.environ:
+        text = re.sub(r"/tmp/[^ ;:|]*?/(?=checkpoints|other)|/tmp/[^ ;:|']*", "RUN/", text.strip())
+        text = text.replace("|", " ").replace("\n", "<br>")
+        with open(os.environ["FAULTS_TABLE"], "a") as file:
+            file.write(f"| {fault} | {text} |\n")
+
+
+def said(run_dir, model, world, watch, **flags) -> tuple[str, int | None]:
+    """What a start prints, errors too, and the step it resumes from."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            state = checkpoints_of(run_dir, world, *start(model, world), watch, **flags).resume()
+        except ValueError as error:
+            print(f"error: {error}")
+            state = {}
+    return out.getvalue(), state.get("step")
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_a_damaged_checkpoint(fault, save, model, world, watch, tmp_path):
+    save(1)
+    save(2)
+    damage, message, step = DAMAGE[fault]
+    damage(tmp_path / "checkpoints/step_000002")
+    text, resumed = said(tmp_path, model, world, watch)
+    assert re.search(message, text), text
+    assert resumed == step
+    note(f"{fault} (the newest of two)" if step == 1 else fault, text)
+    if step == 1:
+        text, resumed = said(tmp_path / "other", model, world, watch, resume=str(tmp_path / "checkpoints/step_000002"))
+        assert resumed is None and re.search(r"error: .*(is damaged|no complete checkpoint).*", text), text
+
+
+@contextlib.contextmanager
+def small_disk(mb: int):
+    """A file system of its own; needs root."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mb}m", "tmpfs", folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no small disk here: {done.stderr.strip()}")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys):
+    """The save fails on all ranks, the earlier checkpoint stays, and training goes on if the flag says so."""
+    with small_disk(1) as disk:
+        run = checkpoints_of(disk / "run", world, *trained, watch, async_=True, on_error="continue")
+        run.after_step(STATE | {"step": 1}, last=True)
+        run.wait()
+        if how == "full":
+            free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+            (disk / "filler").write_bytes(bytes(free - 8192))
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        run.after_step(STATE | {"step": 2}, last=True)
+        run.wait()
+        message = "No space left on device" if how == "full" else "Read-only file system"
+        text = capsys.readouterr().out
+        said = rf"step_000002 could not be written: rank 0: OSError: .*{message}.*Training goes on"
+        assert re.search(said, text), text
+        note(f"a {how} disk, with --save.on-error continue", text)
+        assert run.metrics()["save/failed"] == 1
+        assert [folder.name for folder in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
+        with pytest.raises(manager.SaveError, match=message):        # the end of a run is not passed over
+            run.close()
+        if how == "full":
+            stops = checkpoints_of(disk / "run", world, *trained, watch)
+            with pytest.raises(manager.SaveError, match=message):
+                stops.after_step(STATE | {"step": 2}, last=True)
+            (disk / "filler").unlink()
+            stops.after_step(STATE | {"step": 2}, last=True)
+            assert len(files.complete_checkpoints(disk / "run")) == 2
+        else:
+            with pytest.raises(ValueError, match=r"--run-dir .* cannot be written: .*Read-only file system") as error:
+                checkpoints_of(disk / "run", world, *trained, watch)
+            note("a read-only run folder at the start", f"error: {error.value}")
+
+
+def test_a_run_folder_that_is_not_shared(model, tmp_path):
+    shutil.copytree(model, tmp_path / "model")
+    done = launch("tests/rank_worker.py", "not_shared", tmp_path, ranks=2, check=False, timeout=170)
+    message = "--run-dir run is another folder for rank(s) [1] than for rank 0: it must be on a file system"
+    assert message in done.stderr
+    note("a run folder that not all machines share", f"error: {message} that all machines share")
+
+
+# --------------------------------------------------------------------------- ranks that die or hang
+
+def test_a_failed_ranks_traceback_is_last(flags, tmp_path):
+    done = launch("tests/checkpoint/faulty.py", "reward:3:1:raise", "grpo.py", *flags, "--run-dir", tmp_path, ranks=2,
+                  check=False, timeout=170)
+    assert done.returncode == 1
+    root = done.stderr[done.stderr.rindex("Root Cause (first observed failure)") :]
+    assert "rank      : 1 " in root and "Traceback (most recent call last)" in root
+    lines = [line.strip() for line in root.splitlines() if line.strip(" =")]
+    assert lines[-1] == "ArithmeticError: asked to fail", root[-600:]
+    note("a rank fails", f"torchrun ends both; the last lines are that rank's traceback ... {lines[-1]}")
+
+
+def test_a_hang_shows_all_stacks(flags, tmp_path):
+    """Rank 1 hangs before the update of the first step, rank 0 waits for it: both say where."""
+    done = launch("tests/checkpoint/faulty.py", "reward:3:1:hang", "grpo.py", *flags, "--run-dir", tmp_path,
+                  "--save.timeout-s", "20", ranks=2, check=False, timeout=170)
+    assert done.returncode == 1
+    for rank, where in ((0, "all_gather"), (1, "faulty.py")):
+        report = done.stderr[done.stderr.index(f"[rank {rank}] phase ") :]
+        said = rf"\[rank {rank}\] phase '[a-z ]+' takes longer than --save.timeout-s 20; all Python stacks:"
+        assert re.match(said, report), report[:3000]
+        assert where in report[: report.index("<module>")] and "grpo.py" in report, report[:3000]
+    note("a rank hangs (here in its reward)", done.stderr[done.stderr.index("[rank ") :].splitlines()[0] + " ...")
+    assert re.search(r"exitcode  : 124", done.stderr)
+
+
+PROGRAM = """
+import sys, threading, time
+sys.path.insert(0, {root!r})
+from common.faults import Watch
+watch = Watch({timeout_s})
+watch.phase("update")
+print("ready", flush=True)
+lock = threading.Lock(); lock.acquire()
+while not watch.signal: time.sleep(0.01)
+print("signal", watch.signal, flush=True)
+lock.acquire()                                     # waits for ever, as in a collective
+"""
+
+
+def program(timeout_s: float = 0) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(root=str(ROOT), timeout_s=timeout_s)], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", signals.STOP_SIGNALS)
+def test_a_signal_is_noted_and_a_second_interrupt_ends_it(number):
+    process = program()
+    process.send_signal(number)
+    assert process.stdout.readline() == f"signal {int(number)}\n"
+    time.sleep(0.3)
+    process.send_signal(number)
+    if number != signal.SIGINT:                                         # Slurm and torchrun may both send it
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.kill()
+    assert process.wait(20) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+
+
+def test_a_phase_without_end_is_reported():
+    process = program(timeout_s=1)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == signals.HANG_EXIT_CODE
+    assert stderr.startswith("[rank 0] phase 'update' takes longer than --save.timeout-s 1; all Python stacks:\n")
+    assert 'File "<string>", line 9 in <module>' in stderr
+
+
+def test_a_suspended_process_does_not_hang():
+    """Stopped for longer than a phase may take, as Slurm does to make room: the phase goes on afterwards."""
+    process = program(timeout_s=4)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    process.send_signal(signal.SIGCONT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    assert process.wait(60) == signals.HANG_EXIT_CODE
+
+
+def test_ranks_end_with_their_launcher(flags, tmp_path):
+    """kill -9 of torchrun itself must not leave ranks that write into the run folder of its successor."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+               "tests/checkpoint/faulty.py", "reward:3:0:hang", "grpo.py", *flags, "--run-dir", str(tmp_path / "run")]
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | {"OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + 170
+        while "validation before training" not in (tmp_path / "log").read_text():
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        while "torchrun is gone" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    note("kill -9 of torchrun", (tmp_path / "log").read_text().splitlines()[-1])

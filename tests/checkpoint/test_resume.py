@@ -1,0 +1,211 @@
+"""Real runs, killed, stopped and resumed: weights, optimizer state, metrics and texts as if nothing had been."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
+
+from common.checkpoint import files
+from tests.checkpoint.faulty import Server
+from tests.conftest import launch, make_tiny_llama
+
+TOTAL, PROMPTS, SAMPLES = 4, 2, 4
+NOT_COMPARED = ("timing_", "perf/", "rollout/tokens_per_s", "sleep/")                       # seconds and memory
+
+
+def tiny_run(model: str, folder) -> list[str]:
+    """Flags of a run of four steps with two mini-batches each, a reference, warm-up and validation."""
+    data = folder / "questions.jsonl"
+    rows = [{"prompt": f"What is {i} + {i}?", "data_source": "sums", "reward_model": {"ground_truth": str(2 * i)}}
+            for i in range(5)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "--model", model, "--train-data", str(data), "--val-data", str(data), "--total-steps", str(TOTAL),
+        "--prompts-per-step", str(PROMPTS), "--samples-per-prompt", str(SAMPLES), "--minibatches-per-step", "2",
+        "--kl-loss-coef", "0.1", "--eval-every", "0", "--eval-n", "1", "--save.every", "2",
+        "--policy.compute-dtype", "float32",
+        "--optim.lr", "0.01", "--optim.schedule", "linear", "--optim.warmup-steps", "2",
+        "--rollout.engine", "hf", "--rollout.max-response-length", "6", "--data.max-prompt-length", "100",
+        "--reward.function", "tests/scripts/reward_for_resume.py", "--reward.num-workers", "1",
+        "--reward.timeout-s", "600",
+    ]
+
+
+def metrics(run_dir) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
+
+
+def final_state(run_dir, total: int = TOTAL) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the last checkpoint, by torch's own converter."""
+    file = run_dir / "whole.pt"
+    dcp_to_torch_save(run_dir / f"checkpoints/step_{total:06d}", file)
+    return torch.load(file)
+
+
+def assert_same_run(run, want, total: int = TOTAL) -> None:
+    ours, theirs = metrics(run), metrics(want)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for a, b in zip(ours, theirs):
+        assert {k: (a.get(k), b.get(k)) for k in a | b if a.get(k) != b.get(k)} == {}, a["step"]
+    found, state = final_state(run, total), final_state(want, total)
+    assert found.keys() == state.keys()
+    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+    assert (run / "model/model-00000.safetensors").read_bytes() == (want / "model/model-00000.safetensors").read_bytes()
+
+
+def steps_on_disk(run_dir) -> list[int]:
+    return [files.read_manifest(folder)["step"] for folder in files.complete_checkpoints(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_llama, tmp_path_factory) -> list[str]:
+    return tiny_run(tiny_llama, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Runs of one rank, in forks of a process that has imported torch and transformers."""
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def in_one_go(flags, start, tmp_path_factory):
+    run = tmp_path_factory.mktemp("in_one_go")
+    code = start(run / "log", "none", "grpo.py", *flags, "--run-dir", run, env={"REWARD_LOG": str(run / "texts")})
+    assert code == 0, (run / "log").read_text()[-6000:]
+    return run
+
+
+def test_the_run_learns_something(in_one_go, tiny_llama):
+    """Guard: what is compared below is not constant, and every kind of number is there."""
+    rows = metrics(in_one_go)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert len({row["critic/rewards/mean"] for row in rows[1:]}) > 1
+    assert all(row["actor/grad_norm"] > 0.01 for row in rows[1:])
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0.005, 0.01, 0.01, 0.0])
+    assert rows[-1]["val-core/sums/acc/greedy"] >= 0
+    start = AutoModelForCausalLM.from_pretrained(tiny_llama).state_dict()["model.embed_tokens.weight"]
+    end = AutoModelForCausalLM.from_pretrained(in_one_go / "model").state_dict()["model.embed_tokens.weight"]
+    assert (start - end.float()).abs().max() > 0.005
+    score = sum(value for name, value in rows[-1].items() if name.startswith("val-core/")) / 2
+    assert files.read_manifest(in_one_go / "checkpoints/step_000004")["score"] == score
+
+
+def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
+    """kill -9 in step 4, before its update: the next process drops step 3's line and does it again, text by text, and
+    writes in the background. Started once more, it has nothing to do."""
+    run, texts, log = tmp_path / "run", tmp_path / "texts", tmp_path / "log"
+    flags = [*flags, "--run-dir", run]
+    assert start(log, "optimizer:7:0:kill", "grpo.py", *flags) == -signal.SIGKILL
+    assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
+    assert steps_on_disk(run) == [2]
+    flags.append("--save.async")
+    assert start(log, "none", "grpo.py", *flags, env={"REWARD_LOG": str(texts)}) == 0, log.read_text()[-6000:]
+    assert "resumed after step 2" in log.read_text()
+    assert_same_run(run, in_one_go)
+    before = 5 * 2 + 2 * PROMPTS * SAMPLES                              # validation, two steps
+    found, want = texts.read_text().splitlines(), (in_one_go / "texts").read_text().splitlines()
+    assert found == want[before:] and len(set(found)) > 10
+    assert start(log, "none", "grpo.py", *flags) == 0
+    assert f"resumed after step {TOTAL}" in log.read_text()
+    assert_same_run(run, in_one_go)
+
+
+@pytest.mark.parametrize(("fault", "number", "saved"), [
+    ("rollout:97:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
+    ("forward:18:0:usr1", signal.SIGUSR1, 2),               # in its update, before an optimizer step: it is dropped
+    ("optimizer after:5:0:term", signal.SIGTERM, 3),        # after the first of two optimizer steps: it is finished
+    ("save:1:0:term", signal.SIGTERM, 2),                   # while step 2 is saved anyway
+])
+def test_a_stopped_run_continues_exactly(fault, number, saved, flags, start, in_one_go, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    flags = [*flags, "--run-dir", run, "--save.every", "2" if fault.startswith("save") else "0"]
+    assert start(log, fault, "grpo.py", *flags) == 128 + number
+    assert f"stopped by {number.name} after step {saved}, which is saved" in log.read_text()
+    assert steps_on_disk(run) == [saved]
+    assert [row["step"] for row in metrics(run)] == list(range(saved + 1))
+    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert_same_run(run, in_one_go)
+
+
+def test_a_run_stopped_before_its_first_step_starts_again(flags, start, in_one_go, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    flags = [*flags, "--run-dir", run]
+    assert start(log, "rollout:1:0:usr1", "grpo.py", *flags) == 128 + signal.SIGUSR1
+    assert "there is nothing to save yet" in log.read_text()
+    assert steps_on_disk(run) == []
+    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert_same_run(run, in_one_go)
+
+
+def test_two_ranks_do_what_one_does_and_continue_exactly(flags, in_one_go, tmp_path):
+    """The same tokens and rewards in the first step, the same gradient. Then rank 1 is killed as it writes its part of
+    step 4's checkpoint, and torchrun starts both again by itself: the run ends as the undisturbed one did."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    launch("grpo.py", *flags, "--run-dir", whole, ranks=2, timeout=170)
+    ours, theirs = metrics(whole)[1], metrics(in_one_go)[1]
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        if not key.startswith("global_seqlen/"):                            # tokens of a rank
+            assert value == pytest.approx(theirs[key], rel=1e-5, abs=2e-6), key
+    done = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+                  "tests/checkpoint/faulty.py", "write:90:1:kill", "grpo.py", *flags, "--run-dir", again, timeout=300)
+    assert "resumed after step 2" in done.stdout
+    assert_same_run(again, whole)
+
+
+@pytest.mark.parametrize(("script", "more"), [
+    ("ppo.py", ["--kl-reward-coef", "0.1", "--kl-controller", "adaptive", "--kl-target", "0.001"]),
+    ("dapo.py", ["--keep-surplus", "--max-gen-batches", "4", "--overlong-buffer", "2"]),
+    ("rloo.py", ["--baseline", "remax", "--kl-reward-coef", "0.1"]),
+])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, tmp_path):
+    """kill -9 after step 3: critic, adaptive coefficient and surplus groups come back with step 2."""
+    where = flags.index("--kl-loss-coef")
+    flags, log = [*flags[:where], *flags[where + 2 :], *more], tmp_path / "log"
+    for name, faults in {"whole": ["none"], "again": ["log after:4:0:kill", "none"]}.items():
+        for fault in faults:
+            arguments = (fault, script, *flags, "--run-dir", tmp_path / name)
+            if ranks == 1:
+                code = start(log, *arguments)
+            else:
+                done = launch("tests/checkpoint/faulty.py", *arguments, ranks=ranks, check=False)
+                code = log.write_text(done.stdout + done.stderr) and done.returncode
+            assert (code == 0) == (fault == "none"), log.read_text()[-6000:]
+    assert "resumed after step 2" in log.read_text()
+    assert all(row["actor/grad_norm"] > 0.01 for row in metrics(tmp_path / "again")[1:])
+    assert_same_run(tmp_path / "again", tmp_path / "whole")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_with_vllm_a_killed_run_continues_exactly(ranks, tmp_path, smollm):
+    model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
+    flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
+             "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3"]
+    launch("grpo.py", *flags, "--run-dir", tmp_path / "whole", ranks=ranks)
+    flags += ["--run-dir", tmp_path / "again"]
+    launch("tests/checkpoint/faulty.py", "log after:3:0:kill", "grpo.py", *flags, ranks=ranks, check=False)
+    assert steps_on_disk(tmp_path / "again") == [1]
+    assert "resumed after step 1" in launch("grpo.py", *flags, ranks=ranks).stdout
+    assert_same_run(tmp_path / "again", tmp_path / "whole", 3)
+
+
+def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):
+    """From its folder alone, in a process without a group: the bytes that the run's own end wrote, and what loads."""
+    alone = shutil.copytree(in_one_go / "checkpoints/step_000004", tmp_path / "step_000004")
+    done = launch("-m", "common.checkpoint.export", "export", alone, tmp_path / "out", timeout=170)
+    assert "step_000004 ->" in done.stdout
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == sorted(path.name for path in (in_one_go / "model").iterdir())
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} < set(names)
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (in_one_go / "model" / name).read_bytes(), name

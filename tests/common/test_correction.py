@@ -1,0 +1,561 @@
+"""Rollout correction against a float64 loop, value by value: every option, every preset, every layout, 1 and 2 ranks.
+
+The oracle is plain Python, from algorithms.md, "Rollout correction": responses are lists, no packing.
+Under torchrun this file is the worker of its own two-rank test.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+import tyro
+
+from common import correction, losses
+from common.batch import Batch
+from common.correction import PRESETS, CorrectionConfig, resolve
+from common.metrics import Meter
+from common.parallel import ranks
+from tests.conftest import TRAIN, launch
+from tests.oracles import policy_loss
+
+NUM_RESPONSES = 16
+MINIBATCHES = [[0, 3, 4, 5, 8, 11, 14, 15], [1, 2, 6, 7, 9, 10, 12, 13]]
+LAYOUTS = {                                     # [mini-batch][micro-batch] -> responses; none: a dummy
+    "whole": [[ids] for ids in MINIBATCHES],
+    "single": [[[i] for i in ids] for ids in MINIBATCHES],
+    "mixed": [[ids[5:][::-1], [], ids[1:5], ids[:1]] for ids in MINIBATCHES],
+}
+TOLERANCE = 1e-7                                # relative; weights are float32 at the end, everything else float64
+
+
+# --------------------------------------------------------------------------- the oracle
+
+@dataclass
+class Sampled:
+    """One response: the prompt's length, and per response token what the policy sampled and thought."""
+
+    prompt: int
+    mask: list[bool]
+    roll: list[float]
+    old: list[float]
+
+
+def float32(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float32))
+
+
+def make_step(seed: int) -> list[Sampled]:
+    """Ragged responses, where engine and trainer differ by 1e-4 to 2 nats a token and thrice by more than 20, with tool
+    output inside; an empty one, one without sampled tokens, one of one token."""
+    rng, step = random.Random(seed), []
+    for i in range(NUM_RESPONSES):
+        length = {0: 1, 5: 0}.get(i, rng.randint(2, 12))
+        mask = [i != 9 and (t < 2 or rng.random() < 0.8) for t in range(length)]
+        roll = [float32(-rng.expovariate(1.0)) for _ in mask]
+        old = [float32(x + rng.gauss(0, (1e-4, 0.03, 0.3, 2.0)[i % 4])) for x in roll]
+        if i == 0:
+            old[0] = float32(roll[0] + 0.3)                               # one whose largest k1 is negative
+        for t in {3: [0], 10: [0, 1]}.get(i, []):                         # the second one's product is over e^20, too
+            old[t] = float32(roll[t] + (-1) ** i * rng.uniform(21, 30))
+        step.append(Sampled(rng.randint(1, 5), mask, roll, old))
+    return step
+
+
+STEP = make_step(1)
+
+
+def clamp(x: float, low: float, high: float) -> float:
+    return low if x < low else high if x > high else x
+
+
+def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[float]], dict[str, float], float]:
+    """Which tokens remain, their weights, all metrics, and how near any decision was to its bound."""
+    nearest, keeps, applied = math.inf, [], [[] for _ in step]
+    log_ratios = [[clamp(a - b, -20, 20) for a, b in zip(r.old, r.roll)] for r in step]
+
+    def inside(x: float, low: float, high: float) -> bool:
+        nonlocal nearest
+        nearest = min(nearest, *(abs(x - bound) for bound in (low, high) if bound))         # 0: no floor
+        return low <= x <= high
+
+    for r, ls in zip(step, log_ratios):                                   # rejection
+        estimates = []
+        for l in ls:
+            if o["reject"] == "k1":
+                estimates.append(-l)
+            elif o["reject"] == "k2":
+                estimates.append(l * l / 2)
+            elif o["reject"] == "k3":
+                estimates.append(math.exp(l) - l - 1)
+            else:
+                estimates.append(0.0)
+        sampled = [x for x, m in zip(estimates, r.mask) if m]
+        if o["reject"] == "none" or not sampled:
+            keeps.append(list(r.mask))
+            continue
+        low, high = o["reject_below"], o["reject_above"]
+        if o["reject_over"] == "token":
+            keeps.append([m and inside(x, low, high) for x, m in zip(estimates, r.mask)])
+        else:
+            total = math.fsum(sampled)
+            x = {"sum": total, "mean": total / len(sampled), "max": max(sampled)}[o["reject_over"]]
+            keep = inside(x, low, high)
+            keeps.append([m and keep for m in r.mask])
+
+    raws, truncated = [], []                                              # one entry a token, or a response
+    for i, (ls, keep) in enumerate(zip(log_ratios, keeps)):
+        kept = [l for l, k in zip(ls, keep) if k]
+        if o["weights"] in ("none", "token"):
+            logs = kept
+        elif not kept:
+            logs = []
+        elif o["weights"] == "sequence":
+            logs = [clamp(math.fsum(kept), -20, 20)]
+        else:
+            logs = [math.fsum(kept) / len(kept)]
+        for l in logs:
+            w = math.exp(l)
+            within = inside(w, o["lower"], o["upper"])
+            raws.append(w)
+            truncated.append(w if within else 0.0 if o["outside"] == "zero" else clamp(w, o["lower"], o["upper"]))
+            applied[i].append(truncated[-1])
+
+    weights = []                                                          # of each response token that remains
+    for ids in MINIBATCHES:
+        units = [w for i in ids for w in applied[i]]
+        if o["batch_normalise"] and math.fsum(units) > 0:
+            for i in ids:
+                applied[i] = [w / fmean(units) for w in applied[i]]
+    for own, keep in zip(applied, keeps):
+        if o["weights"] == "none":
+            weights.append([1.0 for k in keep if k])
+        else:
+            weights.append(own if o["weights"] == "token" else own * sum(keep))
+
+    rows = [[(l, a, b) for l, a, b, m in zip(ls, r.old, r.roll, r.mask) if m] for ls, r in zip(log_ratios, step)]
+    rows = [row for row in rows if row]                                   # before any rejection
+    tokens = [x for row in rows for x in row]
+    ppl_old = [math.exp(-fmean(a for _, a, _ in row)) for row in rows]
+    ppl_roll = [math.exp(-fmean(b for _, _, b in row)) for row in rows]
+    diffs = [abs(math.exp(a) - math.exp(b)) for _, a, b in tokens]
+    log_diffs = [math.log(a) - math.log(b) for a, b in zip(ppl_old, ppl_roll)]
+    lost = [m and not k for r, keep in zip(step, keeps) for m, k in zip(r.mask, keep) if m]
+    metrics = {
+        "kl": fmean(b - a for _, a, b in tokens),
+        "k3_kl": fmean(math.exp(l) - 1 - l for l, _, _ in tokens),
+        "training_ppl": fmean(ppl_old),
+        "rollout_ppl": fmean(ppl_roll),
+        "log_ppl_diff": fmean(log_diffs),
+        "log_ppl_abs_diff": fmean(map(abs, log_diffs)),
+        "ppl_ratio": fmean(a / b for a, b in zip(ppl_old, ppl_roll)),
+        "chi2_token": fmean(math.exp(l) ** 2 for l, _, _ in tokens) - 1,
+        "chi2_seq": fmean(math.exp(clamp(math.fsum(l for l, _, _ in row), -20, 20)) ** 2 for row in rows) - 1,
+        "rollout_rs_masked_fraction": fmean(lost),
+        "rejected_frac": fmean(any(r.mask) and not any(keep) for r, keep in zip(step, keeps) if any(r.mask)),
+    }
+    if raws:
+        mean = fmean(truncated)
+        metrics |= {
+            "rollout_is_mean": mean,
+            "rollout_is_std": math.sqrt(fmean((w - mean) ** 2 for w in truncated)),
+            "rollout_is_max": max(raws),
+            "rollout_is_min": min(raws),
+            "rollout_is_eff_sample_size":
+                math.fsum(truncated) ** 2 / math.fsum(w * w for w in truncated) / len(truncated) if mean else 0.0,
+            "rollout_is_ratio_fraction_high": fmean(w > o["upper"] for w in raws),
+            "rollout_is_ratio_fraction_low": fmean(w < (o["lower"] or 1 / o["upper"]) for w in raws),
+        }
+    metrics = {f"rollout_corr/{name}": x for name, x in metrics.items()} | {
+        "training/rollout_probs_diff_mean": fmean(diffs),
+        "training/rollout_probs_diff_max": max(diffs),
+        "training/rollout_probs_diff_std": math.sqrt(fmean((x - fmean(diffs)) ** 2 for x in diffs)),
+    }
+    return keeps, weights, metrics, nearest
+
+
+# --------------------------------------------------------------------------- the module, through the script's lines
+
+def make_batch(ids: list[int]) -> Batch:
+    if not ids:
+        return make_batch([1]).dummy()
+    return Batch.build(
+        [[7] * STEP[i].prompt for i in ids], [[8] * len(STEP[i].mask) for i in ids], index=ids,
+        rollout_logps=[STEP[i].roll for i in ids], masks=[STEP[i].mask for i in ids],
+    )
+
+
+def old_logp(batch: Batch) -> torch.Tensor:
+    """[T]; NaN wherever nothing was sampled, so that reading it is noticed."""
+    rows = [[math.nan] * STEP[i].prompt + STEP[i].old for i in batch.index.tolist() if i >= 0]
+    logp = torch.tensor(list(itertools.chain(*rows)) or [math.nan] * 2)
+    return torch.where(batch.mask, logp, math.nan)
+
+
+def correct(layout, config: CorrectionConfig, num_updates: int, ranks: int = 1, rank: int = 0):
+    """The script's lines. {response: tokens that remain (all positions), their weights}, rejected, metrics, counts."""
+    meter, found, counts = Meter(), {}, []
+    minibatches = [[make_batch(ids) for ids in microbatches[rank::ranks]] for microbatches in layout]
+    if config.needs_old_logp(num_updates > 1):
+        for batch in itertools.chain(*minibatches):
+            batch.old_logp = old_logp(batch)
+    rejected = correction.prepare(minibatches, NUM_RESPONSES, config, meter)
+    for microbatches in minibatches:
+        counts.append(losses.set_weights(microbatches, "token-mean"))
+        for batch in microbatches:
+            logp = old_logp(batch).requires_grad_()
+            weight = correction.weights(batch, logp, config, meter)
+            assert weight.dtype == torch.float32 and weight.isfinite().all() and not weight.requires_grad
+            assert config.bypass == (batch.old_logp is batch.rollout_logp and batch.old_logp is not None)
+            for n, i in enumerate(batch.index.tolist()):
+                span = slice(int(batch.cu_seqlens[n]), int(batch.cu_seqlens[n + 1]))
+                if i >= 0:
+                    keep = batch.mask[span]
+                    found[i] = (keep[STEP[i].prompt :].tolist(), weight[span][keep].tolist())
+                    assert not keep[: STEP[i].prompt].any()
+    return found, rejected.tolist(), meter.reduce(), counts
+
+
+# name -> what verl's method of that name returns, typed from its source: rollout_is, threshold or IcePop bounds,
+# rollout_rs and its bounds (k1: of the ratio), bypass_mode and loss_type
+VERL = {
+    "disabled": (None, 2.0, None, None, None),
+    "decoupled-token-is": ("token", 2.0, None, None, None),
+    "decoupled-seq-is": ("sequence", 2.0, None, None, None),
+    "decoupled-token-icepop": ("token", (0.5, 5.0), None, None, None),
+    "decoupled-seq-is-rs": ("sequence", 2.0, "seq_sum_k1", (0.5, 2.0), None),
+    "decoupled-geo-rs": (None, 2.0, "seq_mean_k1", (0.999, 1.001), None),
+    "decoupled-geo-rs-token-tis": ("token", 2.0, "seq_mean_k1", (0.999, 1.001), None),
+    "decoupled-geo-rs-seq-tis": ("sequence", 2.0, "seq_mean_k1", (0.999, 1.001), None),
+    "decoupled-k3-rs": (None, 2.0, "seq_mean_k3", 0.01, None),
+    "decoupled-k3-rs-token-tis": ("token", 2.0, "seq_mean_k3", 0.01, None),
+    "decoupled-k3-rs-seq-tis": ("sequence", 2.0, "seq_mean_k3", 0.01, None),
+    "bypass-ppo-clip": (None, 2.0, None, None, "ppo"),
+    "bypass-ppo-clip-geo-rs": (None, 2.0, "seq_mean_k1", (0.999, 1.001), "ppo"),
+    "bypass-ppo-clip-k3-rs": (None, 2.0, "seq_mean_k3", 0.01, "ppo"),
+    "bypass-pg-is": ("sequence", 2.0, None, None, "reinforce"),
+    "bypass-pg-token-icepop": ("token", (0.5, 5.0), None, None, "reinforce"),
+    "bypass-pg-geo-rs": (None, 2.0, "seq_mean_k1", (0.999, 1.001), "reinforce"),
+    "bypass-pg-geo-rs-token-tis": ("token", 2.0, "seq_mean_k1", (0.999, 1.001), "reinforce"),
+    "bypass-pg-geo-rs-seq-tis": ("sequence", 2.0, "seq_mean_k1", (0.999, 1.001), "reinforce"),
+}
+
+
+def options_of(name: str) -> dict:
+    """The same in the oracle's words."""
+    weights, bounds, statistic, reject_bounds, loss = VERL[name]
+    icepop = isinstance(bounds, tuple)
+    lower, upper = bounds if icepop else (0.0, bounds)
+    found = {"weights": weights or "none", "lower": lower, "upper": upper, "outside": "zero" if icepop else "clamp",
+             "batch_normalise": False, "reject": "none", "reject_over": "mean", "reject_below": -math.inf,
+             "reject_above": math.inf, "bypass": loss is not None}
+    if statistic:
+        _, over, kind = statistic.split("_")
+        low, high = map(math.log, reject_bounds) if kind == "k1" else (-math.inf, reject_bounds)
+        found |= {"reject": kind, "reject_over": over, "reject_below": low, "reject_above": high}
+    return found
+
+
+def make_cases() -> dict[str, tuple[dict, str]]:
+    """Name -> options beside the defaults, loss."""
+    cases = {}
+    for level, (low, high, outside), normalise in itertools.product(
+        ("token", "sequence", "geometric"),
+        ((0.0, 2.0, "clamp"), (0.4, 1.7, "clamp"), (0.5, 5.0, "zero"), (0.0, 1.5, "zero")), (False, True),
+    ):
+        name = f"{level} {outside} [{low:g}, {high:g}]{' normalised' * normalise}"
+        options = {"weights": level, "lower": low, "upper": high, "outside": outside, "batch_normalise": normalise}
+        cases[name] = (options, "ppo")
+    cases["token zero nothing left"] = ({"weights": "token", "lower": 1e9, "upper": 1e10, "outside": "zero",
+                                                 "batch_normalise": True}, "ppo")
+    bounds = {"k1": {"token": (-0.8, 0.6), "mean": (-0.2, 0.3), "max": (-0.1, 0.7), "sum": (-1.0, 0.9)},
+              "k2": {"token": (-math.inf, 0.3), "mean": (-math.inf, 0.2), "max": (-1.0, 0.5), "sum": (-math.inf, 1.1)},
+              "k3": {"token": (-math.inf, 0.3), "mean": (-math.inf, 0.2), "max": (-1.0, 0.5), "sum": (-math.inf, 1.1)}}
+    for kind, over in itertools.product(bounds, ("token", "mean", "max", "sum")):
+        low, high = bounds[kind][over]
+        reject = {"reject": kind, "reject_over": over, "reject_below": low, "reject_above": high}
+        cases[f"reject {over} {kind}"] = (reject, "ppo")
+        for weights in ("token", "sequence", "geometric"):
+            cases[f"reject {over} {kind}, {weights}"] = (reject | {"weights": weights}, "reinforce")
+    for over, bypass in itertools.product(("token", "sum"), (False, True)):
+        more = {"bypass": True} if bypass else {"batch_normalise": True, "rejected_leave_group": True}
+        cases[f"reject {over}, sequence, {more}"] = ({
+            "weights": "sequence", "reject": "k1", "reject_over": over, "reject_below": -0.4, "reject_above": 0.4,
+        } | more, "reinforce")
+    cases["nothing remains"] = ({"weights": "geometric", "reject": "k2", "reject_over": "sum",
+                                         "reject_above": 0.0}, "ppo")
+    for preset in VERL:
+        cases[preset] = ({"preset": preset}, VERL[preset][4] or "ppo")
+    return cases
+
+
+CASES = make_cases()
+
+
+def all_options(options: dict) -> dict:
+    found = options_of(options.get("preset", "disabled"))
+    return found | {name: x for name, x in options.items() if name != "preset"}
+
+
+def errors(case: str, found, rejected, metrics) -> dict[str, float]:
+    """Errors of weights and metrics, relative to max(1, |oracle|); masks and rejections are exact."""
+    options, _ = CASES[case]
+    keeps, weights, want, nearest = oracle(STEP, all_options(options))
+    assert nearest > 1e-6 or case == "nothing remains", "a decision that rounding could turn shows nothing"
+    assert sorted(found) == list(range(NUM_RESPONSES))
+    for i, keep in enumerate(keeps):
+        assert found[i][0] == keep, f"{case}: response {i}"
+        assert len(found[i][1]) == len(weights[i]) == sum(keep)
+    gone = [any(r.mask) and not any(keep) for r, keep in zip(STEP, keeps)]
+    assert rejected == [x and options.get("rejected_leave_group", False) for x in gone]
+    assert metrics.keys() == want.keys(), case
+    pairs = {f"weight of {i}": zip(found[i][1], weights[i]) for i in found} | {k: [(metrics[k], want[k])] for k in want}
+    return {name: max((abs(a - b) / max(1, abs(b)) for a, b in row), default=0.0) for name, row in pairs.items()}
+
+
+def case_errors(case: str) -> dict[str, float]:
+    """The worst of each over all layouts, old known before the update and not."""
+    options, loss = CASES[case]
+    config, worst, weights = resolve(CorrectionConfig(**options), loss), {}, []
+    for layout, num_updates in itertools.product(LAYOUTS.values(), (1, 4)):
+        found, rejected, metrics, counts = correct(layout, config, num_updates)
+        remaining = [[sum(found[i][0]) for i in ids] for ids in MINIBATCHES]
+        assert counts == [(sum(row), sum(map(bool, row))) for row in remaining]         # denominators
+        weights.append({i: weight for i, (_, weight) in found.items()})
+        for name, error in errors(case, found, rejected, metrics).items():
+            worst[name] = max(error, worst.get(name, 0.0))
+    assert all(other == weights[0] for other in weights) or config.batch_normalise      # bit by bit
+    return worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_option_and_preset_is_the_loop(case):
+    found = case_errors(case)
+    assert max(found.values()) < TOLERANCE, max(found, key=found.get)
+
+
+def test_the_cases_are_hard_ones():
+    """Guard: every option changes something, and rejections take some but not all."""
+    results = {case: oracle(STEP, all_options(options)) for case, (options, _) in CASES.items()}
+    for case, (_, weights, metrics, _) in results.items():
+        options, share = all_options(CASES[case][0]), metrics["rollout_corr/rollout_rs_masked_fraction"]
+        if options["reject"] != "none" and case != "nothing remains":
+            assert 0.1 < share < 0.9, case
+        if options["weights"] != "none" and case not in ("nothing remains", "token zero nothing left"):
+            assert len({w for row in weights for w in row} - {0.0, 1.0}) > 1, case
+    several = [json.dumps(results[case][1]) for case in CASES if case.startswith(("token", "sequence", "geometric"))]
+    assert len(set(several)) == len(several) == 25
+    log_ratios = [a - b for r in STEP for a, b, m in zip(r.old, r.roll, r.mask) if m]
+    assert min(log_ratios) < -20 and max(log_ratios) > 20 and len(log_ratios) > 60
+    assert any(True in r.mask[r.mask.index(False):] for r in STEP if False in r.mask)   # tool output inside
+    assert any(r.mask and not any(r.mask) for r in STEP) and any(not r.mask for r in STEP)
+
+
+def test_by_hand():
+    """Two responses: ratios 2 and 1/4, tool output between them; one ratio 3/2."""
+    log = math.log
+    batch = Batch.build([[1], [1, 1]], [[5, 6, 7], [5]], masks=[[True, False, True], [True]],
+                        rollout_logps=[[log(0.2), 0, log(0.8)], [log(0.5)]])
+    logp = torch.tensor([9, log(0.4), 9, log(0.2), 9, 9, log(0.75)], requires_grad=True)
+
+    def apply(**flags):
+        meter, config = Meter(), resolve(CorrectionConfig(**flags), "ppo")
+        correction.prepare([[batch]], 2, config, meter)
+        return correction.weights(batch, logp, config, meter)[batch.mask].tolist(), meter.reduce()
+
+    assert apply(weights="token", upper=9.0)[0] == pytest.approx([2, 0.25, 1.5])
+    assert apply(weights="token", lower=0.5, upper=1.8)[0] == pytest.approx([1.8, 0.5, 1.5])
+    assert apply(weights="sequence")[0] == pytest.approx([0.5, 0.5, 1.5])
+    assert apply(weights="geometric")[0] == pytest.approx([0.5**0.5, 0.5**0.5, 1.5])
+    weights, metrics = apply(preset="decoupled-token-icepop")
+    assert weights == pytest.approx([2, 0, 1.5])
+    assert {name: metrics[f"rollout_corr/{name}"] for name in ("kl", "chi2_token", "chi2_seq", "rollout_is_mean")} == \
+        pytest.approx({"kl": log(4 / 3) / 3, "chi2_token": (4 + 1 / 16 + 9 / 4) / 3 - 1,
+                       "chi2_seq": (1 / 4 + 9 / 4) / 2 - 1, "rollout_is_mean": 3.5 / 3})
+    assert metrics["rollout_corr/training_ppl"] == pytest.approx(((0.4 * 0.2) ** -0.5 + 4 / 3) / 2)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(3.5**2 / (4 + 9 / 4) / 3)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx((0.2 + 0.6 + 0.25) / 3)
+
+
+# --------------------------------------------------------------------------- losses and gradients
+
+def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
+    """Worst errors of weight * loss and of its gradient where logp has moved on from old; token-mean."""
+    config, meter = resolve(CorrectionConfig(**options), loss), Meter()
+    rng = torch.Generator().manual_seed(3)
+    batch = make_batch(list(range(NUM_RESPONSES)))
+    old, drift = old_logp(batch), 0.2 * torch.randn(len(batch.mask), generator=rng)
+    if config.needs_old_logp(True):
+        batch.old_logp = old
+    correction.prepare([[batch]], NUM_RESPONSES, config, meter)
+    losses.set_weights([batch], "token-mean")
+    advantage = torch.randn(NUM_RESPONSES, generator=rng)[batch.sequence_ids] * batch.mask
+    logp = (old + drift).requires_grad_()
+    out, _ = losses.POLICY_LOSSES[loss](logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
+    out = out * correction.weights(batch, logp, config, meter)
+    (out * batch.weight).sum().backward()
+
+    after = (old + drift).tolist()                                        # bypass: weights of the current policy
+    moved = [dataclasses.replace(r, old=after[int(a) + r.prompt : int(b)])
+             for r, a, b in zip(STEP, batch.cu_seqlens, batch.cu_seqlens[1:])]
+    keeps, weights, _, _ = oracle(STEP, all_options(options))
+    if config.bypass:
+        masks = [dataclasses.replace(r, mask=keep) for r, keep in zip(moved, keeps)]
+        _, weights, _, _ = oracle(masks, all_options(options) | {"reject": "none"})
+    mask = [m for r, keep in zip(STEP, keeps) for m in [False] * r.prompt + keep]
+    anchor = [x for r in STEP for x in [0.0] * r.prompt + (r.roll if config.bypass else r.old)]
+    flat, count = iter([w for row in weights for w in row]), sum(mask)
+    scale = [next(flat) if m else 0.0 for m in mask]
+    want, _ = policy_loss(loss, after, anchor, advantage.tolist(), mask, batch.cu_seqlens.tolist(), 0.2, 0.2,
+                          weight=[1.0] * len(mask))
+    _, grad = policy_loss(loss, after, anchor, advantage.tolist(), mask, batch.cu_seqlens.tolist(), 0.2, 0.2,
+                          weight=[s / count for s in scale])
+    want = [s * x for s, x in zip(scale, want)]
+    assert any(g != 0 for g in grad) and count > 10
+    return tuple(max(abs(a - b) / max(1, abs(b)) for a, b in zip(got.tolist(), oracle_))
+                 for got, oracle_ in ((out, want), (logp.grad, grad)))
+
+
+@pytest.mark.parametrize(("loss", "options"), [
+    ("ppo", {"preset": "decoupled-token-is"}),
+    ("ppo", {"preset": "decoupled-seq-is", "lower": 0.3}),
+    ("reinforce", {"preset": "decoupled-token-icepop"}),
+    ("ppo", {"preset": "bypass-ppo-clip"}),
+    ("ppo", {"preset": "bypass-ppo-clip-k3-rs", "reject_above": 0.3}),
+    ("reinforce", {"preset": "bypass-pg-is"}),
+    ("reinforce", {"preset": "bypass-pg-geo-rs-seq-tis", "reject_below": -0.2, "reject_above": 0.3}),
+    ("reinforce", {"weights": "geometric", "bypass": True, "reject": "k2", "reject_over": "token",
+                   "reject_above": 0.3}),
+], ids=lambda x: x if isinstance(x, str) else " ".join(map(str, x.values())))
+def test_corrected_losses_and_their_gradients(loss, options):
+    """ppo on p / p_old or p / p_rollout, reinforce with weights; the weights pass no gradient."""
+    value, gradient = gradient_errors(loss, options)
+    assert max(value, gradient) < 1e-6
+
+
+# --------------------------------------------------------------------------- ranks
+
+def test_two_ranks_are_the_loop(tmp_path):
+    """Every case on two gloo ranks, one of which has dummies: same masks, weights, rejections and metrics on both."""
+    launch("tests/common/test_correction.py", tmp_path, ranks=2, timeout=170)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert first.keys() == second.keys() and len(first) == len(CASES) * 2
+    for (case, layout), (found, rejected, metrics, counts) in first.items():
+        others = second[case, layout]
+        assert (rejected, metrics, counts) == others[1:], (case, layout)
+        assert not found.keys() & others[0].keys()
+        worst = errors(case, found | others[0], rejected, metrics)
+        assert max(worst.values()) < TOLERANCE, (case, layout, max(worst, key=worst.get))
+    assert sum(bool(first[case, "whole"][0]) != bool(second[case, "whole"][0]) for case in CASES) == len(CASES)
+
+
+def work(folder: Path) -> None:
+    world = ranks.init()
+    results = {}
+    for (case, (options, loss)), layout in itertools.product(CASES.items(), ("whole", "mixed")):
+        config = resolve(CorrectionConfig(**options), loss)
+        layouts = [mb + [[]] * (len(mb) % 2) for mb in LAYOUTS[layout]]
+        results[case, layout] = correct(layouts, config, 4, world.size, world.rank)
+    torch.save(results, folder / f"{world.rank}.pt")
+    ranks.shutdown()
+
+
+# --------------------------------------------------------------------------- grpo.py
+
+def test_the_script_rejects_and_normalises(tiny_llama, tmp_path):
+    """bfloat16, so that engine and trainer differ a little; two ranks, two mini-batches, a response a micro-batch."""
+    first, second = run(tiny_llama, tmp_path, "--correction.preset", "decoupled-geo-rs-token-tis",
+                        "--correction.batch-normalise", "--correction.rejected-leave-group",
+                        "--max-tokens-per-gpu", "8", "--minibatches-per-step", "2", ranks=2)
+    for row in (first, second):
+        assert 0 < row["rollout_corr/rejected_frac"] < 1 and row["timing_s/old_log_prob"] > 0
+        assert 0 < row["rollout_corr/rollout_rs_masked_fraction"] < 1
+        assert 0 < row["rollout_corr/log_ppl_abs_diff"] < 0.01             # of all, not of those that remain
+        assert 0.9 < row["rollout_corr/rollout_is_min"] < 1 < row["rollout_corr/rollout_is_max"] < 1.1
+        assert 0 < row["actor/grad_norm"] < 100 and row["actor/skipped_steps"] == 0
+
+
+def test_the_script_bypasses(tiny_llama, tmp_path):
+    """Two updates a step without a forward pass for old log-probs; the second one's ratio is to the engine's."""
+    first, second = run(tiny_llama, tmp_path, "--correction.preset", "bypass-ppo-clip", "--minibatches-per-step", "2")
+    for row in (first, second):
+        assert "timing_s/old_log_prob" not in row
+        assert row["rollout_corr/kl"] == pytest.approx(row["actor/ppo_kl"], rel=1e-4) != 0
+        assert row["rollout_corr/rejected_frac"] == 0 < row["actor/grad_norm"] < 100
+        assert row["rollout_corr/k3_kl"] > 0.001                           # half of the tokens saw a moved policy
+
+
+def run(model: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
+    launch("grpo.py", "--model", model, "--train-data", TRAIN, "--run-dir", folder, "--data.max-prompt-length", "200",
+           "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1",
+           "--save.hf", "never", "--prompts-per-step", "4", "--samples-per-prompt", "3", "--total-steps", "2",
+           "--reward.function", "tests/scripts/reward_by_length.py:compute_score", "--rollout.max-response-length", "6",
+           "--optim.lr", "0.01", *flags, ranks=ranks, warm=not ranks)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# --------------------------------------------------------------------------- flags
+
+def test_presets_are_verls():
+    assert list(PRESETS) == list(VERL)
+    for name, (*_, loss) in VERL.items():
+        config = resolve(CorrectionConfig(preset=name), loss or "ppo")
+        assert vars(config) == options_of(name) | {"preset": name, "rejected_leave_group": False}
+
+
+def test_who_needs_old_log_probs():
+    def needs(num_updates, **flags):
+        return resolve(CorrectionConfig(**flags), "reinforce" if "pg" in flags.get("preset", "") else "ppo") \
+            .needs_old_logp(num_updates > 1)
+
+    assert not needs(1) and needs(2) and not needs(1, preset="decoupled-seq-is")
+    assert not needs(8, preset="bypass-ppo-clip") and not needs(8, preset="bypass-pg-is")
+    assert needs(1, preset="decoupled-geo-rs") and needs(1, preset="bypass-pg-geo-rs")
+    assert needs(1, weights="token", batch_normalise=True)
+
+
+def test_flags_override_the_preset():
+    args = ["--preset", "decoupled-geo-rs-token-tis", "--upper", "3", "--reject-above", "0.5"]
+    config = resolve(tyro.cli(CorrectionConfig, args=args), "ppo")
+    assert (config.weights, config.upper, config.reject_above) == ("token", 3.0, 0.5)
+    assert config.reject_below == pytest.approx(-0.001, rel=1e-3)
+    config = resolve(tyro.cli(CorrectionConfig, args=[*args[:2], "--reject", "none"]), "ppo")
+    assert config.reject == "none" and config.weights == "token"
+    config = resolve(tyro.cli(CorrectionConfig, args=["--preset", "bypass-ppo-clip", "--bypass", "False"]), "ppo")
+    assert not config.bypass
+    config = resolve(CorrectionConfig(preset="decoupled-token-icepop", lower=0.0, outside="clamp"), "ppo")
+    assert (config.lower, config.upper, config.outside) == (0.0, 5.0, "clamp")
+
+
+@pytest.mark.parametrize(("flags", "loss", "said"), [
+    ({"upper": 0.0}, "ppo", "--correction.lower 0 must be at least 0 and below --correction.upper 0"),
+    ({"lower": 3.0}, "ppo", "--correction.lower 3 .* below --correction.upper 2"),
+    ({"lower": -1.0}, "ppo", "--correction.lower -1 must be at least 0"),
+    ({"reject_above": 0.1}, "ppo", "--correction.reject-above does nothing without --correction.reject"),
+    ({"rejected_leave_group": True}, "ppo", "--correction.rejected-leave-group does nothing"),
+    ({"reject": "k3"}, "ppo", "--correction.reject-above inf must keep k3 = 0, .* and reject something"),
+    ({"reject": "k2", "reject_below": -1.0}, "ppo", "--correction.reject-below -1 --correction.reject-above inf"),
+    ({"reject": "k1", "reject_below": 0.1}, "ppo", "--correction.reject-below 0.1 .* must keep k1 = 0"),
+    ({"reject": "k1", "reject_above": math.nan}, "ppo", "--correction.reject-above nan"),
+    ({"preset": "decoupled-geo-rs", "reject": "k3"}, "ppo", "--correction.reject-above inf"),      # preset's: k1's
+    ({"preset": "decoupled-geo-rs", "reject_over": "sum"}, "ppo", "--correction.reject-above inf"),
+    ({"batch_normalise": True}, "ppo", "--correction.batch-normalise needs --correction.weights"),
+    ({"preset": "bypass-pg-is", "batch_normalise": True}, "reinforce", "without --correction.bypass"),
+    ({"preset": "bypass-pg-is"}, "ppo", "--correction.preset bypass-pg-is does not go with --loss ppo"),
+    ({"preset": "bypass-ppo-clip"}, "reinforce", "--correction.preset bypass-ppo-clip does not go"),
+    ({"bypass": True, "weights": "token"}, "gspo", "--correction.weights token would count p / p_rollout twice"),
+])
+def test_what_is_refused(flags, loss, said):
+    with pytest.raises(ValueError, match=said):
+        resolve(CorrectionConfig(**flags), loss)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

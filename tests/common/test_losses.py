@@ -1,0 +1,535 @@
+"""Losses, KL, value loss, GAE, whitening, weights and token selection against the oracles, and their closed forms."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from common.batch import Batch
+from common.losses import (
+    AGGREGATIONS,
+    LOSS_DEFAULTS,
+    POLICY_LOSSES,
+    KLController,
+    check_finite,
+    explained_variance,
+    gae,
+    kl_estimate,
+    on_last_token,
+    resolve_loss,
+    set_weights,
+    value_loss,
+)
+from common.segments import segment_mean, segment_sum, whiten
+from common.selection import covariances, select_clip_cov, select_kl_cov
+from tests import oracles
+
+F64, F32 = torch.float64, torch.float32
+TOLERANCE = {F64: 1e-10, F32: 2e-5}      # relative to max(1, |oracle|); float32 holds a log-prob of 50 to 4e-6
+CLIPS = {name: (d.clip_low, d.clip_high) for name, d in LOSS_DEFAULTS.items()}
+CLIPS["gspo"] = (0.1, 0.1)                # its 4e-4 would clip almost every random sequence
+KL_KINDS = [kind + plus for kind in ("k1", "abs", "k2", "mse", "k3", "low_var_kl") for plus in ("", "+")]
+
+
+def error(got, want) -> float:
+    """Worst error, relative to the larger of 1 and the oracle."""
+    got, want = torch.as_tensor(got, dtype=F64).flatten(), torch.as_tensor(want, dtype=F64).flatten()
+    assert got.shape == want.shape
+    assert got.isfinite().all()
+    return float(((got - want).abs() / want.abs().clamp(min=1)).max())
+
+
+def ragged(seed=0, dtype=F64, extreme=True) -> Batch:
+    """Prompts and responses: of length 1, all alike in reward, fully masked, with tool output, log ratios up to 50."""
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *n: torch.rand(*n, generator=g, dtype=F64)                                       # noqa: E731
+    prompts, responses = [2, 1, 3, 2, 1, 4, 2, 3], [1, 7, 12, 5, 1, 9, 30, 6]
+    masks = [[True] * n for n in responses]
+    masks[2][4:8] = [False] * 4                                            # tool output in the middle
+    masks[5][0], masks[5][6:9] = False, [False] * 3                        # ... at the beginning and the end
+    masks[3] = [False] * 5                                                 # fully masked
+    batch = Batch.build([[5] * n for n in prompts], [[6] * n for n in responses], masks=masks)
+    T = len(batch.tokens)
+    logp = -0.05 - 3 * rand(T)
+    old = (logp + 0.8 * (rand(T) - 0.5)).clamp(max=-1e-3)
+    if extreme:
+        at = batch.mask.nonzero()[:, 0]
+        for i, t in enumerate(at[2::6].tolist()):
+            shift = (50.0, -50.0, 3.0, -3.0)[i % 4]
+            logp[t] = -1.0 if shift > 0 else -1.0 + shift
+            old[t] = logp[t] - shift
+    advantage = 2 * rand(8) - 1
+    advantage[torch.tensor([1, 4])] = 0.0                                  # groups with all rewards alike
+    batch.advantage = torch.where(batch.mask, advantage[batch.sequence_ids] + 0.1 * (rand(T) - 0.5) *
+                                  (advantage[batch.sequence_ids] != 0), 0).to(dtype)
+    batch.old_logp, batch.logp = old.to(dtype), logp.to(dtype)
+    batch.weight = rand(T).to(dtype)
+    batch.selected = rand(T) < 0.2
+    batch.value, batch.returns, batch.old_value = (rand(3, T) * 4 - 2).to(dtype)
+    batch.token_reward = torch.where(batch.mask, rand(T) - 0.5, 0).to(dtype)
+    return batch
+
+
+def as_lists(batch):
+    names = ("logp", "old_logp", "advantage", "mask", "cu_seqlens", "weight", "selected", "value", "returns",
+             "old_value", "token_reward")
+    return type("Lists", (), {name: vars(batch)[name].tolist() for name in names})
+
+
+def keywords(name, batch):
+    return {"selected": batch.selected} if name in ("clip_cov", "kl_cov") else {}
+
+
+def policy_errors(name, dtype, seed, extreme=True):
+    batch = ragged(seed, dtype, extreme)
+    x, (lo, hi) = as_lists(batch), CLIPS[name]
+    logp = batch.logp.clone().requires_grad_()
+    loss, stats = POLICY_LOSSES[name](logp, batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens, lo, hi,
+                                      **keywords(name, batch))
+    (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
+    want, want_grad = oracles.policy_loss(name, x.logp, x.old_logp, x.advantage, x.mask, x.cu_seqlens, lo, hi,
+                                          selected=x.selected, weight=x.weight)
+    assert sum(abs(w) > 1e-3 for w in want) > 20                           # the oracle is not trivially zero
+    assert sum(abs(w) > 1e-3 for w in want_grad) > 5
+    assert (loss[~batch.mask] == 0).all()
+    assert (grad[~batch.mask] == 0).all()
+    assert all((s[~batch.mask] == 0).all() and not s.requires_grad and s.isfinite().all() for s in stats.values())
+    return error(loss.detach(), want), error(grad, want_grad)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_loss_matches_the_oracle(name, dtype):
+    for seed in range(3):
+        for extreme in (False, True):
+            assert max(policy_errors(name, dtype, seed, extreme)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_loss_gradcheck(name):
+    """Numerical derivatives. Where the loss detaches a factor they must differ, and the loss itself says its gradient:
+    linear in logp (cispo, dppo), or equal to it where not clipped (gspo)."""
+    batch = ragged(1, F64, extreme=False)
+    logp = batch.logp.clone().requires_grad_()
+
+    def f(logp):
+        return POLICY_LOSSES[name](logp, batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens, *CLIPS[name],
+                                   **keywords(name, batch))[0]
+
+    if name not in ("cispo", "gspo", "dppo_tv", "dppo_kl"):
+        assert torch.autograd.gradcheck(f, logp)
+        return
+    assert not torch.autograd.gradcheck(f, logp, raise_exception=False)
+    loss = f(logp)
+    (grad,) = torch.autograd.grad(loss.sum(), logp)
+    assert (grad != 0).sum() > 5
+    want = loss if name == "gspo" else loss / logp
+    assert error(grad[grad != 0], want[grad != 0].detach()) < 1e-12
+
+
+def test_policy_losses_never_read_what_is_masked():
+    for name, function in POLICY_LOSSES.items():
+        batch = ragged(2)
+        results = []
+        for junk in (0.0, math.nan):
+            values = [torch.where(batch.mask, x, junk) for x in (batch.logp, batch.old_logp, batch.advantage)]
+            values[0].requires_grad_()
+            loss, _ = function(*values, batch.mask, batch.cu_seqlens, *CLIPS[name], **keywords(name, batch))
+            results.append(torch.autograd.grad(loss.sum(), values[0])[0])
+        assert torch.equal(*results), name
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_the_ratio_is_one_and_the_gradient_is_reinforce(name):
+    """With logp = old_logp every loss of the table has REINFORCE's gradient, clips nothing and has KL 0."""
+    batch = ragged(3)
+    logp = batch.old_logp.clone().requires_grad_()
+    none = torch.zeros_like(batch.mask)
+    kw = {"selected": none} if keywords(name, batch) else {}
+    loss, stats = POLICY_LOSSES[name](logp, batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens,
+                                      *CLIPS[name], **kw)
+    set_weights([batch], "seq-mean-token-mean")
+    (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
+    advantage = batch.advantage
+    if name == "gmpo":                                                     # one advantage a sequence
+        advantage = segment_mean(advantage, batch.mask, batch.cu_seqlens)[batch.sequence_ids]
+    want = torch.where(batch.mask, -advantage * batch.weight, 0)
+    assert want.abs().max() > 1e-3
+    assert error(grad, want) < 1e-12
+    assert (stats["actor/ratio"][batch.mask] == 1).all()
+    for stat in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"):
+        assert (stats[stat] == 0).all()
+
+
+def test_clip_statistics_count_the_clipped_tokens():
+    """Six tokens by hand: clip 0.2 / 0.28, dual clip 3."""
+    ratio = torch.tensor([1.5, 1.2, 0.5, 0.5, 1.5, 4.0], dtype=F64)
+    advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=F64)
+    mask, cu = torch.ones(6, dtype=torch.bool), torch.tensor([0, 6])
+    loss, stats = POLICY_LOSSES["dapo"](ratio.log(), torch.zeros(6, dtype=F64), advantage, mask, cu, 0.2, 0.28)
+    assert loss.tolist() == pytest.approx([-1.28, -1.2, -0.5, 0.8, 1.5, 3.0])
+    assert stats["actor/pg_clipfrac_high"].tolist() == [1, 0, 0, 0, 0, 0]
+    assert stats["actor/pg_clipfrac_low"].tolist() == [0, 0, 0, 1, 0, 0]
+    assert stats["actor/pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 0, 1]
+    assert stats["actor/ratio"].tolist() == pytest.approx(ratio.tolist())
+
+
+# --------------------------------------------------------------------------- KL
+
+def kl_errors(kind, dtype, seed):
+    batch = ragged(seed, dtype)
+    logp = batch.logp.clone().requires_grad_()
+    got = kl_estimate(logp, batch.old_logp, kind)
+    (grad,) = torch.autograd.grad((got * batch.weight).sum(), logp)
+    pairs = [oracles.kl(kind, a, b) for a, b in zip(batch.logp.tolist(), batch.old_logp.tolist())]
+    return error(got.detach(), [p[0] for p in pairs]), error(
+        grad, [p[1] * w for p, w in zip(pairs, batch.weight.tolist())])
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_kl_estimate_matches_the_oracle(kind, dtype):
+    assert max(max(kl_errors(kind, dtype, seed)) for seed in range(3)) < TOLERANCE[dtype]
+
+
+def test_kl_estimators_closed_forms():
+    """k3 >= 0; over a whole distribution k1 and k3 average to KL, and k1+'s gradient averages to the gradient of KL."""
+    logits = torch.randn(50, dtype=F64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ref = torch.randn(50, dtype=F64, generator=torch.Generator().manual_seed(1)).log_softmax(0)
+    logp = logits.log_softmax(0)
+    p = logp.detach().exp()
+    exact = (logp.exp() * (logp - ref)).sum()
+    (exact_grad,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    assert (kl_estimate(logp, ref, "k3") >= 0).all()
+    for kind in ("k1", "k3", "k1+", "k3+", "k2"):
+        estimate = (p * kl_estimate(logp, ref, kind)).sum()
+        (grad,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        assert (kind == "k2") or estimate.item() == pytest.approx(exact.item(), abs=1e-12)
+        unbiased = torch.allclose(grad, exact_grad, atol=1e-12)
+        assert unbiased == (kind in ("k1+", "k3+", "k2")), kind
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(logp, ref, "k4")
+
+
+def test_kl_controllers():
+    fixed, adaptive = KLController(0.1), KLController(0.1, target=2.0, horizon=1000)
+    for kl, n, want in ((2.2, 100, 0.1 * 1.01), (50.0, 100, 0.101 * 1.02), (0.0, 500, 0.10302 * 0.9)):
+        fixed.update(kl, n)
+        adaptive.update(kl, n)
+        assert adaptive.coef == pytest.approx(want, rel=1e-12)
+        assert fixed.coef == 0.1
+    with pytest.raises(ValueError, match="horizon"):
+        KLController(0.1, target=0.0)
+
+
+# --------------------------------------------------------------------------- critic, advantages
+
+def value_errors(dtype, seed):
+    batch = ragged(seed, dtype)
+    x, value = as_lists(batch), batch.value.clone().requires_grad_()
+    loss, stats = value_loss(value, batch.old_value, batch.returns, batch.mask, 0.5)
+    (grad,) = torch.autograd.grad((loss * batch.weight).sum(), value)
+    want = oracles.value_loss(x.value, x.old_value, x.returns, x.mask, 0.5, x.weight)
+    clipped = sum(w == 0 and m for w, m in zip(want[1], x.mask))
+    assert 0 < clipped < 40
+    assert stats["critic/vf_clipfrac"].sum() == clipped
+    return error(loss.detach(), want[0]), error(grad, want[1])
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_value_loss_matches_the_oracle(dtype):
+    assert max(max(value_errors(dtype, seed)) for seed in range(3)) < TOLERANCE[dtype]
+
+
+def test_value_loss_gradcheck():
+    b = ragged(1)
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, b.old_value, b.returns, b.mask)[0],
+                                    b.value.clone().requires_grad_())
+
+
+def test_explained_variance_matches_the_oracle():
+    batch = ragged(4)
+    x = as_lists(batch)
+    got = explained_variance(batch.value, batch.returns, batch.mask)
+    assert got == pytest.approx(oracles.explained_variance(x.value, x.returns, x.mask), abs=1e-12)
+    assert explained_variance(batch.returns, batch.returns, batch.mask) == 1.0
+    assert explained_variance(batch.value, torch.ones_like(batch.value), batch.mask) == 0.0
+
+
+GAE_SETTINGS = ((1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.97, 0.0))
+
+
+def gae_error(dtype, seed):
+    batch, worst = ragged(seed, dtype), 0.0
+    x = as_lists(batch)
+    for gamma, lam in GAE_SETTINGS:
+        want = oracles.gae(x.token_reward, x.value, x.mask, x.cu_seqlens, gamma, lam)
+        assert max(map(abs, want[0])) > 0.5
+        got = gae(batch.token_reward, batch.value, batch.mask, batch.cu_seqlens, gamma, lam)
+        worst = max(worst, *(error(*pair) for pair in zip(got, want)))
+    return worst
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_gae_matches_the_definition(dtype):
+    assert max(gae_error(dtype, seed) for seed in range(3)) < TOLERANCE[dtype]
+
+
+def test_reward_goes_to_the_last_token_that_was_sampled():
+    """A tool's token, the prompt alone, and a response without a sampled token get nothing."""
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 3, 7, 9, 11], dtype=torch.int32)
+    got = on_last_token(torch.tensor([2.0, 3.0, 5.0, 7.0]), mask, cu_seqlens)
+    assert got.tolist() == [0, 0, 2, 0, 3, 0, 0, 0, 5, 0, 0]
+
+
+def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
+    assert resolve_loss("dapo", None, None, None, None) == (0.2, 0.28, 3.0, "token-mean")
+    assert resolve_loss("gspo", None, 1e-3, None, None) == (3e-4, 1e-3, None, "seq-mean-token-mean")
+    assert resolve_loss("cispo", None, None, None, "token-sum") == (1.0, 0.28, None, "token-sum")
+    with pytest.raises(ValueError, match=r"--clip-high 0.1: the loss kl_cov has no such bound"):
+        resolve_loss("kl_cov", None, 0.1, None, None)
+
+
+def test_gae_closed_forms():
+    """gamma = lambda = 1: return minus value. One reward at the end, value 0: gamma ** distance, holes not counted."""
+    batch = ragged(5)
+    reward_sum = segment_sum(batch.token_reward, batch.cu_seqlens)
+    reward = torch.zeros_like(batch.value)
+    for s in range(len(batch)):
+        kept = [t for t in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1]) if batch.mask[t]]
+        if kept:
+            reward[kept[-1]] = reward_sum[s]
+    advantage, returns = gae(reward, batch.value, batch.mask, batch.cu_seqlens, 1.0, 1.0)
+    want = torch.where(batch.mask, reward_sum[batch.sequence_ids] - batch.value, 0)
+    assert error(advantage, want) < 1e-12
+    assert error(returns, torch.where(batch.mask, reward_sum[batch.sequence_ids], 0)) < 1e-12
+    ones, zero = torch.ones(5, dtype=F64), torch.zeros(5, dtype=F64)
+    mask = torch.tensor([False, True, False, True, True])
+    got, _ = gae(ones * torch.tensor([0, 0, 0, 0, 1]), zero, mask, torch.tensor([0, 5]), 0.5, 1.0)
+    assert got.tolist() == [0, 0.25, 0, 0.5, 1.0]
+    empty = gae(zero[:0], zero[:0], mask[:0], torch.tensor([0]), 1.0, 1.0)
+    assert [x.shape for x in empty] == [(0,), (0,)]
+
+
+def whiten_error(dtype, seed):
+    batch = ragged(seed, dtype)
+    return error(whiten(batch.value, batch.mask), oracles.whiten(batch.value.tolist(), batch.mask.tolist()))
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_whiten_matches_the_oracle(dtype):
+    assert max(whiten_error(dtype, seed) for seed in range(3)) < TOLERANCE[dtype]
+
+
+def test_whiten_edges():
+    x, mask = torch.tensor([3.0, 7.0, 7.0]), torch.tensor([False, True, True])
+    assert whiten(x, mask).tolist() == [0, 0, 0]                           # no variance: 0, not NaN
+    assert whiten(x, torch.tensor([True, False, False])).tolist() == [0, 0, 0]     # a single token
+    assert whiten(x, torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
+
+
+# --------------------------------------------------------------------------- aggregation
+
+def pieces(batch, cuts) -> list[Batch]:
+    """The batch, cut into micro-batches at the given response numbers."""
+    plain = Batch(**{f.name: vars(batch)[f.name] for f in dataclasses.fields(Batch)})
+    return [plain.select(torch.tensor(cut)) for cut in cuts]
+
+
+CUTS = ([range(8)], [[6, 1], [3], [0, 2, 7, 4], [5]], [[i] for i in range(8)])
+
+
+def aggregation_errors(aggregation):
+    batch = ragged(6)
+    loss = batch.logp * batch.advantage + 1
+    norm = 40.0 if aggregation.endswith("norm") else None
+    want = oracles.aggregate(loss.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist(), aggregation, norm)
+    batch.value = loss                                                     # travels with the tokens
+    totals = []
+    for cuts in CUTS:
+        microbatches = pieces(batch, [list(c) for c in cuts])
+        counts = set_weights(microbatches, aggregation, norm)
+        assert counts == (int(batch.mask.sum()), 7)
+        totals.append(sum((b.value.double() * b.weight.double()).sum().item() for b in microbatches))
+    return max(abs(total - want) / abs(want) for total in totals)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_set_weights_gives_the_aggregate_for_any_cut(aggregation):
+    assert aggregation_errors(aggregation) < 1e-6                          # weights are float32
+
+
+def test_dr_grpo_is_grpo_without_the_length():
+    """seq-mean-token-sum-norm over L is a token sum over S L, so every token weighs the same."""
+    batch = ragged(6)
+    set_weights([batch], "seq-mean-token-sum-norm", 100.0)
+    assert batch.weight[batch.mask].unique().tolist() == pytest.approx([1 / 700])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_idle_responses_count_in_the_denominators(aggregation):
+    """Responses that need no forward, left out but named by length, leave the others' weights as they were."""
+    batch = ragged(6)
+    norm = 40.0 if aggregation.endswith("norm") else None
+    some, rest = pieces(batch, [[6, 1, 3, 0], [2, 7, 4, 5]])
+    set_weights([some, rest], aggregation, norm)
+    whole, lengths = some.weight, segment_sum(rest.mask.double(), rest.cu_seqlens)
+    assert set_weights([some], aggregation, norm, idle=lengths) == (int(batch.mask.sum()), 7)
+    assert torch.equal(some.weight, whole)
+
+
+def test_set_weights_with_nothing_to_train_on():
+    batch = ragged(6)
+    batch.mask = torch.zeros_like(batch.mask)
+    for aggregation in AGGREGATIONS:
+        assert set_weights([batch], aggregation, 9.0 if aggregation.endswith("norm") else None) == (0, 0)
+        assert (batch.weight == 0).all()
+
+
+def test_set_weights_refuses():
+    batch = ragged(6)
+    for microbatches, aggregation, norm, match in (
+        ([], "token-mean", None, "empty mini-batch"), ([batch], "mean", None, "not one of token-mean"),
+        ([batch], "seq-mean-token-sum-norm", None, "needs norm_length"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            set_weights(microbatches, aggregation, norm)
+
+
+def test_segment_helpers():
+    batch = ragged(0)
+    rows = oracles.spans(batch.cu_seqlens.tolist())
+    x, m = batch.value.tolist(), batch.mask.tolist()
+    assert error(segment_sum(batch.value, batch.cu_seqlens), [math.fsum(x[t] for t in r) for r in rows]) < 1e-12
+    means = [math.fsum(x[t] for t in r if m[t]) / max(1, sum(m[t] for t in r)) for r in rows]
+    assert error(segment_mean(batch.value, batch.mask, batch.cu_seqlens), means) < 1e-12
+    assert segment_sum(torch.zeros(0), torch.tensor([0, 0, 0])).tolist() == [0, 0]
+    assert torch.autograd.gradcheck(lambda v: segment_mean(v, batch.mask, batch.cu_seqlens),
+                                    batch.value.clone().requires_grad_())
+
+
+def test_check_finite_names_the_sample():
+    batch = ragged(0, F32)
+    batch.index = batch.index + 100
+    check_finite("old_logp", batch.old_logp, batch)
+    bad = batch.old_logp.clone()
+    bad[int(batch.cu_seqlens[2]) + 4] = math.inf
+    with pytest.raises(ValueError, match=r"old_logp is inf for response 102 at its token 4, 1 such"):
+        check_finite("old_logp", bad, batch)
+    reward = torch.zeros(8)
+    reward[5:7] = math.nan
+    with pytest.raises(ValueError, match=r"reward is nan for response 105, 2 such.*reward function"):
+        check_finite("reward", reward, batch)
+
+
+# --------------------------------------------------------------------------- token selection
+
+def select(name, batches, seed=7):
+    logps = [b.value for b in batches]
+    if name == "kl_cov":
+        return select_kl_cov(batches, logps, seed, fraction=0.1)
+    return select_clip_cov(batches, logps, seed, 0.2, 0.2, fraction=0.1, cov_low=0.01, cov_high=0.5)
+
+
+def selection_batch(seed=9):
+    batch = ragged(seed, F64, extreme=False)
+    batch.value = batch.logp                                               # travels with the tokens
+    return batch
+
+
+def chosen(batches, selected):
+    return {(int(b.index[b.sequence_ids[t]]), int(b.position_ids[t])) for b, s in zip(batches, selected)
+            for t in s.nonzero()[:, 0]}
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_selection_is_independent_of_the_layout(name):
+    batch = selection_batch()
+    results = []
+    for cuts in CUTS:
+        batches = pieces(batch, [list(c) for c in cuts])
+        results.append(chosen(batches, select(name, batches)))
+    assert results[0] == results[1] == results[2]
+    assert len(results[0]) == int(0.1 * batch.mask.sum()) > 3
+    if name == "clip_cov":
+        assert results[0] != chosen([batch], select(name, pieces(batch, [list(range(8))]), seed=8))
+
+
+def test_kl_cov_takes_the_largest_covariances():
+    batch = selection_batch()
+    x = as_lists(batch)
+    cov = oracles.covariance(x.advantage, x.logp, x.mask)
+    assert error(covariances([batch], [batch.logp])[0], cov) < 1e-12
+    order = sorted((t for t in range(len(cov)) if x.mask[t]), key=lambda t: -cov[t])
+    want = set(order[:int(0.1 * sum(x.mask))])
+    assert set(select_kl_cov([batch], [batch.logp], 7, fraction=0.1)[0].nonzero()[:, 0].tolist()) == want
+
+
+def test_clip_cov_draws_among_the_unclipped_tokens_within_the_bounds():
+    batch = selection_batch()
+    x = as_lists(batch)
+    cov = oracles.covariance(x.advantage, x.logp, x.mask)
+    candidates = set()
+    for t, m in enumerate(x.mask):
+        q, a = math.exp(x.logp[t] - x.old_logp[t]), x.advantage[t]
+        clipped = (a > 0 and q > 1.2) or (a < 0 and q < 0.8)
+        if m and 0.01 < cov[t] < 0.5 and not clipped:
+            candidates.add(t)
+    drawn = [frozenset(select("clip_cov", [batch], seed)[0].nonzero()[:, 0].tolist()) for seed in range(300)]
+    assert all(d <= candidates for d in drawn)
+    assert len(set(drawn)) > 50
+    counts = [sum(t in d for d in drawn) for t in candidates]              # every candidate has the same chance
+    mean = 300 * len(drawn[0]) / len(candidates)
+    assert all(abs(c - mean) < 5 * math.sqrt(mean) for c in counts)
+    everything = select_clip_cov([batch], [batch.logp], 0, 0.2, 0.2, fraction=1.0, cov_low=0.01, cov_high=0.5)[0]
+    assert set(everything.nonzero()[:, 0].tolist()) == candidates
+
+
+def test_selection_breaks_ties_and_survives_no_candidate():
+    batch = selection_batch()
+    batch.value = torch.zeros_like(batch.value)                            # all cov equal: 0
+    selected = [select("kl_cov", [batch], seed)[0] for seed in (1, 2)]
+    assert [int(s.sum()) for s in selected] == [int(0.1 * batch.mask.sum())] * 2
+    assert not torch.equal(*selected)
+    assert not select("clip_cov", [batch])[0].any()                        # no cov within the bounds
+    assert int(select_kl_cov([batch], [batch.value], 0)[0].sum()) == 1     # at least one token
+
+
+# --------------------------------------------------------------------------- two ranks
+
+def _on_rank(rank, path, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    batch = selection_batch()
+    batch.returns = batch.returns.double()
+    mine = pieces(batch, [[6, 1], [3, 7]] if rank == 0 else [[0, 2], [4, 5]])
+    local = Batch.cat(mine)
+    out = {"index": local.index, "whiten": whiten(local.value, local.mask),
+           "explained": explained_variance(local.value, local.returns, local.mask)}
+    for name in ("clip_cov", "kl_cov"):
+        out[name] = chosen(mine, select(name, mine))
+    for aggregation in AGGREGATIONS:
+        set_weights(mine, aggregation, 9.0 if aggregation.endswith("norm") else None)
+        out[aggregation] = torch.cat([b.weight for b in mine])
+    torch.save(out, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_agree_with_one(tmp_path):
+    """Whitening, explained variance, selection and every denominator, with the batch spread unevenly over two ranks."""
+    mp.spawn(_on_rank, (tmp_path / "rendezvous", tmp_path), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
+    batch = selection_batch()
+    whole = pieces(batch, [torch.cat([r["index"] for r in ranks]).tolist()])
+    assert error(torch.cat([r["whiten"] for r in ranks]), whiten(whole[0].value, whole[0].mask)) < 1e-12
+    for r in ranks:
+        assert r["explained"] == pytest.approx(explained_variance(batch.value, batch.returns, batch.mask), abs=1e-12)
+    for name in ("clip_cov", "kl_cov"):
+        assert ranks[0][name] | ranks[1][name] == chosen(whole, select(name, whole))
+        assert ranks[0][name]
+        assert ranks[1][name]
+    for aggregation in AGGREGATIONS:
+        set_weights(whole, aggregation, 9.0 if aggregation.endswith("norm") else None)
+        assert error(torch.cat([r[aggregation] for r in ranks]), whole[0].weight) < 1e-7

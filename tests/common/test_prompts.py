@@ -1,0 +1,361 @@
+"""Prompts from real files in verl's layout, written here with pyarrow; their order; the quickstart's generator."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from common.dataset.reading import find_files
+from common.dataset.store import load_prompts
+from common.prompts import DataConfig, PromptSampler
+from tests.conftest import MODEL, ROOT, launch
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    assert MODEL.is_dir(), f"{MODEL} is missing: run make model"
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def row(content="What is 2 + 2?", truth="4", **changes) -> dict:
+    """One row as verl's own preprocessing scripts write it."""
+    return {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": content}], "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"split": "train", "index": 7, "answer": "so #### 4", "nested": {"a": [1, 2]}}} | changes
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    return str(path)
+
+
+def chatml(*turns: tuple[str, str]) -> str:
+    """SmolLM2's template by hand: the default system turn unless one is given, then the assistant's opening."""
+    text = "" if turns[0][0] == "system" else SYSTEM
+    for role, content in turns:
+        text += f"<|im_start|>{role}\n{content}<|im_end|>\n"
+    return text + "<|im_start|>assistant\n"
+
+
+def test_tokens_are_the_chat_template_by_hand(tokenizer, tmp_path):
+    turns = [("system", "Be brief."), ("user", "Hello  world\n 12"), ("assistant", "Hi."), ("user", "2 + 2?")]
+    rows = [row(), row(prompt=[{"role": role, "content": content} for role, content in turns])]
+    prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig())
+    for prompt, expected in zip(prompts, [chatml(("user", "What is 2 + 2?")), chatml(*turns)]):
+        assert tokenizer.decode(prompt.tokens) == expected
+        assert prompt.tokens == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert prompts[0].data_source == "openai/gsm8k"
+    assert prompts[0].ground_truth == "4"
+    assert prompts[0].extra_info == row()["extra_info"]  # untouched
+    assert prompts[0].messages == row()["prompt"]
+    assert prompts.data_sources == ["openai/gsm8k"]
+
+
+def test_string_prompts_and_other_columns(tokenizer, tmp_path):
+    rows = [{"question": "What is 2 + 2?", "source": "mine", "answer": {"ground_truth": 4}}]
+    config = DataConfig(prompt_column="question", data_source_column="source", reward_model_column="answer")
+    prompt = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, config)[0]
+    assert tokenizer.decode(prompt.tokens) == chatml(("user", "What is 2 + 2?"))
+    assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("mine", 4, {})
+
+
+def test_keys_that_only_parquet_adds_are_left_out(tokenizer, tmp_path):
+    """Its structs give all messages the same keys, and templates ask `'tool_calls' in message`."""
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "tool_calls": "z"}]
+    assert load_prompts([write(tmp_path / "a.parquet", [row(prompt=messages)])], tokenizer, DataConfig())[0].messages \
+        == messages
+
+
+def test_json_lines_folders_and_globs(tokenizer, tmp_path):
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "b.parquet", [row("b0"), row("b1")])
+    write(tmp_path / "deep" / "c.parquet", [row("c0")])
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row(f"a{i}")) + "\n\n" for i in range(2)))
+    (tmp_path / "notes.txt").write_text("not data")
+
+    def contents(*files):
+        return [prompt.messages[0]["content"] for prompt in load_prompts(files, tokenizer, DataConfig())]
+
+    assert contents(str(tmp_path)) == ["a0", "a1", "b0", "b1", "c0"]
+    assert contents(f"{tmp_path}/*.parquet") == ["b0", "b1"]
+    assert contents(f"{tmp_path}/**/*.parquet") == ["b0", "b1", "c0"]
+    assert contents(f"{tmp_path}/deep", f"{tmp_path}/a.jsonl") == ["c0", "a0", "a1"]
+    for entry, rule in [("absent.parquet", "does not exist"), ("*.csv", "matches no"), ("notes.txt", "must end in")]:
+        with pytest.raises(ValueError, match=rule):
+            find_files([f"{tmp_path}/{entry}"])
+    with pytest.raises(ValueError, match="no data files"):
+        find_files([])
+
+
+def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
+    rows = [row(str(i), reward_model={"style": "rule", "ground_truth": None if i in (2, 5) else "4"}) for i in range(7)]
+    path = write(tmp_path / "a.parquet", rows)
+    (tmp_path / "b.jsonl").write_text("\n" + json.dumps(row("good")) + "\n[1]\n")
+    prompts = load_prompts([path, str(tmp_path / "b.jsonl")], tokenizer, DataConfig(on_bad_row="skip"))
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["0", "1", "3", "4", "6", "good"]
+    assert prompts.loaded.num_rows == 9 and "of 9 rows 0 filtered (too long), 0 truncated, 3 bad" in prompts.summary()
+    prompts.write_skipped(tmp_path / "run" / "skipped_train.jsonl")
+    listed = [json.loads(line) for line in (tmp_path / "run" / "skipped_train.jsonl").read_text().splitlines()]
+    assert [(bad["file"], bad["row"]) for bad in listed] == [(path, 2), (path, 5), (str(tmp_path / "b.jsonl"), 1)]
+    assert "must have a ground_truth" in listed[0]["rule"] and "not list" in listed[2]["rule"]
+    whole = load_prompts([write(tmp_path / "c.parquet", rows[:2])], tokenizer, DataConfig())
+    whole.write_skipped(tmp_path / "run" / "skipped_val.jsonl")
+    assert not (tmp_path / "run" / "skipped_val.jsonl").exists()
+
+
+class Counting:
+    """A stand-in where the tokens do not matter: one for a prompt of up to 90 characters, two for a longer one."""
+    chat_template, longest_call, arrow_bytes = "x", 0, 0
+
+    def apply_chat_template(self, chats, **_):
+        self.longest_call = max(self.longest_call, len(chats))
+        self.arrow_bytes = max(self.arrow_bytes, pa.total_allocated_bytes())
+        return {"input_ids": [[len(chat[0]["content"])] * (1 + (len(chat[0]["content"]) > 90)) for chat in chats]}
+
+
+def test_any_prompt_by_its_number_over_many_batches(tmp_path):
+    """Sparse and empty batches: which rows are left follows from the row alone."""
+    def wanted(i):
+        return i % 7 == 0 and not 600 < i < 2000 and i < 3000
+
+    rows = [row("x" * (1 if wanted(i) else 100), extra_info={"index": i}) for i in range(4000)]
+    rows[3500]["data_source"] = None
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1300)
+    prompts = load_prompts([str(path)], Counting(), DataConfig(max_prompt_length=1, on_bad_row="skip"))
+    left = [i for i in range(4000) if wanted(i)]
+    assert len(prompts) == len(left) > 200 and prompts.loaded.num_filtered == 3999 - len(left)
+    assert [bad["row"] for bad in prompts.loaded.bad_rows] == [3500]
+    assert [prompt.extra_info["index"] for prompt in prompts] == left
+    assert [prompt.extra_info["index"] for prompt in prompts[-3:]] == left[-3:]
+    assert prompts[-1].extra_info["index"] == left[-1] and prompts[80].extra_info["index"] == left[80]
+    for outside in (len(left), -len(left) - 1):
+        with pytest.raises(IndexError):
+            prompts[outside]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_large_file_is_streamed(tmp_path, suffix):
+    """60 MB of text in one row group: neither Python nor Arrow holds more than a part of it at any moment."""
+    rng = random.Random(0)
+    rows = [row(rng.randbytes(3000).hex(), extra_info={"index": i}) for i in range(10_000)]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=len(rows))
+    else:
+        path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    del rows
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    prompts = load_prompts([str(path)], tokenizer := Counting(), DataConfig())
+    python_peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(prompts) == 10_000 and prompts.arrow.size > 60e6 and tokenizer.longest_call == 512
+    assert python_peak < 20e6 and tokenizer.arrow_bytes - before < 20e6
+    assert pa.total_allocated_bytes() - before < 1e6
+    assert prompts[7777].extra_info == {"index": 7777}
+
+
+def test_all_ranks_get_the_same_and_one_of_them_tokenises(tmp_path):
+    """Two gloo ranks: local rank 0 reads; errors reach both; nothing is left in the cache folder."""
+    path = write(tmp_path / "a.parquet", [row(str(i)) for i in range(1000)])
+    bad = write(tmp_path / "b.parquet", [row(prompt=[])])
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "ranks.py").write_text(f"""
+import json
+from pathlib import Path
+from common import prompts as data
+from common.dataset.store import load_prompts
+from common.parallel import ranks
+from transformers import AutoTokenizer
+world = ranks.init()
+tokenizer = AutoTokenizer.from_pretrained({str(MODEL)!r})
+calls, encode = [], tokenizer.apply_chat_template
+tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs)
+config = data.DataConfig(cache_dir={str(tmp_path / "cache")!r})
+prompts = load_prompts([{path!r}], tokenizer, config)
+sampler = data.PromptSampler(len(prompts), seed=5)
+result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.summary(), prompts.data_sources]
+try:
+    load_prompts([{bad!r}], tokenizer, config)
+except ValueError as error:
+    result.append(str(error))
+Path({str(tmp_path)!r}, f"rank{{world.rank}}.json").write_text(json.dumps([len(calls), result]))
+ranks.shutdown()
+""")
+    launch(str(tmp_path / "ranks.py"), ranks=2)
+    (calls, first), (other_calls, second) = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert calls > 0 and other_calls == 0
+    assert first == second and len(first) == 53 and "b.parquet, row 0 (counted from 0): prompt is empty" in first[-1]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_long_prompts_are_filtered_cut_or_refused(tokenizer, tmp_path):
+    short, long = row("x"), row("one two three four five six seven eight nine ten")
+    path = write(tmp_path / "a.parquet", [short, long, short])
+    full = load_prompts([path], tokenizer, DataConfig())
+    limit = len(full[0].tokens)
+    whole = full[1].tokens
+    assert len(whole) > limit
+
+    def load(mode, limit=limit):
+        return load_prompts([path], tokenizer, DataConfig(max_prompt_length=limit, on_long_prompt=mode))
+
+    kept = load("filter")
+    assert [prompt.tokens for prompt in kept] == [full[0].tokens, full[2].tokens]
+    assert (kept.loaded.num_rows, kept.loaded.num_filtered, kept.loaded.num_truncated) == (3, 1, 0)
+    assert "1 filtered" in kept.summary()
+    left = load("truncate-left")
+    assert left[1].tokens == whole[-limit:]
+    assert (left.loaded.num_filtered, left.loaded.num_truncated) == (0, 1)
+    for odd_or_even in (limit, limit - 1, 1):
+        middle = load("truncate-middle", odd_or_even)[1].tokens
+        half = odd_or_even // 2
+        assert middle == whole[:half] + whole[len(whole) - (odd_or_even - half):]
+        assert len(middle) == odd_or_even
+    with pytest.raises(ValueError, match=rf"row 1 .*{len(whole)} tokens, more than --data.max-prompt-length {limit}"):
+        load("error")
+    with pytest.raises(ValueError, match=r"none of 3 rows is left: 3 have more than --data.max-prompt-length 5"):
+        load("filter", 5)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        load("filter", 0)
+    assert len(load("filter", len(whole))) == 3  # the limit itself is allowed
+
+
+def test_nothing_left_shows_the_first_bad_row(tokenizer, tmp_path):
+    path = write(tmp_path / "a.parquet", [row(truth=None), row(truth=None)])
+    with pytest.raises(ValueError, match=r"none of 2 rows is left: 0 have more.*2 are bad; the first bad row.*row 0"):
+        load_prompts([path], tokenizer, DataConfig(on_bad_row="skip"))
+
+
+def test_chat_template_settings(tokenizer, tmp_path):
+    path = write(tmp_path / "a.parquet", [row("hi")])
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('no assistant first') }}"
+                        "{% endif %}{{ messages[0]['content'] }}{% if loud %}!{% endif %}"
+                        "{% if add_generation_prompt %} >{% endif %}")
+    config = DataConfig(chat_template_file=str(template), chat_template_kwargs='{"loud": true}')
+    assert tokenizer.decode(load_prompts([path], tokenizer, config)[0].tokens) == "hi! >"
+    refused = write(tmp_path / "b.parquet", [row(prompt=[{"role": "assistant", "content": "x"}])])
+    with pytest.raises(ValueError, match=r"row 0 .*the chat template refuses it: no assistant first"):
+        load_prompts([refused], tokenizer, config)
+    for changes, rule in [({"chat_template_kwargs": "loud"}, "must be a JSON object"),
+                          ({"chat_template_kwargs": "[1]"}, "must be a JSON object"),
+                          ({"chat_template_file": "absent.jinja"}, "absent.jinja does not exist")]:
+        with pytest.raises(ValueError, match=rule):
+            load_prompts([path], tokenizer, DataConfig(**changes))
+
+
+def test_base_models_need_a_template_or_plain(tokenizer, tmp_path):
+    base = AutoTokenizer.from_pretrained(MODEL)
+    base.chat_template = None
+    path = write(tmp_path / "a.parquet", [row(prompt=[{"role": "user", "content": "Q: 2 + 2?"},
+                                                      {"role": "user", "content": "A:"}])])
+    with pytest.raises(ValueError, match=r"has no chat template.*--data.template plain.*--data.chat-template-file"):
+        load_prompts([path], base, DataConfig())
+    tokens = load_prompts([path], base, DataConfig(template="plain"))[0].tokens
+    assert tokens == tokenizer("Q: 2 + 2?\n\nA:")["input_ids"]
+
+
+def test_sampler_gives_every_prompt_once_an_epoch():
+    sampler = PromptSampler(10, seed=1)
+    taken = [sampler.take(4) for _ in range(5)]  # two epochs; the third batch lies across them
+    flat = [index for batch in taken for index in batch]
+    assert Counter(flat[:10]) == Counter(flat[10:]) == Counter(range(10))
+    assert flat[:10] != flat[10:] != list(range(10))
+    assert all(len(batch) == 4 for batch in taken)
+    assert PromptSampler(10, seed=1).take(20) == flat  # neither the batch size nor the caller matters
+    assert PromptSampler(10, seed=2).take(20) != flat
+    assert Counter(PromptSampler(3, seed=1).take(9)) == Counter({0: 3, 1: 3, 2: 3})  # more than an epoch at once
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8])
+def test_sampler_resumes_anywhere(steps):
+    straight, first = PromptSampler(10, seed=3), PromptSampler(10, seed=3)
+    for _ in range(steps):
+        assert straight.take(5) == first.take(5)
+    state = json.loads(json.dumps(first.state_dict()))
+    assert set(state) == {"epoch", "position"}
+    resumed = PromptSampler(10, seed=3)
+    resumed.load_state_dict(state)
+    assert [resumed.take(5) for _ in range(6)] == [straight.take(5) for _ in range(6)]
+
+
+def test_sampler_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="there must be at least 1"):
+        PromptSampler(0, seed=0)
+    with pytest.raises(ValueError, match="was at prompt 9 of its epoch, but there are only 5"):
+        PromptSampler(5, seed=0).load_state_dict({"epoch": 0, "position": 9})
+
+
+# ---- the quickstart's generator ----
+
+def solve(question: str) -> int:
+    """The answer from the text alone: the wording decides the operation."""
+    a, b = map(int, re.findall(r"\d+", question))
+    if "boxes" in question:
+        return a * b
+    return a - b if "left" in question else a + b
+
+
+def generate(folder: Path, *flags: str) -> str:
+    command = [sys.executable, str(ROOT / "data" / "word_problems.py"), "--out", str(folder), *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_word_problems_are_right_disjoint_and_repeatable(tmp_path, tokenizer):
+    assert "written" in generate(tmp_path / "a")
+    rows = {split: pq.read_table(tmp_path / "a" / f"{split}.parquet").to_pylist() for split in ("train", "test")}
+    assert {split: len(items) for split, items in rows.items()} == {"train": 2048, "test": 96}
+    questions = Counter()
+    for split, items in rows.items():
+        for index, item in enumerate(items):
+            assert list(item) == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+            assert item["data_source"] == "word_problems"
+            assert item["extra_info"] == {"split": split, "index": index}
+            example, solution, question = (message["content"] for message in item["prompt"])
+            assert [message["role"] for message in item["prompt"]] == ["user", "assistant", "user"]
+            assert int(item["reward_model"]["ground_truth"]) == solve(question) > 0
+            working, answer = solution.split("\n")
+            assert answer == f"#### {solve(example)}"
+            a, operation, b, equals, result = working.split()
+            assert equals == "="
+            assert int(result) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
+            assert [int(a), int(b)] == list(map(int, re.findall(r"\d+", example)))
+            questions[question] += 1
+    assert max(questions.values()) == 1  # so no test problem is in train
+    assert not questions.keys() & {item["prompt"][0]["content"] for items in rows.values() for item in items}
+    share = Counter(question.split()[-1] for question in questions)  # now? left? have? together?
+    assert set(share) == {"now?", "left?", "have?", "together?"}
+    assert min(share.values()) > 0.15 * len(questions)
+    prompts = load_prompts([str(tmp_path / "a" / "train.parquet")], tokenizer, DataConfig(max_prompt_length=128))
+    assert len(prompts) == 2048
+
+    generate(tmp_path / "b")
+    generate(tmp_path / "c", "--seed", "1")
+    same, other = [(tmp_path / name / "train.parquet").read_bytes() for name in "bc"]
+    assert (tmp_path / "a" / "train.parquet").read_bytes() == same != other
+
+
+def test_word_problems_leave_a_complete_file_and_repair_a_damaged_one(tmp_path):
+    flags = ("--num-train", "20", "--num-test", "5")
+    generate(tmp_path, *flags)
+    train = tmp_path / "train.parquet"
+    before, modified = train.read_bytes(), train.stat().st_mtime_ns
+    assert generate(tmp_path, *flags).count("is complete") == 2
+    assert train.stat().st_mtime_ns == modified
+    train.write_bytes(before[:100])
+    assert "train.parquet written" in generate(tmp_path, *flags)
+    assert train.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test.parquet", "train.parquet"]

@@ -1,0 +1,305 @@
+"""data/NAME.py: each loader on a folder in its source's real layout, read by the `datasets` library as from the hub."""
+
+import functools
+import importlib.metadata
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from common.dataset.store import load_prompts
+from common.prompts import DataConfig
+from tests.conftest import MODEL, ROOT
+
+sys.path.append(str(ROOT / "data"))
+import aime
+import apps
+import countdown
+import dapo_math
+import gsm8k
+import hendrycks_math
+import mbpp
+import reasoning_gym_task
+import verl_rows
+
+COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+
+
+tokenizer = functools.cache(lambda: AutoTokenizer.from_pretrained(MODEL))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The library's own cache in the test's folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def parquet(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def json_lines(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def card(folder: Path, configs: dict[str, dict[str, str]]) -> None:
+    """README.md with the part of the data set's card that says which files are which split of which configuration."""
+    lines = ["---", "configs:"]
+    for name, files in configs.items():
+        lines += [f"- config_name: {name}", "  data_files:"]
+        for split, pattern in files.items():
+            lines += [f"  - split: {split}", f"    path: {pattern}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+def convert(module, monkeypatch, out: Path, *flags: str) -> dict[str, list[dict]]:
+    """The rows that `python data/NAME.py --out OUT flags` writes, as they come back through common/data.py."""
+    monkeypatch.setattr(sys, "argv", [module.__file__, "--out", str(out), *map(str, flags)])
+    module.main()
+    written = {}
+    for split in ("train", "test"):
+        path = out / f"{split}.parquet"
+        written[split] = pq.read_table(path).to_pylist()
+        assert pq.read_schema(path).names == COLUMNS
+        prompts = load_prompts([str(path)], tokenizer(), DataConfig())
+        assert [prompt.messages for prompt in prompts] == [row["prompt"] for row in written[split]]
+        assert [prompt.ground_truth for prompt in prompts] == [row["reward_model"]["ground_truth"]
+                                                              for row in written[split]]
+    return written
+
+
+def truths(rows: list[dict]) -> list:
+    return [row["reward_model"]["ground_truth"] for row in rows]
+
+
+def test_gsm8k(tmp_path, monkeypatch):
+    train = [
+        {"question": "Ann has 3 bags of 400 nuts. How many nuts?",
+         "answer": "Ann has 3*400=<<3*400=1200>>1200 nuts.\n#### 1,200"},
+        {"question": "It was 4 degrees and fell by 7. What now?", "answer": "4-7=<<4-7=-3>>-3\n#### -3"},
+    ]
+    card(tmp_path / "hub", {"main": {"train": "main/train-*", "test": "main/test-*"}})
+    parquet(tmp_path / "hub/main/train-00000-of-00001.parquet", train)
+    parquet(tmp_path / "hub/main/test-00000-of-00001.parquet", train[1:])
+    rows = convert(gsm8k, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")
+    assert truths(rows["train"]) == ["1200", "-3"] and truths(rows["test"]) == ["-3"]
+    first = rows["train"][0]
+    assert first["data_source"] == "openai/gsm8k" and first["ability"] == "math"
+    assert first["prompt"][0]["content"].startswith(train[0]["question"]) and "####" in first["prompt"][0]["content"]
+    assert first["extra_info"] == {"split": "train", "index": 0, **train[0]}
+    with pytest.raises(ValueError, match="train row 0: the answer 'none' has no number"):
+        list(gsm8k.rows([{"question": "?", "answer": "none"}], "train"))
+
+
+def test_hendrycks_math(tmp_path, monkeypatch):
+    solutions = {
+        r"so $x=\boxed{\frac{1}{2}}$.": r"\frac{1}{2}",
+        r"First \boxed{1}, no: $\boxed{\left\{ 1,2 \right\}}$": r"\left\{ 1,2 \right\}",
+        r"Hence the answer is $\boxed 7$.": "7",
+        r"It is \fbox{D}.": "D",
+        r"the set $\boxed{\{x : x > \sqrt{2}\}}$": r"\{x : x > \sqrt{2}\}",
+        r"two cases, $\boxed{\left\{ a, b \right.}$": r"\left\{ a, b \right.",
+    }
+    source = [{"problem": f"Problem {i}: $x^2$?", "level": "Level 3", "type": "Algebra", "solution": solution}
+              for i, solution in enumerate(solutions)]
+    parquet(tmp_path / "hub/data/train-00000-of-00001.parquet", source)
+    parquet(tmp_path / "hub/data/test-00000-of-00001.parquet", source[:1])
+    rows = convert(hendrycks_math, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")
+    assert truths(rows["train"]) == list(solutions.values())
+    assert {row["data_source"] for row in rows["train"]} == {"DigitalLearningGmbH/MATH-lighteval"}
+    assert rows["train"][1]["extra_info"] == {"split": "train", "index": 1, "level": "Level 3", "type": "Algebra"}
+    assert "\\boxed{}" in rows["train"][0]["prompt"][0]["content"]
+    for unboxed in ("no answer", r"\boxed{ never closed", r"\boxed{}"):
+        with pytest.raises(ValueError, match=r"test row 0: .* has no boxed answer"):
+            list(hendrycks_math.rows([source[0] | {"solution": unboxed}], "test"))
+
+
+def verl_row(problem: str, answer: str, index: str) -> dict:
+    """As BytedTsinghua-SIA publishes them."""
+    content = f"Solve this. The last line must be of the form Answer: $Answer.\n\n{problem}\n\nRemember the form."
+    return {"data_source": "math_dapo", "prompt": [{"content": content, "role": "user"}], "ability": "MATH",
+            "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": index}}
+
+
+def test_dapo_math_keeps_each_problem_once_and_unchanged(tmp_path, monkeypatch, capsys):
+    problems = [verl_row(f"What is {i} + 1?", str(i + 1), f"9a{i}b-77") for i in range(3)]
+    parquet(tmp_path / "train/data/dapo-math-17k.parquet", problems * 100)
+    parquet(tmp_path / "test/data/aime-2024.parquet", problems[:1] * 32)
+    rows = convert(dapo_math, monkeypatch, tmp_path / "out", "--source", tmp_path / "train",
+                   "--test-source", tmp_path / "test")
+    assert rows == {"train": problems, "test": problems[:1]}
+    assert "297 repeated rows left out" in capsys.readouterr().out
+
+
+def test_aime(tmp_path, monkeypatch):
+    parquet(tmp_path / "2024/data/train-00000-of-00001.parquet", [
+        {"id": 60, "problem": "Find $n$.", "solution": "It is 025.", "answer": "025", "url": "u", "year": "2024"}])
+    card(tmp_path / "2025", {f"AIME2025-{paper}": {"test": f"aime2025-{paper}.jsonl"} for paper in ("I", "II")})
+    json_lines(tmp_path / "2025/aime2025-I.jsonl", [{"question": "Find $m$.", "answer": "70"},
+                                                    {"question": "An angle?", "answer": r"336^\circ"}])
+    json_lines(tmp_path / "2025/aime2025-II.jsonl", [{"question": "Find $k$.", "answer": "468"}])
+    rows = convert(aime, monkeypatch, tmp_path / "out", "--source", tmp_path / "2024", "--test-source",
+                   tmp_path / "2025")
+    assert truths(rows["train"]) == ["25"] and truths(rows["test"]) == ["70", "336", "468"]
+    assert [row["data_source"] for row in rows["train"] + rows["test"]] == ["aime2024"] + 3 * ["aime2025"]
+    other = [{"ID": "2024-II-4", "Problem": "Let $x$.", "Solution": "s", "Answer": 33}]  # Maxwell-Jia/AIME_2024
+    assert truths(list(aime.rows(other, 2024, "train"))) == ["33"]
+    for answer in ("1000", "x", ""):
+        with pytest.raises(ValueError, match="is no integer from 0 to 999"):
+            list(aime.rows([{"problem": "p", "answer": answer}], 2024, "train"))
+
+
+def test_apps(tmp_path, monkeypatch, capsys):
+    def row(i, cases, starter=""):
+        return {"id": i, "question": f"Problem {i}.\n", "solutions": '["print(1)"]', "input_output": cases,
+                "difficulty": "interview", "url": "https://x", "starter_code": starter}
+
+    stdin = '{"inputs": ["3\\n1 2 3\\n"], "outputs": ["6\\n"]}'
+    call = '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [[' + "9" * 5000 + "]]}"
+    train = [row(0, stdin), row(1, call, "def add(a, b):\n    pass"), row(2, ""),
+             row(3, '{"inputs": [], "outputs": []}'), row(4, '{"inputs": ["1"], "outputs": []}')]
+    json_lines(tmp_path / "hub/train.jsonl", train)
+    json_lines(tmp_path / "hub/test.jsonl", train[:1])
+    (tmp_path / "hub/apps.py").write_text("raise SystemExit('a loading script of the hub must not run')")
+    rows = convert(apps, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")
+    assert truths(rows["train"]) == [stdin, call] and truths(rows["test"]) == [stdin]
+    program, function = (row["prompt"][0]["content"] for row in rows["train"])
+    assert program.startswith("Problem 0.") and "standard input" in program
+    assert "function add" in function and "def add(a, b):" in function and "standard input" not in function
+    assert [row["extra_info"]["index"] for row in rows["train"]] == [0, 1]
+    assert rows["train"][0]["data_source"] == "apps"
+    assert "3 train problems without test cases left out" in capsys.readouterr().out
+
+
+def test_mbpp(tmp_path, monkeypatch):
+    row = {"task_id": 602, "text": "Write a function to add.", "code": "def add(a, b): return a + b",
+           "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == K"], "test_setup_code": "K = 0",
+           "challenge_test_list": ["assert add(-1, 1) == 0"]}
+    card(tmp_path / "hub", {"full": {"train": "full/train-*", "test": "full/test-*"}})
+    for split in ("train", "test"):
+        parquet(tmp_path / f"hub/full/{split}-00000-of-00001.parquet", [row])
+    rows = convert(mbpp, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")
+    cases = json.loads(truths(rows["train"])[0])["assert_case"]
+    assert len(cases) == 3
+    for case in cases:
+        exec(row["code"] + "\n" + case, {})
+    with pytest.raises(AssertionError):
+        exec("def add(a, b): return a * b\n" + cases[0], {})
+    content = rows["train"][0]["prompt"][0]["content"]
+    assert "assert add(1, 2) == 3" in content and "add(-1" not in content  # the other cases are not shown
+
+
+def test_countdown_problems_have_solutions_and_are_distinct(tmp_path, monkeypatch):
+    flags = ("--num-train", "400", "--num-test", "40")
+    rows = convert(countdown, monkeypatch, tmp_path / "a", *flags)
+    assert {split: len(items) for split, items in rows.items()} == {"train": 400, "test": 40}
+    seen, sizes, operators = set(), set(), set()
+    for row in rows["train"] + rows["test"]:
+        truth, solution = row["reward_model"]["ground_truth"], row["extra_info"]["solution"]
+        assert eval(solution, {"__builtins__": {}}) == truth["target"]
+        assert sorted(map(int, re.findall(r"\d+", solution))) == sorted(truth["numbers"])
+        assert 10 <= truth["target"] <= 999 and all(1 <= number <= 99 for number in truth["numbers"])
+        content = row["prompt"][0]["content"]
+        assert str(truth["numbers"]) in content and f"equals {truth['target']}." in content
+        seen.add((truth["target"], *sorted(truth["numbers"])))
+        sizes.add(len(truth["numbers"]))
+        operators |= set(solution) & set("+-*/")
+    assert len(seen) == 440 and sizes == {3, 4} and operators == set("+-*/")
+    many = [truth for _, row in countdown.make_rows(20_000, 500, 0) for truth in truths([row])]
+    assert len(many) == len({(truth["target"], *sorted(truth["numbers"])) for truth in many}) == 20_500
+    assert rows["train"][0]["data_source"] == "countdown"
+    again = convert(countdown, monkeypatch, tmp_path / "b", *flags)
+    other = convert(countdown, monkeypatch, tmp_path / "c", *flags, "--seed", "1")
+    assert again == rows and truths(other["train"]) != truths(rows["train"])
+    with pytest.raises(ValueError, match="--num-train 0 and --num-test 512 must be at least 1"):
+        convert(countdown, monkeypatch, tmp_path / "d", "--num-train", "0")
+
+
+def test_reasoning_gym_rows_hold_the_whole_entry():
+    """On an entry as the library makes them: the answer may be None, as for its task graph_color."""
+    entry = {"question": "Color it.\n", "answer": None, "metadata": {"source_dataset": "graph_color", "k": [1, 2]}}
+    row = next(iter(reasoning_gym_task.rows([entry], "graph_color", "test")))
+    assert row["data_source"] == "reasoning_gym/graph_color"
+    assert json.loads(row["reward_model"]["ground_truth"]) == entry
+    assert row["extra_info"] == {"split": "test", "index": 0, "task": "graph_color"}
+    assert row["prompt"][0]["content"].startswith("Color it.\n\n")
+
+
+def test_reasoning_gym_makes_any_task_and_its_scorer_takes_the_rows(tmp_path, monkeypatch):
+    library = pytest.importorskip("reasoning_gym", reason="optional: pip install reasoning-gym==0.1.25")
+    for task in ("chain_sum", "graph_color", "knights_knaves"):
+        rows = convert(reasoning_gym_task, monkeypatch, tmp_path / task, "--task", task, "--num-train", "20",
+                       "--num-test", "5")
+        assert len(rows["test"]) == 5 and 10 < len(rows["train"]) <= 20
+        questions = [row["prompt"][0]["content"] for row in rows["train"] + rows["test"]]
+        assert len(set(questions)) == len(questions)
+        scorer = library.get_score_answer_fn(task)
+        entry = json.loads(truths(rows["train"])[0])
+        assert entry["metadata"]["source_dataset"] == task
+        assert scorer(entry["answer"], entry) == (0.0 if entry["answer"] is None else 1.0)
+        assert scorer("nonsense", entry) < 0.5
+    narrow = convert(reasoning_gym_task, monkeypatch, tmp_path / "narrow", "--task", "chain_sum", "--num-train", "9",
+                     "--num-test", "3", "--config", '{"min_terms": 2, "max_terms": 2}')
+    assert all(json.loads(truth)["metadata"]["num_terms"] == 2 for truth in truths(narrow["train"]))
+    for flags, rule in [(("--task", "chess"), "--task chess is unknown; the library has ab, acre"),
+                        (("--task", "chain_sum", "--config", "[]"), r"--config \[\] must be a JSON object"),
+                        (("--task", "arc_agi"), "--task arc_agi: its scorer does not take entries that were JSON"),
+                        (("--task", "chain_sum", "--num-test", "0"), "--num-test 0 must be at least 1")]:
+        with pytest.raises(ValueError, match=rule):
+            convert(reasoning_gym_task, monkeypatch, tmp_path / "bad", *flags)
+
+
+# ---- as users run them ----
+
+def script(name: str, *flags: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(ROOT / "data" / name), *map(str, flags)], cwd=cwd, text=True,
+                          capture_output=True, env=os.environ | env, timeout=120)
+
+
+@pytest.mark.parametrize(("name", "source"), [("gsm8k.py", "openai/gsm8k"), ("apps.py", "codeparrot/apps")])
+def test_without_a_network_the_script_says_so(tmp_path, name, source):
+    done = script(name, "--out", tmp_path / "out", cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {source} could not be loaded: no network, or no such data set")
+    assert f"hf download --repo-type dataset {source}" in done.stderr and "give --source DIR" in done.stderr
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_without_the_datasets_library_the_script_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # what an import of a missing package raises
+    with pytest.raises(ValueError, match="package datasets is not installed; run `pip install datasets=="):
+        convert(gsm8k, monkeypatch, tmp_path)
+
+
+def test_no_script_replaces_a_module_that_something_imports():
+    """`python data/NAME.py` puts data/ first on sys.path."""
+    names = {path.stem for path in (ROOT / "data").glob("*.py")}
+    assert {"gsm8k", "hendrycks_math", "verl_rows"} <= names
+    taken = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions(), "common", "rewards"}
+    assert not names & (taken | {"datasets", "reasoning_gym"})
+
+
+def test_distinct_and_write(tmp_path, capsys):
+    rng = random.Random(0)
+    rows = [verl_rows.make_row("s", f"question {rng.random()}", "1", "math", "train", i) for i in range(3000)]
+    path = tmp_path / "deep" / "train.parquet"
+    verl_rows.write(iter(rows), path)
+    assert pq.read_table(path).to_pylist() == rows
+    assert pq.ParquetFile(path).num_row_groups == 3
+    before = path.stat().st_mtime_ns
+    verl_rows.write(rows, path)
+    assert path.stat().st_mtime_ns == before and "is complete, 3000 problems" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no rows for"):
+        verl_rows.write([], tmp_path / "none.parquet")
+    assert [file.name for file in path.parent.iterdir()] == ["train.parquet"]

@@ -1,0 +1,155 @@
+"""Tiny random models of every family that the engine tests sync, and the comparison with Hugging Face's own forward.
+
+Run under torchrun by test_sync.py: `engine_models.py RANK_TASK FOLDER MODEL...`, one engine of `--rollout.tp` 2.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from common import seeds
+from common.engine.base import Engine, Response, RolloutConfig, Sampling
+from common.engine.make import make_engine
+from common.model.gather import saved_buffers
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig, Policy
+from common.parallel import ranks
+
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3",
+            "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
+MIXTURES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    # a dense layer first; the routers' biases are buffers
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1,
+                 "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+PROMPTS = [[5, 17, 300, 41], [7] * 9, [5, 17, 300, 41], list(range(20, 60)), [400, 3, 3]]
+SEEDS = [11, 12, 13, 14, 15]
+
+
+def make_model(family: str, tied: bool, folder: Path) -> str:
+    """A random 2-layer model in float32, wide enough for vLLM's CPU attention (head_dim 32) and two ranks."""
+    text = "Text" if family == "gemma3" else ""
+    config = getattr(transformers, f"{FAMILIES[family]}{text}Config")(
+        vocab_size=512, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0, **MIXTURES.get(family, {}),
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:                                     # norms and biases that are not all 0 or 1
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        for buffer in saved_buffers(model).values():
+            buffer.add_(torch.randn_like(buffer))
+    path = folder / f"{family}-{'tied' if tied else 'untied'}"
+    model.save_pretrained(path)
+    return str(path)
+
+
+def start(
+    model: str, world: ranks.World, kind: str = "vllm", dtype: str = "float32", **flags
+) -> tuple[Engine, Policy]:
+    """Engine and trainer. In float32 what differs between them is order of summation only."""
+    model_config = ModelConfig(compute_dtype=dtype)
+    config = RolloutConfig(engine=kind, max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1, **flags)
+    if kind == "vllm":
+        config.extra = ("skip_tokenizer_init=True",)                    # these models have none
+    engine = make_engine(
+        model, read_config(model, model_config), config, model_config, world, PROMPTS[:2], [2], 128, 0,
+    )
+    return engine, load_policy(model, model_config, world)
+
+
+def perturb(policy: Policy, scale: float) -> None:
+    """Multiply every weight by 1 + scale * noise, the same noise on any number of ranks."""
+    with torch.no_grad():
+        for name, parameter in policy.lm.named_parameters():
+            noise = noise_for(name, parameter.shape)
+            share = noise.chunk(parameter.device_mesh.size())
+            if policy_rank(parameter) < len(share):
+                parameter.to_local().mul_(1 + scale * share[policy_rank(parameter)])
+    policy.version += 1
+
+
+def policy_rank(parameter) -> int:
+    return parameter.device_mesh.get_rank()
+
+
+def noise_for(name: str, shape: torch.Size) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seeds.seed_of(name)))
+
+
+def oracle(model: str, scale: float) -> torch.nn.Module:
+    """transformers' own model with the same perturbation."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            parameter.mul_(1 + scale * noise_for(name, parameter.shape))
+    return lm
+
+
+def compare(engine: Engine, lm: torch.nn.Module) -> tuple[float, int, list[Response]]:
+    """Largest log-prob difference of sampled tokens, number of greedy tokens that differ, the sampled responses."""
+    sampled = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12))
+    greedy = engine.generate(PROMPTS, SEEDS, Sampling(0.0, 12))
+    worst, differing = 0.0, 0
+    for prompt, response, best in zip(PROMPTS, sampled, greedy):
+        worst = max(worst, float((logps(lm, prompt, response.tokens) - torch.tensor(response.logp)).abs().max()))
+        expected = lm.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=2)
+        differing += expected[0, len(prompt) :].tolist() != best.tokens
+    return worst, differing, sampled
+
+
+@torch.no_grad()
+def logps(lm: torch.nn.Module, prompt: list[int], tokens: list[int]) -> Tensor:
+    logits = lm(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> dict:
+    """Sync, perturb and sync, revert and sync: what each rank saw."""
+    engine, policy = start(model, world, kind, **flags)
+    saved = [parameter.to_local().clone() for parameter in policy.parameters()]
+    first = engine.wake(policy)
+    before = compare(engine, oracle(model, 0.0))
+    engine.sleep()
+    perturb(policy, 0.3)
+    second = engine.wake(policy)
+    after = compare(engine, oracle(model, 0.3))
+    engine.sleep()
+    with torch.no_grad():
+        for parameter, old in zip(policy.parameters(), saved):
+            parameter.to_local().copy_(old)
+    policy.version += 1
+    engine.wake(policy)
+    finished = []
+    again = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12), on_finish=lambda i, _: finished.append(i))
+    engine.sleep()
+    engine.close()
+    if kind == "vllm":
+        assert engine._recording.is_proven                              # after the first, loads were recorded copies
+    return {
+        "logp": [before[0], after[0]],
+        "greedy": [before[1], after[1]],
+        "probe": [first["sync/probe_logp_diff"], second["sync/probe_logp_diff"]],
+        "checksums": [first["sync/num_checksums"], second["sync/num_checksums"]],
+        "before": [r.tokens for r in before[2]],
+        "after": [r.tokens for r in after[2]],
+        "again": [r.tokens for r in again],
+        "finished": finished,
+    }
+
+
+if __name__ == "__main__":
+    world = ranks.init()
+    out, *models = sys.argv[1:]
+    results = [round_trip(model, world, tp=2) for model in models]
+    Path(out, f"{world.rank}.json").write_text(json.dumps(results))
+    ranks.shutdown()

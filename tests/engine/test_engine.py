@@ -1,0 +1,266 @@
+"""The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.dataset.store import load_prompts
+from common.engine.base import RolloutConfig, Sampling
+from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.engine.vllm import parse_extra
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig
+from common.prompts import DataConfig
+from tests.conftest import TRAIN
+
+pytestmark = pytest.mark.engine
+SAMPLING = Sampling(temperature=1.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm):
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    return [p.tokens for p in load_prompts([str(TRAIN)], tokenizer, DataConfig(max_prompt_length=200))[:6]]
+
+
+def start(kind, model, world, prompts, compute_dtype="bfloat16", **flags):
+    model_config = ModelConfig(compute_dtype=compute_dtype)
+    config = RolloutConfig(engine=kind, max_response_length=40, max_num_seqs=16, kv_cache_gb=0.25, **flags)
+    stops = stop_tokens(model, AutoTokenizer.from_pretrained(model))
+    return make_engine(model, read_config(model, model_config), config, model_config, world, prompts[:2], stops, 240, 0)
+
+
+@pytest.fixture(scope="module")
+def policy(smollm, world):
+    return load_policy(smollm, ModelConfig(), world)
+
+
+@pytest.fixture(scope="module")
+def vllm(smollm, world, prompts):
+    engine = start("vllm", smollm, world, prompts)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def awake(vllm, policy):
+    metrics = vllm.wake(policy)
+    yield vllm, metrics
+    if vllm.awake:
+        vllm.sleep()
+
+
+def reference_logp(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Oracle: transformers' own unpacked forward in float32, one sequence at a time."""
+    ids = torch.tensor([prompt + tokens])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double()
+    return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def mean_prob_diff(model, prompts, responses) -> float:
+    ours = torch.cat([reference_logp(model, p, r.tokens) for p, r in zip(prompts, responses)])
+    theirs = torch.tensor([x for r in responses for x in r.logp], dtype=torch.float64)
+    return float((ours.exp() - theirs.exp()).abs().mean())
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm):
+    return AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+
+
+def test_vllm_reports_the_log_probs_of_the_model_it_was_given(awake, prompts, oracle):
+    engine, metrics = awake
+    responses = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    assert all(0 < len(r.tokens) == len(r.logp) <= 12 for r in responses)
+    assert {r.finish_reason for r in responses} <= {"stop", "length"}
+    assert mean_prob_diff(oracle, prompts, responses) < 0.02      # bfloat16 engine against float32
+    assert 0 < metrics["sync/probe_prob_diff"] < 0.02
+    assert metrics["sync/probe_logp_diff"] > 0
+
+
+def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts):
+    """Also the tied output head and the prefix cache: scaled embeddings change every log-prob, old tokens return."""
+    engine, _ = awake
+    before = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    engine.sleep()
+    with torch.no_grad():
+        saved = [p.to_local().clone() for p in policy.parameters()]
+        generator = torch.Generator().manual_seed(0)
+        for p in policy.parameters():
+            p.to_local().mul_(1 + 0.05 * torch.randn(p.to_local().shape, generator=generator))
+    policy.version += 1
+    metrics = engine.wake(policy)
+    after = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    assert metrics["sync/probe_prob_diff"] < 0.02
+    assert [r.tokens for r in after] != [r.tokens for r in before]
+
+    # negative control: an engine whose sync is skipped is far off, and the probe says so
+    engine.sleep()
+    with torch.no_grad():
+        for p, old in zip(policy.parameters(), saved):
+            p.to_local().copy_(old)
+    stale = engine.wake(policy)                                     # version unchanged: nothing is loaded
+    assert stale["sync/probe_prob_diff"] > 5 * metrics["sync/probe_prob_diff"]
+
+    engine.sleep()
+    policy.version += 1
+    engine.wake(policy)
+    again = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    assert [r.tokens for r in again] == [r.tokens for r in before]
+
+
+def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
+    """Keys and values of old weights, left in the cache, change the probe; with the reset they do not."""
+    engine, good = awake
+    engine.generate(prompts, range(len(prompts)), SAMPLING)
+    with monkeypatch.context() as patch:
+        patch.setattr("common.engine.vllm_cpu.give_back_cache", lambda worker: None)
+        engine.sleep()
+    with torch.no_grad():
+        for name, p in policy.lm.named_parameters():
+            if "v_proj" in name:
+                p.to_local().mul_(-1)
+    policy.version += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
+        kept = engine.wake(policy)["sync/probe_prob_diff"]
+    engine.sleep()
+    engine._loaded = None
+    reset = engine.wake(policy)["sync/probe_prob_diff"]
+    with torch.no_grad():
+        for name, p in policy.lm.named_parameters():
+            if "v_proj" in name:
+                p.to_local().mul_(-1)
+    policy.version += 1
+    assert kept > 2 * max(reset, good["sync/probe_prob_diff"])
+
+
+def test_max_probe_diff_stops_the_run(vllm, policy, monkeypatch):
+    monkeypatch.setattr(vllm.config, "max_probe_diff", 1e-6)
+    with pytest.raises(RuntimeError, match=r"max-probe-diff 1e-06.*does not hold the trainer's weights"):
+        vllm.wake(policy)
+    monkeypatch.setattr(vllm.config, "max_probe_diff", 0.5)
+    vllm.sleep()
+    vllm.wake(policy)
+    vllm.sleep()
+
+
+def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
+    with pytest.raises(RuntimeError, match="asleep; call wake"):
+        vllm.generate(prompts, range(len(prompts)), SAMPLING)
+    vllm.wake(policy)
+    with pytest.raises(RuntimeError, match="awake already"):
+        vllm.wake(policy)
+    with pytest.raises(ValueError, match="6 prompts but 1 seeds"):
+        vllm.generate(prompts, [0], SAMPLING)
+    vllm.sleep()
+    with pytest.raises(RuntimeError, match="asleep already"):
+        vllm.sleep()
+
+
+def test_seeds_make_a_response_its_own(awake, prompts):
+    """The same seed gives the same tokens in another order; other seeds give others; on_finish sees each once."""
+    engine, _ = awake
+    seen = {}
+    first = engine.generate(prompts, [7, 8, 9, 10, 11, 12], SAMPLING, on_finish=lambda i, r: seen.update({i: r}))
+    again = engine.generate(prompts[::-1], [12, 11, 10, 9, 8, 7], SAMPLING)[::-1]
+    other = engine.generate(prompts, [1, 2, 3, 4, 5, 6], SAMPLING)
+    assert [r.tokens for r in first] == [r.tokens for r in again]
+    assert [r.tokens for r in first] != [r.tokens for r in other]
+    assert [seen[i] for i in range(6)] == first
+
+
+def test_an_engine_start_leaves_the_process_as_it_was(vllm):
+    assert torch.set_num_threads.__module__ == "torch" or "built-in" in repr(torch.set_num_threads)
+    import os
+
+    assert "LD_PRELOAD" not in os.environ
+
+
+def test_hf_engine_agrees_with_the_oracle_and_with_the_trainer(smollm, world, prompts, policy, oracle):
+    engine = start("hf", smollm, world, prompts)
+    metrics = engine.wake(policy)
+    responses = engine.generate(prompts[:2], [3, 4], SAMPLING)
+    assert metrics["sync/probe_prob_diff"] < 0.02
+    assert mean_prob_diff(oracle, prompts[:2], responses) < 0.02
+
+
+def test_hf_engine_in_float32_is_exact_and_independent_of_other_prompts(tiny_llama, world, prompts):
+    policy = load_policy(tiny_llama, ModelConfig(compute_dtype="float32"), world)
+    engine = start("hf", tiny_llama, world, prompts, compute_dtype="float32")
+    assert engine.wake(policy)["sync/probe_logp_diff"] < 1e-5
+    asked = [prompts[0]] * 3 + [prompts[1]] * 3
+    both = engine.generate(asked, range(6), SAMPLING)
+    alone = engine.generate(asked[3:], range(3, 6), SAMPLING)
+    assert [r.tokens for r in both[3:]] == [r.tokens for r in alone]
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    greedy = engine.generate([prompts[0]], [0], Sampling(0.0, 12))[0]
+    expected = model.generate(torch.tensor([prompts[0]]), max_new_tokens=12, do_sample=False)[0, len(prompts[0]) :]
+    assert greedy.tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_a_stop_text_ends_a_response(kind, vllm, policy, smollm, world, prompts):
+    """The same response up to the token that completes the text; a text that never comes changes nothing."""
+    engine = vllm if kind == "vllm" else start("hf", smollm, world, prompts, stop=("x",))
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    engine.wake(policy)
+    whole = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    text = tokenizer.decode(whole[0].tokens[4:6])
+    stopped = engine.generate(prompts, range(len(prompts)), Sampling(1.0, 12, stop=(text, "never said")))
+    engine.sleep()
+    size = len(stopped[0].tokens)
+    assert size <= 6 < len(whole[0].tokens) and stopped[0].finish_reason == "stop"
+    assert stopped[0].tokens == whole[0].tokens[:size] and text in tokenizer.decode(stopped[0].tokens)
+    others = [(a.tokens, b.tokens) for a, b in zip(stopped, whole) if text not in tokenizer.decode(b.tokens)]
+    assert others and all(a == b for a, b in others)
+
+
+def test_training_and_validation_sample_by_their_own_flags():
+    config = RolloutConfig(temperature=0.7, top_p=0.9, val_top_k=7, max_response_length=5, stop=("a",), oversample=0.5)
+    assert Sampling.training(config) == Sampling(0.7, 5, top_p=0.9, stop=("a",), oversample=0.5)
+    assert Sampling.validation(config, 0.2) == Sampling(0.2, 5, top_k=7, stop=("a",))
+
+
+def test_extra_arguments_reach_vllm_as_python_values():
+    extra = ["max_logprobs=3", "kv-cache-dtype=auto", "enable_expert_parallel=True"]
+    assert parse_extra(extra, set()) == {"max_logprobs": 3, "kv_cache_dtype": "auto", "enable_expert_parallel": True}
+    for item, message in [("nonsense=1", "must be key=value with an argument"), ("seed", "must be key=value"),
+                          ("seed=1", "seed is set by another flag")]:
+        with pytest.raises(ValueError, match=message):
+            parse_extra([item], {"seed"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"temperature": 0.0}, r"--rollout.temperature 0.0 must be above 0"),
+        ({"temperature": 2.5}, r"--rollout.temperature 2.5: vLLM takes at most 2"),
+        ({"tp": 2}, r"world size 1 must be a multiple of --rollout.tp 2"),
+        ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
+        ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
+        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a cut distribution"),
+        ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
+        ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
+        ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),
+        ({"batch_invariant": True}, r"--rollout.batch-invariant needs --rollout.seeds response, here it is auto"),
+        ({"engine": "hf", "extra": ("a=1",)}, r"--rollout.extra \('a=1',\) needs --rollout.engine vllm"),
+        ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
+        ({"kv_cache_gb": 1e4}, r"--rollout.kv-cache-gb 10000.0 on 1 ranks needs 10000.0 GiB"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, flags, message):
+    config = RolloutConfig(**({"max_response_length": 40} | flags))
+    with pytest.raises(ValueError, match=message):
+        check_rollout(config, read_config(smollm, ModelConfig()), world, 200)
+
+
+def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
+    hf_config = read_config(smollm, ModelConfig())
+    monkeypatch.setattr("common.engine.vllm._installed", lambda name: ["0.11.2"])
+    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range 0.26 to 0.32"):
+        check_rollout(RolloutConfig(), hf_config, world, 200)
+    monkeypatch.setattr("common.engine.vllm._installed", lambda name: [])
+    with pytest.raises(ValueError, match=r"vLLM is not installed: install a version from 0.26 to 0.32"):
+        check_rollout(RolloutConfig(), hf_config, world, 200)

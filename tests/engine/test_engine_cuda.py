@@ -1,0 +1,244 @@
+"""The engine's code for GPUs where there is none: vLLM and CUDA are stood in for, what they are asked for is compared
+with the order that sleep mode needs. Kernels and memory are for tests/gpu."""
+
+import contextlib
+import types
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.engine.base import RolloutConfig, Sampling
+from common.engine.vllm import VLLMEngine
+from common.model.loading import load_policy
+from common.model.policy import ModelConfig
+from tests.engine.engine_models import PROMPTS, make_model
+
+WEIGHTS, CACHE = 10, 20                                                 # GiB
+
+
+class StandIn:
+    """vLLM's LLM on a GPU: transformers' model in its place, requests that end after one token."""
+
+    log = None                                                          # a list, of each test
+    is_v2 = True
+    kept = 1.0                                                          # GiB while it sleeps
+
+    def __init__(self, **options):
+        self.options, self.asleep, self.requests = options, set(), {}
+        self.model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32)
+        self.model.packed_modules_mapping = {}
+        self.model.load_weights = self.load_weights
+        self.llm_engine = types.SimpleNamespace(
+            vllm_config=types.SimpleNamespace(use_v2_model_runner=self.is_v2),
+            is_sleeping=lambda: bool(self.asleep), add_request=self.add_request, step=self.step,
+            abort_request=lambda ids: self.log.append(("abort", *ids)),
+            has_unfinished_requests=lambda: bool(self.requests),
+        )
+        self.seeds = []
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def load_weights(self, tensors):
+        self.log.append("load")
+        mine = dict(self.model.named_parameters())
+        for name, tensor in tensors:
+            mine[name].data.copy_(tensor)
+
+    def apply_model(self, function):
+        assert "weights" not in self.asleep
+        return [function(self.model)]
+
+    def collective_rpc(self, method, kwargs):
+        assert "weights" not in self.asleep
+        self.log.append(method)
+        self.load_weights(kwargs["weights_iterator"])
+
+    def sleep(self, level):
+        assert not self.asleep
+        self.log.append(("sleep", level))
+        self.asleep = {"weights", "kv_cache"}
+        if level == 2:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(float("nan"))
+
+    def wake_up(self, tags):
+        self.log.append(("wake", *tags))
+        self.asleep -= set(tags)
+
+    def reset_prefix_cache(self):
+        self.log.append("reset")
+        return True
+
+    def add_request(self, number, prompt, params):
+        assert not self.asleep
+        self.requests[number] = prompt
+        self.seeds.append(params.seed if params.seed is not None else int(np.random.randint(2**31)))
+
+    def step(self):
+        number = next(iter(self.requests))
+        del self.requests[number]
+        out = types.SimpleNamespace(token_ids=[7], logprobs=[{7: types.SimpleNamespace(logprob=-6.2)}],
+                                    finish_reason="length")
+        return [types.SimpleNamespace(request_id=number, outputs=[out])]
+
+    @property
+    def used(self):
+        return self.kept + WEIGHTS * ("weights" not in self.asleep) + CACHE * ("kv_cache" not in self.asleep)
+
+
+class OnGPU(VLLMEngine):
+    on_cpu = property(lambda self: False, lambda self, value: None)
+
+
+@pytest.fixture
+def start(world, tmp_path, monkeypatch):
+    """start(**flags) -> engine, policy."""
+    monkeypatch.setattr(StandIn, "log", [])
+    monkeypatch.setattr("vllm.LLM", StandIn)
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: types.SimpleNamespace(world_size=1, cpu_group=None))
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: StandIn.log.append("synchronize"))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: StandIn.log.append("empty"))
+    model, engines = make_model("llama", False, tmp_path), []
+
+    def memory():
+        used = engines[0].llm.used if engines and hasattr(engines[0], "llm") else 0
+        return int((80 - used) * 2**30), 80 * 2**30
+
+    monkeypatch.setattr("torch.cuda.mem_get_info", memory)
+
+    def make(trainer_gb=0.0, **flags):
+        config, model_config = RolloutConfig(max_response_length=24, **flags), ModelConfig(compute_dtype="float32")
+        engines.append(OnGPU.__new__(OnGPU))
+        engines[0].__init__(model, config, model_config, world, PROMPTS[:2], [2], 128, 0, trainer_gb)
+        return engines[0], load_policy(model, model_config, world)
+
+    return make
+
+
+def took(engine) -> list:
+    found = [x for x in StandIn.log if x != "synchronize" and x != "empty"]
+    StandIn.log.clear()
+    return found
+
+
+def cycle(engine, policy) -> dict:
+    metrics = engine.wake(policy)
+    engine.generate(PROMPTS, range(5), Sampling(1.0, 4))
+    return metrics | engine.sleep()
+
+
+def test_the_order_of_a_cycle(start):
+    engine, policy = start()
+    made, used = StandIn.log.copy(), engine.llm.options["gpu_memory_utilization"]
+    assert made == ["empty", ("sleep", 2), "synchronize", "empty"]
+    assert used == min((80 - 4 - 1.5) / 80, 0.92) and engine.llm.options["enable_sleep_mode"]
+    StandIn.log.clear()
+    metrics = cycle(engine, policy)
+    assert StandIn.log == ["synchronize", "empty", ("wake", "weights"), "load", "synchronize", "empty",
+                           ("wake", "kv_cache"), "reset", ("sleep", 2), "synchronize", "empty"]
+    assert metrics["sleep/used_before_gb"] == metrics["sleep/used_after_gb"] == 1
+    assert metrics["sleep/used_weights_gb"] == 1 + WEIGHTS and metrics["sleep/used_awake_gb"] == 1 + WEIGHTS + CACHE
+    assert metrics["sleep/residue_gb"] == 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_come_back_at_both_levels(start, level):
+    """Level 2 forgets them, level 1 keeps them; loads after the first repeat its copies."""
+    engine, policy = start(sleep_level=level)
+    cycle(engine, policy)
+    assert engine._recording is not None
+    took(engine)
+    metrics = cycle(engine, policy)
+    assert took(engine) == [("wake", "weights"), ("wake", "kv_cache"), "reset", ("sleep", level)]
+    policy.version += 1
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.to_local().mul_(1.5)
+    engine.wake(policy)
+    assert "load" not in took(engine)
+    mine = dict(policy.full_tensors(None, 1.0))
+    for name, parameter in engine.llm.model.named_parameters():
+        assert torch.equal(parameter, mine[name])
+    engine.sleep()
+    assert engine._loaded == (None if level == 2 else policy.version) and metrics["sync/num_checksums"] == 12
+
+
+def test_fp8_is_loaded_by_reloads(start):
+    engine, policy = start(quantization="fp8")
+    assert engine.llm.options["quantization"] == "fp8_per_tensor"
+    for _ in range(2):
+        took(engine)
+        cycle(engine, policy)
+        assert took(engine)[1:3] == ["reload_weights", "load"]
+
+
+def test_what_grows_while_asleep_is_said(start, monkeypatch, recwarn):
+    engine, policy = start()
+    cycle(engine, policy)
+    assert not recwarn
+    for kept in (1.4, 1.8):
+        engine.wake(policy)
+        monkeypatch.setattr(StandIn, "kept", kept)
+        with pytest.warns(UserWarning, match="keeps 1.8 GiB") if kept == 1.8 else contextlib.nullcontext():
+            metrics = engine.sleep()
+    assert metrics["sleep/residue_gb"] == pytest.approx(1.8)
+
+
+def test_what_the_trainer_leaves(start):
+    engine, _ = start(trainer_gb=40.0, enforce_eager=True, extra=("moe_backend=cutlass",))
+    assert engine.llm.options["gpu_memory_utilization"] == (80 - 40 - 4) / 80
+    assert engine.llm.options["moe_backend"] == "cutlass"
+    with pytest.raises(ValueError, match=r"the trainer keeps 70.0 of \d+.\d free GiB on each GPU, 5.5 are reserved"):
+        start(trainer_gb=70.0)
+
+
+def test_a_wake_that_failed_is_an_error(start, monkeypatch):
+    engine, policy = start()
+    monkeypatch.setattr(StandIn, "wake_up", lambda self, tags: self.asleep.discard("weights"))
+    with pytest.raises(RuntimeError, match="vLLM did not wake up"):
+        engine.wake(policy)
+
+
+@pytest.mark.parametrize(("is_v2", "flag", "seeds"), [
+    (True, "auto", "response"), (False, "auto", "engine"), (True, "engine", "engine"),
+])
+def test_seeds_follow_the_model_runner(start, monkeypatch, is_v2, flag, seeds):
+    """vLLM's second runner draws a missing seed from numpy: the same for the same seeds, and the trainer's is kept."""
+    monkeypatch.setattr(StandIn, "is_v2", is_v2)
+    np.random.seed(5)
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state()
+    engine, policy = start(seeds=flag)
+    assert engine.seeds == seeds
+    engine.wake(policy)
+    seen = []
+    for asked in ([1, 2, 3], [4, 5, 6], [1, 2, 3]):
+        engine.llm.seeds.clear()
+        engine.generate(PROMPTS[:3], asked, Sampling(1.0, 4))
+        seen.append(engine.llm.seeds.copy())
+    engine.sleep()
+    assert seen[0] == seen[2] != seen[1]
+    if seeds == "response":
+        assert seen[0] == [1, 2, 3]
+    assert np.random.get_state()[1].tolist() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_what_stop_left_is_aborted_in_order(start):
+    engine, policy = start()
+    engine.wake(policy)
+    took(engine)
+    seen = []
+    engine.generate(PROMPTS, range(5), Sampling(1.0, 4), lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
+    engine.sleep()
+    assert seen == [0, 1] and took(engine) == [("abort", "2"), ("abort", "3"), ("abort", "4"), ("sleep", 2)]
+
+
+def test_a_weight_that_nobody_sends_is_an_error(start):
+    engine, policy = start()
+    engine.llm.model.extra = torch.nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match=r"nothing that the trainer sends goes into 2 weights of the engine's "
+                       r"LlamaForCausalLM \(Linear.bias, Linear.weight\)"):
+        engine.wake(policy)
+
+

@@ -1,0 +1,407 @@
+"""Weight sync into real vLLM, family by family: the engine must follow the trainer, and be caught where it does not."""
+
+import gc
+import json
+import math
+import os
+import random
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from common.engine.base import Sampling
+from common.engine.sync import ROW, Recorder, checksum
+from tests.conftest import ROOT, launch
+from tests.engine import engine_models
+from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start
+
+pytestmark = pytest.mark.engine
+
+
+def check(seen: dict, num_checksums: list[int]) -> None:
+    """float32 on both sides: log-probs within rounding, greedy tokens equal, new tokens after new weights only."""
+    assert max(seen["logp"]) < 2e-5 and max(seen["probe"]) < 2e-5
+    assert seen["greedy"] == [0, 0]
+    assert seen["checksums"] == num_checksums
+    assert seen["after"] != seen["before"] == seen["again"]
+
+
+# compared tensors: embedding and last norm (a head of its own: 3), in one layer four packed matrices and the norms
+NUM_CHECKSUMS = {"llama": 8, "qwen2": 9, "qwen3": 10, "gemma": 8, "gemma3": 12, "qwen3_moe": 9, "glm4_moe": (8, 10)}
+
+
+# an engine costs about 9 CPU-seconds: six of the thirteen here, all with ENGINE_FAMILIES=all
+EVERY = [(family, tied) for family in NUM_CHECKSUMS for tied in (True, False) if (family, tied) != ("glm4_moe", True)]
+SOME = [("llama", False), ("qwen2", True), ("qwen3", False), ("gemma", True), ("qwen3_moe", True), ("glm4_moe", False)]
+
+
+@pytest.mark.parametrize(("family", "tied"), EVERY if os.environ.get("ENGINE_FAMILIES") == "all" else SOME)
+def test_vllm_follows_every_family_and_comes_back(family, tied, world, tmp_path):
+    seen = round_trip(make_model(family, tied, tmp_path), world)
+    want = NUM_CHECKSUMS[family]
+    check(seen, [number + (not tied) for number in (want if isinstance(want, tuple) else (want, want))])
+    assert sorted(seen["finished"]) == list(range(len(PROMPTS)))
+
+
+def test_what_the_engine_keeps_in_float32_beside_bfloat16(world, tmp_path):
+    """The routers of GLM-4.5: their checksums cannot be compared with bfloat16 ones, the rest's are."""
+    engine, policy = start(make_model("glm4_moe", False, tmp_path), world, dtype="bfloat16")
+    for num_checksums in (9, 9, 9, 9):
+        metrics = engine.wake(policy)
+        assert metrics["sync/num_checksums"] == num_checksums and metrics["sync/probe_logp_diff"] < 0.05
+        engine.sleep()
+        perturb(policy, 0.3)
+    engine.close()
+
+
+def test_a_head_that_the_engine_does_not_tie_is_an_error(world, tmp_path):
+    """vLLM 0.32 gives this family a head of its own in any case; the trainer sends a tied one once."""
+    engine, policy = start(make_model("glm4_moe", True, tmp_path), world)
+    with pytest.raises(RuntimeError, match=r"goes into 1 weights of the engine.s Glm4Moe\w+ \(ParallelLMHead.w"):
+        engine.wake(policy)
+    engine.close()
+
+
+@pytest.mark.parametrize("family", NUM_CHECKSUMS)
+def test_hf_follows_every_family_and_comes_back(family, world, tmp_path):
+    seen = round_trip(make_model(family, family == "llama", tmp_path), world, kind="hf")
+    assert max(seen["logp"]) < 2e-5 and max(seen["probe"]) < 2e-5
+    assert seen["greedy"] == [0, 0]
+    assert seen["after"] != seen["before"] == seen["again"]
+
+
+def test_two_ranks_are_one_engine(tmp_path):
+    """tp 2: both ranks return the same responses, which are right, and each finished one is announced by one rank."""
+    models = [make_model("llama", True, tmp_path), make_model("qwen3", False, tmp_path)]
+    launch(ROOT / "tests/engine/engine_models.py", tmp_path, *models, ranks=2, timeout=400.0)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for seen, other, num_checksums in zip(*ranks, (8, 11)):
+        check(seen, [num_checksums] * 2)
+        announced = seen.pop("finished"), other.pop("finished")
+        assert [sorted(x) for x in announced] == [[0, 2, 4], [1, 3]]
+        assert seen == other
+    assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]
+
+
+def generators() -> tuple:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+@pytest.fixture(scope="module")
+def awake(world, tmp_path_factory):
+    model, before = make_model("llama", True, tmp_path_factory.mktemp("model")), generators()
+    engine, policy = start(model, world)
+    assert generators() == before                                       # vLLM seeds them all
+    yield engine, policy
+    engine.close()
+
+
+def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
+    engine, policy = awake
+    policy.version += 1
+    with monkeypatch.context() as patch:
+        patch.setattr("common.engine.vllm_cpu.pack_rest", lambda model: model.model.norm.weight.data.add_(1))
+        with pytest.raises(RuntimeError, match=r"checksums differ.*model\.norm\.weight \(\d+ sent, \d+ held\)"):
+            engine.wake(policy)
+    assert engine._recording is not None                                # what broke the load was not the recording
+    with monkeypatch.context() as patch:                                # before it is packed
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        pack = UnquantizedLinearMethod.process_weights_after_loading
+
+        def swap(self, layer):                                          # what the checksum sees is what is packed
+            if layer.prefix.endswith("o_proj"):
+                layer.weight.data.mul_(2)
+
+        patch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", lambda s, x: (swap(s, x), pack(s, x)))
+        metrics = engine.wake(policy)                                   # the change is behind the checksum ...
+    assert metrics["sync/probe_logp_diff"] > 1e-3                       # ... so it is the probe that sees it
+    engine.sleep()
+    policy.version += 1
+    assert engine.wake(policy)["sync/probe_logp_diff"] < 2e-5
+    engine.sleep()
+
+
+def test_a_recording_that_is_wrong_is_dropped_or_stops_the_run(awake, capsys):
+    """Half of a matrix is not copied: seen in full before it is trusted, in the sample afterwards."""
+    engine, policy = awake
+    policy.version += 1
+    engine.wake(policy)                                                 # makes a recording where there was none
+    engine.sleep()
+    weight, copy = next(iter(engine._recording.steps["model.layers.1.mlp.down_proj.weight"]))
+
+    def tamper() -> None:
+        half = copy.target._replace(size=(copy.target.size[0], copy.target.size[1] // 2))
+        wrong = copy._replace(target=half, source=copy.source._replace(size=half.size))
+        engine._recording.steps[copy.name] = [(weight, wrong)]
+
+    tamper()
+    engine._recording.is_proven = False
+    policy.version = 2 * (policy.version // 2 + 1)                      # the sample is of layer 0
+    assert engine.wake(policy)["sync/probe_logp_diff"] < 2e-5           # loaded again, by vLLM's loaders
+    engine.sleep()
+    assert engine._recording is None and "by vLLM's own loaders at every step" in capsys.readouterr().out
+    engine._record = True
+    for _ in range(2):
+        policy.version += 1
+        engine.wake(policy)
+        engine.sleep()
+    assert engine._recording.is_proven
+    weight, copy = next(iter(engine._recording.steps["model.layers.1.mlp.down_proj.weight"]))
+    tamper()
+    policy.version = 2 * (policy.version // 2 + 1) + 1                  # layer 1
+    with pytest.raises(RuntimeError, match=r"checksums differ.*layers\.1\.mlp\.down_proj"):
+        engine.wake(policy)
+    engine._recording = None
+    engine.wake(policy)
+    engine.sleep()
+
+
+class Fused(torch.nn.Module):
+    """What vLLM's loaders do: one rank's parts of a fused matrix, a padded table, a transposed matrix, a tied one."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in {"qkv": (8, 6), "table": (16, 6), "turned": (6, 4), "norm": (6,)}.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.full(shape, 9.0).bfloat16(), requires_grad=False))
+        self.head = torch.nn.Linear(6, 16, bias=False)
+        self.head.weight = self.table
+
+    def load(self, tensors, change=lambda model: None):
+        for name, tensor in tensors:
+            if name in ("q", "k"):
+                self.qkv.data[slice(0, 4) if name == "q" else slice(4, 8)].copy_(tensor.narrow(0, 2, 4))
+            elif name == "table":
+                first = torch.empty(16, 6, dtype=torch.bfloat16)        # as a reload does: beside it, then over
+                first[:13].copy_(tensor[:13])
+                first[13:].fill_(0)
+                self.table.data.copy_(first)
+            elif name == "turned":
+                self.turned.data.copy_(tensor.t())
+            elif name == "norm":
+                self.norm.data.copy_(tensor)
+        change(self)
+
+
+def sent(seed: int, names=("q", "k", "table", "turned", "norm", "unused")) -> list[tuple[str, torch.Tensor]]:
+    shapes = {"q": (8, 6), "k": (8, 6), "table": (13, 6), "turned": (4, 6), "norm": (6,), "unused": (3,)}
+    numbers = torch.Generator().manual_seed(seed)
+    bucket = torch.randn(300, generator=numbers)                        # as gathered: parts of one storage
+    sizes = [math.prod(shapes[name]) for name in names]
+    parts = bucket[: sum(sizes)].split(sizes)
+    return [(name, part.view(shapes[name])) for name, part in zip(names, parts)]
+
+
+def record(model: Fused, tensors, change=lambda model: None):
+    recorder = Recorder()
+    with recorder, torch.no_grad():
+        model.load(recorder.sending(tensors), change)
+    return recorder.finish(model)
+
+
+def test_a_recording_does_what_the_loaders_did():
+    model, other = Fused(), Fused()
+    recording = record(model, sent(0))
+    for seed in (1, 2):
+        with torch.no_grad():
+            model.table.fill_(7.0)                                      # as weights that were discarded
+            other.load(sent(seed))
+        recording.load(sent(seed), pack=None)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match=r"did not send \['k', 'table'\]"):
+        recording.load(sent(3, ("q", "turned", "norm")), pack=None)
+
+
+@pytest.mark.parametrize(("change", "where"), [
+    (lambda m: m.norm.add_(1), "norm"),
+    (lambda m: m.norm.copy_(m.norm * 2), "norm"),
+    (lambda m: m.qkv[2].copy_(torch.ones(6)), "qkv"),
+    (lambda m: m.qkv.index_fill_(0, torch.tensor([1]), 3.0), "qkv"),
+])
+def test_what_copies_do_not_explain_is_not_recorded(change, where):
+    assert record(Fused(), sent(0), change) == f"Fused.{where} is not filled by copies alone"
+
+
+@pytest.mark.parametrize(("change", "where"), [
+    (lambda m: m.register_parameter("more", torch.nn.Parameter(torch.ones(3))), "more"),
+    (lambda m: setattr(m, "norm", torch.nn.Parameter(m.norm.data * 1)), "norm"),
+])
+def test_a_weight_that_nothing_goes_into_is_an_error(change, where):
+    with pytest.raises(RuntimeError, match=rf"nothing that the trainer sends goes into 1 weights .*Fused.{where}\)"):
+        record(Fused(), sent(0), change)
+
+
+def test_one_seed_for_the_engine(awake, monkeypatch):
+    """--rollout.seeds engine: the same seeds give the same responses, others give others, the trainer's stay."""
+    engine, policy = awake
+    monkeypatch.setattr(engine, "seeds", "engine")
+    engine.wake(policy)
+    before = generators()
+    first, other, again = (
+        [r.tokens for r in engine.generate(PROMPTS, seeds, Sampling(1.0, 12))] for seeds in (SEEDS, range(5), SEEDS)
+    )
+    engine.sleep()
+    assert first == again != other and generators() == before
+
+
+def test_what_stop_left_is_not_in_the_next_rollout(awake):
+    engine, policy = awake
+    engine.wake(policy)
+    seen = []
+    engine.generate(PROMPTS * 4, range(20), Sampling(1.0, 20), lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
+    assert len(seen) < 20 and not engine.llm.llm_engine.has_unfinished_requests()
+    before, after = (engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12)) for _ in range(2))
+    engine.sleep()
+    assert [r.tokens for r in before] == [r.tokens for r in after]
+
+
+def test_cycles_leave_nothing_behind(awake):
+    """Sync, generate, sleep: threads, open files and memory stay where they were. ENGINE_CYCLES sets how many."""
+    engine, policy = awake
+    cycles, process, sizes = int(os.environ.get("ENGINE_CYCLES", 12)), psutil.Process(), []
+    for _ in range(cycles):
+        policy.version += 1
+        engine.wake(policy)
+        engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12))
+        engine.sleep()
+        gc.collect()
+        sizes.append((threading.active_count(), process.num_threads(), process.num_fds(), process.memory_info().rss))
+    half = len(sizes) // 2
+    assert {x[:3] for x in sizes[half:]} == {sizes[half][:3]}
+    grown = sizes[-1][3] - sizes[half][3]
+    print(f"{cycles} cycles: {sizes[-1][1]} threads, {sizes[-1][2]} files, last half {grown / 2**20:+.1f} MiB of RSS")
+    assert grown < 16 * 2**20
+
+
+def test_sleep_gives_the_cache_back(awake):
+    """The pages that generation touched leave the process with `sleep`."""
+    engine, policy = awake
+    engine.wake(policy)
+    caches = engine.llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]
+    for cache in caches:
+        cache.fill_(1.0)
+    full = psutil.Process().memory_info().rss
+    engine.sleep()
+    freed = full - psutil.Process().memory_info().rss
+    size = sum(cache.nbytes for cache in caches)
+    assert size > 90 * 2**20 and freed > 0.95 * size
+    assert all(float((cache != 0).float().mean()) < 0.01 for cache in caches)   # what shares a page with others stays
+
+
+CUTS = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}]
+
+
+def cut_by_hand(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
+    """Token -> log-prob in the cut distribution, in float64, one rule after the other."""
+    weights = dict(enumerate((logits.double() / temperature).softmax(-1).tolist()))
+    weights = {i: w for i, w in weights.items() if w >= min_p * max(weights.values())}
+    best = sorted(weights, key=weights.get, reverse=True)[: top_k or None]
+    total, kept, mass = sum(weights[i] for i in best), [], 0.0
+    for i in best:
+        if mass < top_p * total:
+            kept.append(i)
+        mass += weights[i]
+    total = sum(weights[i] for i in kept)
+    return {i: math.log(weights[i] / total) for i in kept}
+
+
+def engine_of(kind, awake, world, tmp_path):
+    if kind == "vllm":
+        return awake
+    return start(make_model("llama", True, tmp_path), world, kind="hf")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_reported_log_probs_are_those_of_the_cut_distribution(kind, awake, world, tmp_path):
+    engine, policy = engine_of(kind, awake, world, tmp_path)
+    lm = engine_models.oracle(make_model("llama", True, tmp_path), 0.0)
+    engine.wake(policy)
+    for cut in CUTS:
+        responses = engine.generate(PROMPTS, SEEDS, Sampling(0.8, 16, **cut))
+        whole = []
+        for prompt, response in zip(PROMPTS, responses):
+            with torch.no_grad():
+                logits = lm(input_ids=torch.tensor([prompt + response.tokens])).logits[0, len(prompt) - 1 : -1]
+            for row, token, logp in zip(logits, response.tokens, response.logp):
+                assert abs(cut_by_hand(row, 0.8, **cut)[token] - logp) < 1e-4
+                whole.append(abs(cut_by_hand(row, 0.8)[token] - logp))
+        assert max(whole) > 0.1                                         # the cut is there
+    engine.sleep()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_oversampling_keeps_the_first_to_end_and_aborts_the_rest(kind, awake, world, tmp_path):
+    engine, policy = engine_of(kind, awake, world, tmp_path)
+    ends = tuple(range(0, 512, 12))                                     # a response ends after 12 tokens or so
+    prompts, seeds, seen = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4, list(range(8)), {}
+    extra = [seeds.seed_of(0, "extra", 0), seeds.seed_of(0, "extra", 1)]
+    engine.wake(policy)
+    every = engine.generate([PROMPTS[0]] * 6, [0, 1, 2, 3, *extra], Sampling(1.0, 60, stop_token_ids=ends))
+    engine.config.oversample = 0.5
+    kept = engine.generate(prompts, seeds, Sampling(1.0, 60, stop_token_ids=ends, oversample=0.5),
+                           on_finish=lambda i, response: seen.setdefault(i, response))
+    metrics = engine.sleep()
+    engine.config.oversample = 0.0
+    assert [seen[i] for i in range(8)] == kept and {r.finish_reason for r in kept} == {"stop"}
+    lengths = sorted(len(r.tokens) for r in every)
+    assert lengths[3] < lengths[4]                                      # else a tie decides, and the test says nothing
+    assert sorted(len(r.tokens) for r in kept[:4]) == lengths[:4]
+    assert all(r.tokens in [x.tokens for x in every] for r in kept[:4])
+    assert 0 < metrics["rollout/aborted_frac"] <= 4 / (12 + 6 + 2)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_a_response_is_its_own_whoever_is_there(kind, awake, world, tmp_path):
+    """float32: alone, in another order, among many: the same tokens."""
+    engine, policy = engine_of(kind, awake, world, tmp_path)
+    engine.wake(policy)
+    many = [PROMPTS[i % 5] for i in range(40)]
+    among = engine.generate(many, range(40), Sampling(1.0, 20))
+    turned = engine.generate(many[::-1], range(39, -1, -1), Sampling(1.0, 20))[::-1]
+    alone = [engine.generate([many[i]], [i], Sampling(1.0, 20))[0] for i in (0, 7, 39)]
+    engine.sleep()
+    assert [r.tokens for r in among] == [r.tokens for r in turned]
+    assert [among[i].tokens for i in (0, 7, 39)] == [r.tokens for r in alone]
+    if kind == "hf":                                                    # to the last bit
+        assert among == turned and [among[i] for i in (0, 7, 39)] == alone
+    assert len({tuple(r.tokens) for r in among}) == 40
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize("count", [0, 1, 35, ROW - 1, ROW, 5 * ROW + 3])
+def test_checksum_is_the_sum_of_signed_bytes(dtype, count):
+    some = torch.randint(-128, 128, (count * dtype.itemsize,), dtype=torch.int8)
+    for data in (some, torch.full_like(some, -128), torch.full_like(some, 127)):
+        by_hand = sum(x * 256 ** (i % dtype.itemsize) for i, x in enumerate(data.tolist()))
+        assert checksum(data.view(dtype)) == by_hand
+        parts = data.view(dtype).split(1000)
+        assert sum(map(checksum, parts)) == by_hand
+
+
+def test_checksum_sees_one_bit_and_no_order():
+    values = torch.randn(7, 1001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert checksum(values) == checksum(values.t()) == checksum(values.flip(0))
+    for bit in range(16):
+        other = values.clone()
+        other.view(torch.int16)[2, 2] ^= 1 << bit if bit < 15 else -(1 << 15)
+        assert checksum(other) != checksum(values)
+
+
+def test_the_models_are_what_they_are_called(tmp_path):
+    """A tied head is one tensor, an untied one two: otherwise the tests above would test one thing twice."""
+    for tied in (True, False):
+        model = engine_models.oracle(make_model("qwen2", tied, tmp_path), 0.0)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_the_gpu_check_runs_here_too():
+    """The same script, one tiny shape: every row of its table is filled, and its checks are alive."""
+    done = launch("-m", "tests.gpu.check_engine", "--cycles", "4", "--prompts", "2", "--max-tokens", "8", timeout=300.0)
+    row = json.loads(done.stdout.splitlines()[0])
+    assert row["parameters"] == 512 * 128 + 2 * (128 * 256 + 256 + 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
+    assert 0 < row["probe prob diff"] < 0.02 and row["sync gb_per_s"] > 0
+    assert row["tokens/s in the loop"] > 0 and row["asleep growth GiB"] < 0.1
+    assert done.stdout.splitlines()[-1].startswith("| loop / bare |")

@@ -1,0 +1,62 @@
+"""Offload: storages are empty while away, come back bit by bit, and training with it equals training without."""
+
+import torch
+
+from common.engine.base import RolloutConfig
+from common.engine.make import make_engine
+from common.model.loading import load_policy, read_config
+from common.model.memory import resident_gb
+from common.model.offload import Offload, OffloadConfig
+from common.model.policy import ModelConfig
+from common.optim import OptimConfig, make_optimizer
+from tests.rank_worker import train
+
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12]]
+
+
+def storages(policy, optimizer):
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.numel() > 1]
+    return [t.to_local().untyped_storage().nbytes() for t in [*policy.parameters(), *moments]]
+
+
+def run(model, world, config: OffloadConfig):
+    """Two rollouts with a training step before, between and after them."""
+    policy = load_policy(model, ModelConfig(compute_dtype="float32"), world)
+    optimizer = make_optimizer(policy, OptimConfig())
+    model_config, rollout = ModelConfig(compute_dtype="float32"), RolloutConfig(engine="hf", max_response_length=8)
+    engine = make_engine(model, read_config(model, model_config), rollout, model_config, world, PROMPTS, [2], 32, 0)
+    engine.offload = Offload(config, [policy], [optimizer])
+    seen = []
+    for step in range(3):
+        train(policy, optimizer, range(step, step + 1))
+        if step < 2:
+            metrics = engine.wake(policy)
+            seen.append((storages(policy, optimizer), engine.offload.away_gb, "sync/probe_logp_diff" in metrics))
+            metrics |= engine.sleep()
+            assert metrics["sync/probe_logp_diff"] < 1e-4
+            assert all(storages(policy, optimizer)) and engine.offload.away_gb == 0
+    weights = [p.to_local().clone() for p in policy.parameters()]
+    return weights, seen
+
+
+def test_offloading_changes_no_weight_and_frees_every_storage(tiny_llama, world):
+    plain, kept = run(tiny_llama, world, OffloadConfig())
+    assert all(all(sizes) and away == 0 and probed for sizes, away, probed in kept)
+    for config in (OffloadConfig(params=True, optimizer=True), OffloadConfig(optimizer=True)):
+        weights, seen = run(tiny_llama, world, config)
+        assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+        num_params = len(weights)
+        for sizes, away, probed in seen:
+            assert [size == 0 for size in sizes] == [config.params] * num_params + [True] * 2 * num_params
+            whole = sum(kept[0][0][0 if config.params else num_params :])
+            assert away == whole / 2**30
+            assert probed is not config.params                      # the probe waits for the weights
+
+
+def test_resident_gb_by_hand(tiny_llama):
+    """49,152 x 32 embeddings (tied), two layers of 32 x (32 + 16 + 16 + 32) + 3 x 32 x 64 + 64, a norm of 32."""
+    config = read_config(tiny_llama, ModelConfig())
+    numel = 49152 * 32 + 2 * (32 * 96 + 3 * 32 * 64 + 64) + 32
+    assert resident_gb(config, OffloadConfig(), 2, trained=1, frozen=1) == (numel * 14 / 2 + 49152 * 32 * 4) / 2**30
+    assert resident_gb(config, OffloadConfig(optimizer=True), 1, trained=1, frozen=0) == numel * 6 / 2**30
+    assert resident_gb(config, OffloadConfig(params=True, optimizer=True), 1, trained=2, frozen=3) == 0

@@ -1,0 +1,468 @@
+"""The policy on packed tokens against transformers' unpacked forward; the optimizer's step against numbers by hand."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    CohereConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlavaConfig,
+    MistralConfig,
+    Qwen2Config,
+    T5Config,
+)
+
+from common.batch import Batch
+from common.model.loading import CAUSAL_LM, SCORED, load_critic, load_policy, read_config
+from common.model.policy import ModelConfig
+from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
+from tests.engine.engine_models import make_model
+
+FLOAT32 = ModelConfig(compute_dtype="float32")
+TOLERANCE = 5e-6                        # log-probs and entropies of up to 11 in float32; reached: 2e-6
+SIZES = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
+STOP = 2
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_llama, world):
+    return load_policy(tiny_llama, FLOAT32, world)
+
+
+def save_model(config, folder, seed: int = 0) -> str:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def untied(tmp_path) -> str:
+    return save_model(LlamaConfig(**SIZES, tie_word_embeddings=False), tmp_path / "untied")
+
+
+def make_batch(vocab: int, seed: int = 0) -> Batch:
+    """Six ragged responses: one token, none, a hole of tool output, the rest ending in the stop token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(3, vocab, (n,), generator=generator).tolist()
+
+    prompts = [draw(n) for n in (5, 1, 9, 3, 2, 7)]
+    responses = [[*draw(8), STOP], [STOP], [], draw(12), [*draw(10), STOP], [*draw(3), STOP]]
+    masks = [[True] * len(response) for response in responses]
+    masks[4][3:7] = [False] * 4
+    return Batch.build(prompts, responses, masks=masks)
+
+
+def one_by_one(model, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Oracle: log-prob and entropy [T] by transformers' own forward of each sequence; logits at t - 1 score token t."""
+    logp, entropy = torch.zeros(len(batch.tokens)), torch.zeros(len(batch.tokens))
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()):
+        with torch.no_grad():
+            logits = model(input_ids=batch.tokens[None, start:end]).logits[0].double() / temperature
+        for t in range(start, end):
+            if batch.mask[t]:
+                row = logits[t - 1 - start].log_softmax(-1)
+                logp[t], entropy[t] = row[batch.tokens[t]], -(row.exp() * row).sum()
+    return logp, entropy
+
+
+def assert_close(logp, entropy, want_logp, want_entropy):
+    errors = [float((logp - want_logp).abs().max()), float((entropy - want_entropy).abs().max())]
+    print(f"worst error of a log-prob {errors[0]:.1e}, of an entropy {errors[1]:.1e}")
+    assert max(errors) < TOLERANCE
+
+
+# --------------------------------------------------------------------------- forward
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_packed_forward_equals_transformers_one_by_one(policy, tiny_llama, temperature):
+    model, batch = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), make_batch(49152)
+    with torch.no_grad():
+        logp, entropy = policy(batch, temperature)
+    want_logp, want_entropy = one_by_one(model, batch, temperature)
+    assert_close(logp, entropy, want_logp, want_entropy)
+    assert logp.dtype == entropy.dtype == torch.float32
+    assert int((logp != 0).sum()) == int(batch.mask.sum()) == 33        # 0 on prompts and tool output, and only there
+    assert want_logp[batch.mask].std() > 0.3
+    with torch.no_grad():
+        other, _ = policy(batch, 2 * temperature)
+    assert (other - logp).abs().max() > 0.1
+
+
+FAMILIES = {
+    "llama untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "mistral, window 4": MistralConfig(**SIZES, sliding_window=4),
+    "gemma2: soft-caps, tied": Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=4,
+                                            final_logit_softcapping=2.0, attn_logit_softcapping=3.0),
+    "cohere: logit_scale": CohereConfig(**SIZES, logit_scale=0.25),
+    "granite: logits_scaling": GraniteConfig(**SIZES, logits_scaling=4.0),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_families_do_to_logits_is_done(family, world, tmp_path):
+    folder = save_model(FAMILIES[family], tmp_path / "model")
+    policy, batch = load_policy(folder, FLOAT32, world), make_batch(53)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logp, entropy = policy(batch, 0.8)
+    want_logp, want_entropy = one_by_one(model, batch, 0.8)
+    assert_close(logp, entropy, want_logp, want_entropy)
+    assert want_logp[batch.mask].std() > 0.05
+
+
+def test_sequences_do_not_see_each_other(policy):
+    batch = make_batch(49152)
+    with torch.no_grad():
+        before, _ = policy(batch, 1.0)
+        others = batch.sequence_ids != 3
+        batch.tokens = torch.where(others & (batch.tokens != STOP), batch.tokens // 2 + 7, batch.tokens)
+        after, _ = policy(batch, 1.0)
+    assert torch.equal(before[~others], after[~others])
+    assert not torch.equal(before[others], after[others])
+
+
+def test_the_stop_token_is_trained(policy):
+    """The last token of a response has a log-prob and a gradient: mask and shift include it."""
+    batch = make_batch(49152)
+    last = int(batch.cu_seqlens[1]) - 1
+    assert (int(batch.tokens[last]), bool(batch.mask[last])) == (STOP, True)
+    logp, _ = policy(batch, 1.0)
+    logp[last].backward()
+    row = policy.lm.get_output_embeddings().weight.grad.full_tensor()[STOP]
+    assert row.abs().max() > 1e-3
+    policy.zero_grad(set_to_none=True)
+
+
+def test_entropy_has_a_gradient_only_when_asked(policy):
+    batch = make_batch(49152)
+    _, entropy = policy(batch, 1.0)
+    assert not entropy.requires_grad
+    _, entropy = policy(batch, 1.0, entropy_grad=True)
+    entropy.sum().backward()
+    assert policy.lm.model.layers[0].mlp.up_proj.weight.grad.full_tensor().abs().max() > 1e-3
+    policy.zero_grad(set_to_none=True)
+
+
+def test_gradient_checkpointing_changes_no_gradient(policy, tiny_llama, world):
+    other = load_policy(tiny_llama, ModelConfig(compute_dtype="float32", gradient_checkpointing=True), world)
+    batch = make_batch(49152)
+    for model in (policy, other):
+        (model(batch, 1.0)[0] * batch.mask).mean().backward()
+    for (name, a), b in zip(policy.named_parameters(), other.parameters()):
+        want = a.grad.full_tensor()
+        assert want.abs().max() > 0, name
+        assert (b.grad.full_tensor() - want).norm() < 1e-6 * want.norm(), name
+    policy.zero_grad(set_to_none=True)
+
+
+def test_bfloat16_compute_keeps_float32_masters(tiny_llama, world, policy):
+    """Close to float32, not equal; gradients arrive in float32."""
+    half, batch = load_policy(tiny_llama, ModelConfig(), world), make_batch(49152)
+    logp, _ = half(batch, 1.0)
+    want = policy.score(batch, 1.0)
+    assert 1e-4 < (logp.detach() - want).abs().max() < 0.1
+    logp.sum().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in half.parameters())
+
+
+def test_shared_prompts_need_an_attention_that_can():
+    with pytest.raises(ValueError, match=r"--policy.share-prompt: --policy.attention flash_attention_2 cannot"):
+        ModelConfig(share_prompt=True, attention="flash_attention_2")
+
+
+# --------------------------------------------------------------------------- weights
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_tensors_are_the_loaded_weights(tied, world, tmp_path):
+    """In any bucket size, under the folder's names, a tied head once. On more ranks: test_layout.py."""
+    folder = save_model(LlamaConfig(**SIZES, tie_word_embeddings=tied), tmp_path / "model")
+    policy = load_policy(folder, FLOAT32, world)
+    want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert torch.equal(want["lm_head.weight"], want["model.embed_tokens.weight"]) == tied
+    if tied:
+        del want["lm_head.weight"]
+    for bucket_mb in (1e-9, 0.005, 100.0):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = list(policy.full_tensors(dtype, bucket_mb))
+            assert sorted(name for name, _ in found) == sorted(want)
+            assert all(torch.equal(tensor, want[name].to(dtype)) for name, tensor in found)
+
+
+def test_full_tensors_have_the_buffers_of_a_checkpoint(world, tmp_path):
+    """The routers' biases of GLM-4.5, uncast; not the rotary frequencies."""
+    folder = make_model("glm4_moe", False, tmp_path)
+    want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = load_policy(folder, FLOAT32, world)
+    found = dict(policy.full_tensors(torch.bfloat16, 1.0))
+    assert found.keys() == want.state_dict().keys() and "model.rotary_emb.inv_freq" not in found
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert bias not in dict(want.named_parameters()) and float(want.get_buffer(bias).abs().min()) > 0
+    assert torch.equal(found[bias], want.get_buffer(bias)) and found[bias].dtype == torch.float32
+
+
+def test_loading_restores_buffers_that_no_checkpoint_has(policy, tiny_llama):
+    want = dict(AutoModelForCausalLM.from_pretrained(tiny_llama).named_buffers())
+    found = dict(policy.lm.named_buffers())
+    assert "model.rotary_emb.inv_freq" in want
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def test_dropout_is_off(world, tmp_path):
+    folder = save_model(LlamaConfig(**SIZES, attention_dropout=0.5), tmp_path / "model")
+    policy, batch = load_policy(folder, FLOAT32, world), make_batch(53)
+    assert policy.training
+    assert torch.equal(policy(batch, 1.0)[0], policy(batch, 1.0)[0])
+
+
+def test_frozen_has_no_gradient_and_no_masters(tiny_llama, world, policy):
+    frozen, batch = load_policy(tiny_llama, ModelConfig(), world, frozen=True), make_batch(49152)
+    assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert (frozen.score(batch, 1.0) - policy.score(batch, 1.0)).abs().max() < 0.1
+    exact = load_policy(tiny_llama, FLOAT32, world, frozen=True)
+    assert torch.equal(exact.score(batch, 1.0), policy.score(batch, 1.0))
+
+
+def test_score_after_a_step_sees_the_new_weights(untied, world):
+    """FSDP2 keeps unsharded weights after a forward that no backward follows: `score` must free them."""
+    policy, batch = load_policy(untied, FLOAT32, world), make_batch(53)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    before = policy.score(batch, 1.0)
+    for parameter in policy.parameters():
+        parameter.grad = parameter.detach().sin()
+    optimizer_step(policy, optimizer, 1.0, OptimConfig(max_grad_norm=1e9))
+    after = policy.score(batch, 1.0)
+    model = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
+    model.load_state_dict(dict(policy.full_tensors(torch.float32, 1.0)))
+    want, _ = one_by_one(model, batch, 1.0)
+    assert (before - want).abs().max() > 0.1
+    assert (after - want).abs().max() < TOLERANCE
+
+
+# --------------------------------------------------------------------------- what is refused
+
+def write_config(config, tmp_path) -> str:
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda tmp: str(tmp / "missing"), r"missing holds no config.json: --model must be"),
+        (lambda tmp: str(tmp), r"holds no config.json"),
+        (lambda tmp: "no/such-model", r"cannot read a model config from no/such-model \(--model\)"),
+        (lambda tmp: (tmp / "config.json").write_text("{broken") and str(tmp), r"cannot read .*not a valid JSON"),
+        (lambda tmp: (tmp / "config.json").write_text(json.dumps({"hidden_size": 3})) and str(tmp), r"model_type"),
+        (lambda tmp: write_config(T5Config(), tmp), r"holds a t5 model, which is no causal LM"),
+        (lambda tmp: write_config(BertConfig(architectures=["BertForMaskedLM"]), tmp),
+         r"holds a BertForMaskedLM, must be a BertLMHeadModel"),
+        (lambda tmp: write_config(LlamaConfig(**SIZES, architectures=["LlamaForSequenceClassification"]), tmp),
+         r"holds a LlamaForSequenceClassification, must be a LlamaForCausalLM"),
+        (lambda tmp: write_config(LlavaConfig(), tmp), r"holds a llava model"),
+        (lambda tmp: write_config(DeepseekV3Config(), tmp), r"deepseek_v3 has \['latent_attention'\]: choose another"),
+    ],
+)
+def test_read_config_refuses_what_is_no_causal_lm(make, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_config(make(tmp_path), ModelConfig())
+
+
+def test_weights_that_are_missing_are_refused(world, tmp_path):
+    """transformers would fill them with random numbers and go on."""
+    config = LlamaConfig(**SIZES, num_labels=1, tie_word_embeddings=False)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"lacks weights, lm_head.weight among them: --model must be a complete"):
+        load_policy(str(tmp_path), FLOAT32, world)
+
+
+def test_a_head_with_bias_is_refused(world, tmp_path):
+    config = BertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, is_decoder=True)
+    folder = write_config(config, tmp_path)
+    with pytest.raises(ValueError, match="the output head must be one matrix without bias"):
+        load_policy(folder, FLOAT32, world)
+
+
+# --------------------------------------------------------------------------- optimizer
+
+@pytest.mark.parametrize(
+    ("config", "total", "want"),
+    [
+        (OptimConfig(lr=2.0), 4, [2, 2, 2, 2]),
+        (OptimConfig(lr=2.0, warmup_steps=2), 4, [1, 2, 2, 2]),
+        (OptimConfig(lr=8.0, warmup_steps=4, schedule="linear"), 9, [2, 4, 6, 8, 8, 6, 4, 2, 0]),
+        (OptimConfig(lr=10.0, schedule="linear", min_lr_frac=0.2), 5, [10, 8, 6, 4, 2]),
+        (OptimConfig(lr=1.0, schedule="linear", min_lr_frac=1.0), 3, [1, 1, 1]),
+        (OptimConfig(lr=4.0, schedule="cosine"), 5, [4, 2 + math.sqrt(2), 2, 2 - math.sqrt(2), 0]),
+        (OptimConfig(lr=4.0, schedule="cosine", warmup_steps=1, min_lr_frac=0.5), 4, [4, 4, 3, 2]),
+        (OptimConfig(lr=3.0, schedule="linear"), 1, [3]),
+        (OptimConfig(lr=3.0, schedule="cosine", warmup_steps=3), 3, [1, 2, 3]),
+    ],
+)
+def test_learning_rate_by_hand(config, total, want):
+    assert [learning_rate(config, step, total) for step in range(total)] == pytest.approx(want, abs=1e-12)
+
+
+def test_adamw_step_by_hand(untied, world):
+    """Two steps on one number of a matrix, with decay, and one of a vector, without; clipped at norm 1."""
+    policy = load_policy(untied, FLOAT32, world)
+    optimizer = make_optimizer(policy, OptimConfig(lr=9.0, betas=(0.8, 0.9), weight_decay=0.5))
+    matrix, vector = policy.lm.model.layers[0].mlp.up_proj.weight, policy.lm.model.norm.weight
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert all(decays[id(p)] == (0.5 if p.ndim == 2 else 0.0) for p in policy.parameters())
+
+    generator, m, v = torch.Generator().manual_seed(0), [0.0, 0.0], [0.0, 0.0]
+    numbers = matrix.detach().to_local()[3], vector.detach().to_local()
+    want = [float(numbers[0][5]), float(numbers[1][7])]
+    for step, lr in ((1, 0.1), (2, 0.01)):
+        grads = [torch.randn(p.shape, generator=generator) for p in policy.parameters()]
+        for parameter, grad in zip(policy.parameters(), grads):
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().copy_(grad)
+        picked = [float(matrix.grad.to_local()[3, 5]), float(vector.grad.to_local()[7])]
+        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads))
+        assert norm > 10
+        assert optimizer_step(policy, optimizer, lr, OptimConfig(max_grad_norm=1.0)) == pytest.approx(norm, rel=1e-6)
+        for k, decay in ((0, 0.5), (1, 0.0)):
+            g = picked[k] / norm
+            m[k], v[k] = 0.8 * m[k] + 0.2 * g, 0.9 * v[k] + 0.1 * g * g
+            update = (m[k] / (1 - 0.8**step)) / (math.sqrt(v[k] / (1 - 0.9**step)) + 1e-8)
+            want[k] = want[k] * (1 - lr * decay) - lr * update
+        assert [float(numbers[0][5]), float(numbers[1][7])] == pytest.approx(want, rel=1e-5)
+        assert policy.version == step
+        assert all(p.grad is None for p in policy.parameters())
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
+def test_clipping_scales_the_whole_gradient(untied, world, max_grad_norm):
+    """SGD shows the gradient that was used: scaled to the norm, or untouched below it."""
+    policy = load_policy(untied, FLOAT32, world)
+    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    torch.manual_seed(1)
+    grads = {name: torch.randn(p.shape) for name, p in policy.lm.named_parameters()}
+    for name, parameter in policy.lm.named_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.to_local().copy_(grads[name])
+    norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
+    config = OptimConfig(max_grad_norm=max_grad_norm)
+    assert optimizer_step(policy, optimizer, 1.0, config) == pytest.approx(norm, rel=1e-6)
+    scale = min(1.0, max_grad_norm / norm)
+    assert (scale == 1.0) == (max_grad_norm > 1)
+    for name, after in policy.full_tensors(torch.float32, 1.0):
+        assert torch.allclose(before[name] - after, grads[name] * scale, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(untied, world, bad):
+    policy = load_policy(untied, FLOAT32, world)
+    optimizer = make_optimizer(policy, OptimConfig(weight_decay=0.5))
+
+    def fill(value):
+        for parameter in policy.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+
+    fill(1.0)
+    assert math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
+    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
+    moments = {key: value.clone() for p in policy.parameters() for key, value in (
+        (id(p), optimizer.state[p]["exp_avg"].to_local()), (-id(p), optimizer.state[p]["step"]))}
+    fill(1.0)
+    policy.lm.model.norm.weight.grad.to_local()[3] = bad
+    assert not math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
+    assert policy.version == 1
+    assert all(p.grad is None for p in policy.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.full_tensors(torch.float32, 1.0))
+    for p in policy.parameters():
+        assert torch.equal(optimizer.state[p]["exp_avg"].to_local(), moments[id(p)])
+        assert torch.equal(optimizer.state[p]["step"], moments[-id(p)])
+
+
+def test_tiny_llama_is_what_it_says(tiny_llama):
+    """Guard of the fixture that these tests stand on."""
+    config = read_config(tiny_llama, ModelConfig())
+    assert (config.num_hidden_layers, config.tie_word_embeddings) == (2, True)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tiny_llama), LlamaForCausalLM)
+
+
+# --------------------------------------------------------------------------- critic
+
+def test_critic_starts_at_zero_and_learns_what_transformers_computes(tiny_llama, world):
+    """value[t] is the head on the hidden state before t; gradients against autograd without FSDP."""
+    critic, batch = load_critic(tiny_llama, FLOAT32, world), make_batch(49152)
+    assert float(critic(batch).abs().max()) == 0
+    torch.manual_seed(1)
+    head = torch.randn(1, 32) / 5
+    with torch.no_grad():
+        critic.head.weight.to_local().copy_(head)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).model
+    want, up = torch.zeros(len(batch.tokens)), torch.randn(len(batch.tokens))
+    weight, total = head.clone().requires_grad_(), 0.0
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()):
+        hidden = model(input_ids=batch.tokens[None, start:end]).last_hidden_state[0]
+        for t in range(start, end):
+            if batch.mask[t]:
+                value = (hidden[t - 1 - start] * weight[0]).sum()
+                want[t] = value.detach()
+                total = total + up[t] * value
+    total.backward()
+    value = critic(batch)
+    assert torch.allclose(value, want, atol=2e-6) and want.abs().max() > 0.1
+    (value * up).sum().backward()
+    assert torch.allclose(critic.head.weight.grad.full_tensor(), weight.grad, atol=1e-5)
+    for name in ("layers.0.mlp.up_proj.weight", "embed_tokens.weight"):
+        got = dict(critic.backbone.named_parameters())[name].grad.full_tensor()
+        expected = dict(model.named_parameters())[name].grad
+        assert torch.allclose(got, expected, atol=1e-5) and expected.abs().max() > 1e-3
+    assert torch.equal(critic.score(batch), value.detach())
+
+
+def test_critic_from_a_reward_model_has_its_head(tmp_path, world):
+    torch.manual_seed(3)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).float()
+    model.save_pretrained(tmp_path / "rm")
+    critic, batch = load_critic(str(tmp_path / "rm"), FLOAT32, world), make_batch(53)
+    values = critic.score(batch)
+    checked = 0
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()):
+        if batch.mask[end - 1]:
+            with torch.no_grad():
+                score = model(input_ids=batch.tokens[None, start : end - 1]).logits[0, 0]
+            assert float(values[end - 1]) == pytest.approx(float(score), abs=2e-6)
+            checked += abs(float(score)) > 0.01
+    assert checked >= 3
+    LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=2)).save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"score.weight is \[2, 24\], must be \[1, 24\]: one label"):
+        load_critic(str(tmp_path / "two"), FLOAT32, world)
+    with pytest.raises(ValueError, match="must be a LlamaForCausalLM: choose another --model"):
+        read_config(str(tmp_path / "rm"), FLOAT32)
+    assert read_config(str(tmp_path / "rm"), FLOAT32, "--critic-model", CAUSAL_LM + SCORED).num_labels == 1
+
+
+def test_critic_shares_prompts(tiny_llama, world):
+    """The same values with each prompt computed once."""
+    shared = load_critic(tiny_llama, ModelConfig(compute_dtype="float32", share_prompt=True), world)
+    plain = load_critic(tiny_llama, FLOAT32, world)
+    prompt = [5, 6, 7, 8]
+    batch = Batch.build([prompt, prompt, [9, 4]], [[3, 4, 2], [8, 2], [7]])
+    with torch.no_grad():
+        for critic in (shared, plain):
+            critic.head.weight.to_local().copy_(torch.linspace(-1, 1, 32)[None])
+    assert torch.allclose(shared.score(batch), plain.score(batch), atol=2e-6)
+    assert plain.score(batch)[batch.mask].abs().min() > 1e-3

@@ -1,0 +1,70 @@
+"""The reward model's packed scores against transformers, one conversation at a time, in its own chat template."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
+from common.prompts import Prompt
+
+FLOAT32 = ModelConfig(compute_dtype="float32")
+TEXTS = ["The answer is 4.", "I do not know", "#### 12", ""]
+PROMPTS = [Prompt([1], "s", "", {}, [{"role": "user", "content": f"What is {i} + {i}?"}]) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("reward_model"))
+    torch.manual_seed(5)
+    model = LlamaForSequenceClassification(LlamaConfig.from_pretrained(tiny_llama, num_labels=1)).float()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("max_tokens", "offload"), [(16384, False), (60, True), (1, False)])
+def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens, offload):
+    model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    want = []
+    for prompt, text in zip(PROMPTS, TEXTS):
+        messages = [*prompt.messages, {"role": "assistant", "content": text}]
+        ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+        with torch.no_grad():
+            want.append(float(model(input_ids=torch.tensor([ids])).logits))
+    ours = RewardModel(RewardModelConfig(path=folder, max_tokens=max_tokens, offload=offload), FLOAT32, world)
+    for _ in range(2):
+        sizes = [p.to_local().untyped_storage().nbytes() for p in ours.model.parameters()]
+        assert not any(sizes) if offload else all(sizes)
+        assert ours.score(PROMPTS, TEXTS) == pytest.approx(want, abs=2e-6)
+    assert len({round(x, 4) for x in want}) == 4
+    assert ours.score([], []) == []
+
+
+def test_what_it_keeps_on_a_gpu_by_hand(folder):
+    config = LlamaConfig.from_pretrained(folder)
+    hidden, head = config.hidden_size, config.head_dim
+    block = hidden * head * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    block += 3 * hidden * config.intermediate_size + 2 * hidden
+    weights = config.vocab_size * hidden + config.num_hidden_layers * block + hidden
+    got = [check_reward_model(RewardModelConfig(path=folder, offload=offload), model, ranks) * 2**30
+           for offload, model, ranks in [(False, FLOAT32, 1), (False, ModelConfig(), 2), (True, FLOAT32, 1)]]
+    assert got == [4 * weights, weights, 0]
+    assert check_reward_model(RewardModelConfig(), FLOAT32, 1) == 0
+
+
+def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path, world):
+    shutil.copytree(folder, tmp_path / "bare")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    (tmp_path / "bare/chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"the tokenizer of .*bare \(--reward-model.path\) has no chat template"):
+        check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32, 1)
+    with pytest.raises(ValueError, match=r"must be a \*ForSequenceClassification: choose another --reward-model.path"):
+        RewardModel(RewardModelConfig(path=tiny_llama), FLOAT32, world)
+    with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):
+        RewardModelConfig(alone=True)

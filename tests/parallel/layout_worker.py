@@ -1,0 +1,148 @@
+"""Run by test_layout.py under torchrun: gradients of one mini-batch through the scripts' own path, for many layouts;
+unsharded weights and clipped steps on these ranks."""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import losses
+from common.batch import Batch
+from common.model.flops import sequence_cost
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig, Policy
+from common.optim import OptimConfig, optimizer_step
+from common.packing import plan_step
+from common.parallel import ranks
+from common.parallel.exchange import exchange, gather_numbers
+
+
+@dataclass
+class Step:
+    """Responses as lists, one entry each; `old_logps` and `masks` per response token."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    masks: list[list[bool]]
+    old_logps: list[list[float]]
+    advantages: list[float]
+    samples_per_prompt: int
+    temperature: float = 0.7
+    clip_low: float = 0.2
+    clip_high: float = 0.3
+    dual_clip: float = 2.5
+    norm_length: float = 16.0
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+
+
+def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: list[int], budget: int, aggregation: str,
+             skip: bool = False, weigh=losses.set_weights) -> tuple[dict[str, Tensor], int, int]:
+    """The full gradient, the number of micro-batches on each rank, and the dummies on all of them.
+
+    Response i of `step` gets the number `order[i]` and starts on the rank that this number is dealt to. The lines from
+    `gather_numbers` to `backward` are those of grpo.py. `skip`: responses with advantage 0 run nowhere, only count.
+    Whether prompts are shared is a setting of `policy`.
+    """
+    numbers = torch.tensor(order)
+    mine = [i for i in range(len(order)) if order[i] % world.size == world.rank]
+    batch = Batch.empty()
+    if mine:
+        batch = Batch.build(
+            [step.prompts[i] for i in mine], [step.responses[i] for i in mine], index=[order[i] for i in mine],
+            masks=[step.masks[i] for i in mine], rollout_logps=[step.old_logps[i] for i in mine],
+        )
+        batch.old_logp = batch.rollout_logp
+    own = [(step.advantages[i], len(step.prompts[i]), len(step.responses[i]), sum(step.masks[i])) for i in mine]
+    gathered = gather_numbers(torch.tensor(own, dtype=torch.float64).view(-1, 4), batch.index)              # [S, 4]
+    advantages, prompt_lengths, response_lengths, num_sampled = gathered.unbind(1)
+    lengths = (prompt_lengths + response_lengths).numpy().astype(np.int64)
+    assert advantages[numbers].tolist() == step.advantages
+    trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
+    groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
+    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained,
+                     groups=groups, prompt_lengths=prompt_lengths.numpy())
+    batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index.numpy()])))
+    batch = exchange(batch, plan.rank[batch.index.numpy()])
+    microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
+    for microbatch in microbatches:
+        microbatch.advantage = advantages.float()[microbatch.index][microbatch.sequence_ids] * microbatch.mask  # [T]
+
+    loss_fn = partial(losses.ppo, clip_low=step.clip_low, clip_high=step.clip_high, dual_clip=step.dual_clip)
+    for parameter in policy.parameters():
+        parameter.grad = None
+    weigh(microbatches, aggregation, step.norm_length, num_sampled[plan.idle[0]])
+    for microbatch in microbatches:
+        logp, entropy = policy(microbatch, step.temperature, step.entropy_coef != 0)
+        loss, _ = loss_fn(logp, microbatch.old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens)
+        if step.kl_coef:
+            loss = loss + step.kl_coef * losses.kl_estimate(logp, microbatch.old_logp, "k3")
+        if step.entropy_coef:
+            loss = loss - step.entropy_coef * entropy
+        (world.size * (loss * microbatch.weight).sum()).backward()
+    full = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.lm.named_parameters()}
+    num_dummies = sum(len(share) == 0 for shares in plan.minibatches[0] for share in shares)
+    return full, len(microbatches), num_dummies
+
+
+def weigh_locally(microbatches, *options):
+    """The bug of this field: every rank divides by what it has itself."""
+    all_sum, losses.all_sum = losses.all_sum, lambda values: torch.as_tensor(values, dtype=torch.float64)
+    try:
+        losses.set_weights(microbatches, *options)
+    finally:
+        losses.all_sum = all_sum
+
+
+def weigh_each(microbatches, *options):
+    """Its sibling: every micro-batch is divided by what it has itself, then averaged."""
+    for microbatch in microbatches:
+        losses.set_weights([microbatch], *options)
+        microbatch.weight /= len(microbatches)
+
+
+def weights(policy: Policy, bucket_mb: float = 1.0) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, bucket_mb)}
+
+
+def clipped_step(policy: Policy, world: ranks.World) -> dict:
+    """One step of SGD with the last gradient, then one whose gradient is infinite on the last rank alone."""
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    parameters = list(policy.parameters())
+    half = OptimConfig(max_grad_norm=0.5)
+    found = {"norm": optimizer_step(policy, optimizer, 0.1, half), "stepped": weights(policy)}
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if world.rank == world.size - 1:
+        parameters[0].grad.to_local()[0, 0] = torch.inf
+    found |= {"bad_norm": optimizer_step(policy, optimizer, 0.1, half), "after_bad": weights(policy)}
+    return found | {"version": policy.version, "grads_left": sum(p.grad is not None for p in parameters)}
+
+
+def main(folder: Path) -> None:
+    world = ranks.init()
+    todo = torch.load(folder / "todo.pt", weights_only=False)
+    configs = {"": {}, "share": {"share_prompt": True}}
+    configs = {variant: ModelConfig(compute_dtype="float32", **flags) for variant, flags in configs.items()}
+    policies = {variant: load_policy(todo["model"], config, world) for variant, config in configs.items()}
+    hf_config, policy = read_config(todo["model"], configs[""]), policies[""]
+    wrong = {"": losses.set_weights, "local": weigh_locally, "each": weigh_each}
+    results = {}
+    for name, budget, order, aggregation, variant in todo["layouts"]:
+        step = todo["steps"][name]
+        results[name, budget, tuple(order), aggregation, variant] = gradient(
+            policies.get(variant, policy), world, hf_config, step, order, budget, aggregation, variant == "skip",
+            wrong.get(variant, losses.set_weights),
+        )
+    found = {"gradients": results, "weights": {mb: weights(policy, mb) for mb in todo["bucket_mb"]}}
+    found |= clipped_step(policy, world)
+    torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
+    ranks.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

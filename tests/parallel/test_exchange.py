@@ -1,0 +1,147 @@
+"""Samples between real gloo ranks: everything arrives once, in order, and planning agrees on every rank."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from common.batch import Batch
+from common.losses import set_weights
+from common.packing import plan_step
+from common.parallel.exchange import exchange, gather_numbers
+
+FIELDS = ("tokens", "mask", "index", "rollout_logp", "value", "reward", "truncated", "cu_seqlens")
+
+
+def make_step(seed: int, num_responses: int) -> Batch:
+    """The same on every rank: ragged, with empty responses, tool output and numbers that rounding would change."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(2**31) for _ in range(rng.randint(1, 5))] for _ in range(num_responses)]
+    responses = [[rng.randrange(2**31) for _ in range(rng.choice([0, 1, 3, 9]))] for _ in range(num_responses)]
+    batch = Batch.build(prompts, responses, rollout_logps=[[rng.uniform(-9, 0) for _ in row] for row in responses],
+                        masks=[[rng.random() < 0.7 for _ in row] for row in responses],
+                        truncated=[rng.random() < 0.5 for _ in responses])
+    batch.value = torch.tensor([rng.gauss(0, 1) * 10.0 ** rng.randint(-30, 30) for _ in batch.tokens])
+    batch.reward = torch.tensor([rng.gauss(0, 1) for _ in responses])
+    return batch
+
+
+def assert_same(a: Batch, b: Batch) -> None:
+    assert a.present().keys() == b.present().keys()
+    for name in FIELDS:
+        assert getattr(a, name).dtype == getattr(b, name).dtype, name
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def check_round_trip(rank: int, world_size: int, seed: int) -> None:
+    """One step: dealt to owners, numbers gathered, planned, exchanged, cut to micro-batches, joined, sent back."""
+    rng = random.Random(seed)
+    num_responses = rng.choice([1, 2, 5, 16])
+    whole = make_step(seed, num_responses)
+    owners = torch.tensor([rng.randrange(max(1, world_size - 1)) for _ in range(num_responses)])  # the last has none
+    mine = (owners == rank).nonzero()[:, 0]
+    mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed))]
+    local = whole.select(mine) if len(mine) or seed % 2 else Batch.empty()
+
+    reward = torch.zeros(0) if local.reward is None else local.reward
+    gathered = gather_numbers(torch.stack([local.lengths, reward], dim=1), local.index)
+    assert gathered.dtype == torch.float64
+    assert torch.equal(gathered, torch.stack([whole.lengths.double(), whole.reward.double()], dim=1))
+
+    lengths = gathered[:, 0].long().numpy()
+    plan = plan_step(lengths, lengths.astype(float), min(2, num_responses), world_size, 12, seed)
+    plans = [None] * world_size
+    random.seed(rank)                                                       # plans must not use global generators
+    np.random.seed(rank)
+    dist.all_gather_object(plans, [plan.rank.tolist(), [[[share.tolist() for share in m] for m in minibatch]
+                                                        for minibatch in plan.minibatches]])
+    assert all(other == plans[0] for other in plans)
+
+    arrived = exchange(local, plan.rank[local.index.numpy()])
+    assert_same(arrived, whole.select((plan.rank == rank).nonzero()[0]))    # sorted by index
+    parts = [arrived.microbatch(microbatch[rank]) for minibatch in plan.minibatches for microbatch in minibatch]
+    assert all(part.present().keys() == parts[0].present().keys() for part in parts)
+    assert_same(Batch.cat(parts).sort(), arrived)
+    assert_same(exchange(arrived, owners[arrived.index]), whole.select(mine.sort().values))
+
+
+def check_one_gets_all(rank: int, world_size: int) -> None:
+    whole = make_step(7, 3 * world_size)
+    local = whole.select(range(3 * rank, 3 * rank + 3))
+    last = world_size - 1
+    assert_same(exchange(local, [last] * 3), whole if rank == last else whole.select([]))
+    nothing = exchange(Batch.empty(), [])
+    assert len(nothing) == len(nothing.tokens) == 0
+    sub = [dist.new_group([r for r in range(world_size) if r % 2 == parity]) for parity in (0, 1)][rank % 2]
+    if dist.get_world_size(sub) > 1:                                        # destinations count within the group
+        mates = [r for r in range(world_size) if r % 2 == rank % 2]
+        got = exchange(local, [1, 0, 1], group=sub)
+        want = [3 * mate + i for mate in mates for i in ([1] if rank == mates[0] else [0, 2])]
+        assert_same(got, whole.select(want))
+
+
+def check_refusals(rank: int, world_size: int) -> None:
+    """All ranks must raise: one that goes on alone would wait forever."""
+    local = make_step(1, world_size).select([rank])
+    if rank == 0:
+        local.old_logp = torch.zeros_like(local.rollout_logp)
+    with pytest.raises(ValueError, match=r"ranks bring different fields.*old_logp"):
+        exchange(local, [0])
+    with pytest.raises(ValueError, match="must name a rank below"):
+        exchange(local, [world_size])
+    with pytest.raises(ValueError, match="once each"):
+        gather_numbers(torch.zeros(1, 2), torch.tensor([rank // 2]))
+    with pytest.raises(ValueError, match=r"response 1: number 0 .* is nan"):
+        gather_numbers(torch.tensor([[math.nan if rank == 1 else 1.0]]), torch.tensor([rank]))
+
+
+def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
+    """One response for all ranks: the others run dummies, and the gradient is that of one process, to the last bit."""
+    from torch.distributed.fsdp import fully_shard
+
+    def loss(model, batch):
+        logp = model(batch.tokens).log_softmax(-1).gather(1, batch.tokens[:, None])[:, 0]
+        return (logp * batch.weight).sum()
+
+    def make_model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
+
+    whole = Batch.build([[1, 2]], [[3, 4, 5]])
+    plan = plan_step(whole.lengths.numpy(), np.ones(1), 1, world_size, 100, 0)
+    arrived = exchange(whole if rank == 0 else Batch.empty(), plan.rank if rank == 0 else [])
+    batch = arrived.microbatch(plan.minibatches[0][0][rank])
+    assert (batch.index.tolist() == [-1]) == (rank != plan.rank[0])
+    assert set_weights([batch], "token-mean") == (3, 1)                     # a dummy is in no denominator
+    model = make_model()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    (world_size * loss(model, batch)).backward()
+
+    alone = make_model()
+    whole.weight = whole.mask / 3
+    loss(alone, whole).backward()
+    for sharded, plain in zip(model.parameters(), alone.parameters()):
+        assert torch.equal(sharded.grad.full_tensor(), plain.grad)
+        assert plain.grad.any()
+
+
+def worker(rank: int, world_size: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    for seed in range(20):
+        check_round_trip(rank, world_size, seed)
+    check_one_gets_all(rank, world_size)
+    check_refusals(rank, world_size)
+    check_dummy_under_fsdp(rank, world_size)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exchange_between_ranks(world_size, tmp_path):
+    mp.spawn(worker, args=(world_size, str(tmp_path / "store")), nprocs=world_size)

@@ -1,0 +1,451 @@
+"""Rewards: the score of gsm8k against cases worked by hand, and the pool against functions that really misbehave."""
+
+import gc
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rewards import gsm8k, load_reward, lookup
+from rewards.runtime.pool import RewardConfig, RewardPool
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# a user's file in verl's signature; the response says how to misbehave
+MISBEHAVE = '''
+import asyncio, ctypes, os, re, resource, signal, subprocess, sys, time
+
+def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    if solution_str == "loop":
+        while True:
+            pass
+    if solution_str == "regex":  # holds the interpreter in C code
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "segfault":
+        ctypes.string_at(0)
+    if solution_str == "memory":  # all that it may have: MemoryError
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        bytearray(2 << 30)
+    if solution_str == "oom killer":  # what the kernel sends when the machine has no more
+        os.kill(os.getpid(), signal.SIGKILL)
+    if solution_str == "sys.exit":
+        sys.exit(1)
+    if solution_str == "raise":
+        raise KeyError("no such answer")
+    if solution_str == "other":
+        raise ArithmeticError("another kind")
+    if solution_str == "child":  # leaves a process behind that would write a file later
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(2); open({extra_info['file']!r}, 'w')"])
+        time.sleep(60)
+    if solution_str == "slow":
+        time.sleep(0.3)
+    if solution_str == "forge":  # writes into the worker's own pipes
+        for descriptor in range(3, 20):
+            try:
+                os.write(descriptor, b"{forged}\\n")
+            except OSError:
+                pass
+    if solution_str == "print":
+        print("{" * 100, flush=True)
+        os.write(1, b"raw bytes")
+        assert sys.stdin.read() == ""
+    if solution_str.startswith("return "):
+        return eval(solution_str.removeprefix("return "))
+    return float(ground_truth) + bonus
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.01)
+    return {"score": len(solution_str), "acc": True, "pred": ground_truth}
+
+running = 0
+
+async def together(data_source, solution_str, ground_truth, extra_info=None, pause=0.05):
+    global running
+    running += 1
+    try:
+        await asyncio.sleep(pause)
+        if solution_str == "block":
+            time.sleep(60)
+        if solution_str == "hang":
+            await asyncio.sleep(60)
+        if solution_str == "raise":
+            raise KeyError("late")
+        return running
+    finally:
+        running -= 1
+
+def batched(data_sources, solution_strs, ground_truths, extra_infos):
+    return [len(text) for text in solution_strs]
+
+def whole_batch(data_sources, solution_strs, ground_truths, extra_infos, factor=1):
+    assert all(type(x) is list for x in (data_sources, solution_strs, ground_truths, extra_infos))
+    time.sleep(0.1)
+    if "segfault" in solution_strs:
+        ctypes.string_at(0)
+    if "loop" in solution_strs:
+        time.sleep(60)
+    if "raise" in solution_strs:
+        raise KeyError("one of them")
+    scores = [{"score": float(truth) * factor, "size": len(solution_strs), "source": source, "extra": extra["i"]}
+              for truth, source, extra in zip(ground_truths, data_sources, extra_infos)]
+    return scores[1:] if "short" in solution_strs else scores
+
+def environment(data_source, solution_str, ground_truth, extra_info=None):
+    heavy = [name for name in ("torch", "numpy", "vllm", "transformers") if name in sys.modules]
+    with open("/proc/self/status") as file:
+        kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+    with open("/proc/self/oom_score_adj") as file:
+        first_to_go = file.read().strip()
+    return {"score": kilobytes, "heavy": ",".join(heavy), "pid": os.getpid(), "oom": first_to_go}
+'''
+
+
+@pytest.fixture
+def misbehave(tmp_path) -> str:
+    (tmp_path / "misbehave.py").write_text(MISBEHAVE)
+    return str(tmp_path / "misbehave.py")
+
+
+@pytest.mark.parametrize(("response", "truth", "strict", "flexible"), [
+    ("7 + 5 = 12\n#### 12", "12", 1.0, 1.0),
+    ("#### 12 apples.", "12", 1.0, 1.0),
+    ("####12", "12", 1.0, 1.0),
+    ("#### 7\n#### 12", "12", 1.0, 1.0),        # the last one counts
+    ("#### 12\n#### 7", "12", 0.0, 0.0),
+    ("#### 1,234", "1234", 1.0, 1.0),
+    ("#### 1234", "1,234", 1.0, 1.0),
+    ("#### $18.00", "18", 1.0, 1.0),
+    ("#### -5", "-5", 1.0, 1.0),
+    ("#### -$5", "-5", 1.0, 1.0),
+    ("#### $-5", "-5", 1.0, 1.0),
+    ("#### 5", "-5", 0.0, 0.0),
+    ("#### 0.5", ".5", 1.0, 1.0),
+    ("#### 12.", "12", 1.0, 1.0),
+    ("the answer is 12", "12", 0.0, 1.0),
+    ("12 ####", "12", 0.0, 1.0),
+    ("#### 7 + 5 = 12", "12", 0.0, 1.0),        # strict reads the number right after the mark
+    ("#### twelve", "12", 0.0, 0.0),
+    ("", "12", 0.0, 0.0),
+    ("#### 12" + "\n" * 400, "12", 0.0, 0.0),   # only the last 300 characters are read
+    ("#### 1e2", "100", 0.0, 0.0),
+])
+def test_gsm8k_scores_cases_worked_by_hand(response, truth, strict, flexible):
+    assert gsm8k.compute_score("openai/gsm8k", response, truth) == strict
+    assert gsm8k.compute_score("openai/gsm8k", response, truth, method="flexible") == flexible
+
+
+def test_gsm8k_scores_are_settable():
+    score = {"data_source": "openai/gsm8k", "ground_truth": "12", "score": 2.0, "format_score": 0.1}
+    assert gsm8k.compute_score(solution_str="#### 12", **score) == 2.0
+    assert gsm8k.compute_score(solution_str="#### 13", **score) == 0.1
+    assert gsm8k.compute_score(solution_str="12", **score) == 0.0
+
+
+def test_gsm8k_never_evaluates_and_takes_no_time():
+    assert gsm8k.compute_score("openai/gsm8k", "#### __import__('os')._exit(1)", "1") == 0.0
+    start = time.process_time()
+    for filler in (" ", "-", "$", "#", "1", ",", "- ", "####"):
+        gsm8k.compute_score("openai/gsm8k", "####" + filler * 100_000, "12")
+    assert time.process_time() - start < 0.5
+
+
+def test_gsm8k_refuses_a_truth_that_is_no_number():
+    with pytest.raises(ValueError, match="ground_truth 'twelve' of data_source 'openai/gsm8k' must be a number"):
+        gsm8k.compute_score("openai/gsm8k", "#### 12", "twelve")
+
+
+def test_lookup_names_unknown_sources_and_the_known():
+    assert lookup(["openai/gsm8k", "word_problems"])["word_problems"] is gsm8k.compute_score
+    with pytest.raises(ValueError, match=r"'a/b', 'nope'.*openai/gsm8k, .*word_problems.*--reward.function"):
+        lookup(["nope", "word_problems", "a/b"])
+
+
+def test_load_reward_takes_a_file_and_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_reward.py").write_text("BASE = 40\n")
+    (tmp_path / "mine.py").write_text("from neighbour_of_reward import BASE\n"
+                                      "def compute_score(**kwargs): return BASE + 1\n"
+                                      "def other(**kwargs): return BASE + 2\n")
+    assert load_reward(f"{tmp_path}/mine.py")() == 41
+    assert load_reward(f"{tmp_path}/mine.py:other")() == 42
+    with pytest.raises(ValueError, match=r"no function missing in .*it has compute_score, other"):
+        load_reward(f"{tmp_path}/mine.py:missing")
+    with pytest.raises(ValueError, match="is not a Python file"):
+        load_reward(f"{tmp_path}/absent.py:f")
+
+
+def test_pool_scores_in_order_of_index(misbehave):
+    with RewardPool(f"{misbehave}:score", num_workers=2, timeout_s=10) as pool:
+        for index in (5, 0, 3, 1, 4, 2):
+            pool.submit(index, "any", "slow" if index == 0 else "", str(index * 10))
+        results = pool.results()
+        assert results.index == [0, 1, 2, 3, 4, 5]
+        assert results.scores == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+        assert results.failures == [None] * 6
+        assert results.wait_s > 0.1
+        pool.submit(0, "any", "", "7")  # the next step starts empty, and the index is free again
+        assert pool.results().scores == [7.0]
+        assert pool.results().scores == []
+
+
+def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
+    failures = {"loop": "timeout", "regex": "timeout", "exit": "crash", "segfault": "crash", "forge": "crash",
+                "sys.exit": "exception", "memory": "exception", "oom killer": "crash",
+                "raise": "exception", "other": "exception", "return float('nan')": "invalid", "return '1'": "invalid",
+                "return float('inf')": "invalid", "return None": "invalid", "return {'acc': 1}": "invalid",
+                "return 1 / 0": "exception"}
+    responses = [text for response in failures for text in (response, "fine")]
+    with caplog.at_level(logging.ERROR), RewardPool(f"{misbehave}:score", num_workers=2, timeout_s=1.5) as pool:
+        for index, response in enumerate(responses):
+            pool.submit(index, "any", response, "3.5")
+        results = pool.results()
+        for index in range(4):  # all workers are well again
+            pool.submit(index, "any", "fine", "1")
+        assert pool.results().scores == [1.0] * 4
+    assert results.failures == [failures.get(response) for response in responses]
+    assert results.scores == [0.0 if response in failures else 3.5 for response in responses]
+    assert (results.num_timeouts, results.num_errors) == (2, 14)
+    text = caplog.text
+    assert text.count("no score after 1.5 s") == 1                     # the first of each kind, in full
+    assert "misbehave.py" in text[text.index("no score after"):][:400]  # with the place where it hung
+    for expected in ("exit code 3", "MemoryError", "KeyError: 'no such answer'", "ArithmeticError: another kind",
+                     "ZeroDivisionError", "finite number"):
+        assert expected in text, expected
+    assert text.count("finite number") == 1
+
+
+def test_pool_closes_the_pipes_of_dead_workers_and_of_all_at_the_end(misbehave):
+    gc.collect()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with RewardPool(f"{misbehave}:score", num_workers=1, max_error_frac=1.0) as pool:
+        for count in range(4):
+            pool.submit(count, "any", "exit", "1")
+            pool.submit(count + 4, "any", "fine", "1")
+            assert pool.results().failures == ["crash", None]
+            assert len(os.listdir("/proc/self/fd")) == files + 2
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert threading.active_count() == threads
+
+
+def test_pool_kills_what_a_reward_started(misbehave, tmp_path):
+    marker = tmp_path / "written_by_a_child"
+    with RewardPool(f"{misbehave}:score", num_workers=1, timeout_s=0.5, max_error_frac=1.0) as pool:
+        pool.submit(0, "any", "child", "1", {"file": str(marker)})
+        assert pool.results().failures == ["timeout"]
+        time.sleep(2.5)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_pool_takes_any_form_of_number_and_function(misbehave, num_workers):
+    def scores(name, *responses, **settings):
+        with RewardPool(f"{misbehave}:{name}", num_workers=num_workers, **settings) as pool:
+            for index, response in enumerate(responses):
+                pool.submit(index, "any", response, "2")
+            return pool.results()
+
+    plain = scores("score", "return True", "return 3", "return __import__('numpy').float32(0.5)",
+                   "return {'score': 0.25, 'acc': False, 'pred': 'x', 'n': 3}",
+                   "return __import__('fractions').Fraction(1, 4)")
+    assert plain.scores == [1.0, 3.0, 0.5, 0.25, 0.25]
+    assert plain.extras[3] == {"acc": 0.0, "pred": "x", "n": 3.0}
+    assert scores("score", "", kwargs='{"bonus": 0.5}').scores == [2.5]
+    later = scores("later", "four", "sixsix")
+    assert later.scores == [4.0, 6.0]
+    assert later.extras[0] == {"acc": 1.0, "pred": "2"}
+    assert scores("batched", "four", "sixsix").scores == [4.0, 6.0]
+    if num_workers:  # in this process it would wait for the terminal
+        assert scores("score", "print").scores == [2.0]
+
+
+def test_pool_runs_async_functions_together(misbehave):
+    """Up to --reward.concurrency of them in one worker; the results stay in order and numbers of each its own."""
+    with RewardPool(f"{misbehave}:together", num_workers=1, concurrency=8, kwargs='{"pause": 0.3}') as pool:
+        for index in range(24):
+            pool.submit(index, "any", "x" * index, "1")
+        results = pool.results()
+    assert results.failures == [None] * 24
+    assert max(results.scores) == 8
+
+
+def test_pool_async_failures_cost_only_their_sample(misbehave, caplog):
+    responses = ["hang", "fine", "raise", "fine", "block", "fine", "hang"]
+    with RewardPool(f"{misbehave}:together", num_workers=1, timeout_s=1.5, max_error_frac=1.0) as pool:
+        worker = next(iter(pool.workers.values())).process.pid
+        for index, response in enumerate(["hang", "fine", "hang"]):
+            pool.submit(index, "any", response, "1")
+        assert pool.results().failures == ["timeout", None, "timeout"]
+        assert next(iter(pool.workers.values())).process.pid == worker  # given up, without a kill
+        for index, response in enumerate(responses):
+            pool.submit(index, "any", response, "1")
+        results = pool.results()
+        pool.submit(0, "any", "fine", "1")
+        assert pool.results().scores == [1.0]
+    kinds = {"hang": "timeout", "raise": "exception", "block": "timeout"}
+    assert results.failures == [kinds.get(response) for response in responses]
+    assert "scored again one by one" in caplog.text  # the one that blocks the others ends in a kill
+
+
+def test_pool_gives_batched_functions_what_is_queued(misbehave):
+    """verl's batched form: lists by those names; the first call may be small, the next takes what has piled up."""
+    with RewardPool(f"{misbehave}:whole_batch", num_workers=1, concurrency=10, kwargs='{"factor": 2}') as pool:
+        for index in range(25):
+            pool.submit(index, f"source {index}", "", str(index), {"i": index})
+        results = pool.results()
+    assert results.scores == [2.0 * index for index in range(25)]
+    assert [extra["source"] for extra in results.extras] == [f"source {index}" for index in range(25)]
+    assert [extra["extra"] for extra in results.extras] == list(range(25))
+    sizes = [extra["size"] for extra in results.extras]
+    assert max(sizes) == 10
+    assert abs(sum(1 / size for size in sizes) - round(sum(1 / size for size in sizes))) < 1e-9  # whole batches
+
+
+@pytest.mark.parametrize(("bad", "failure"), [
+    ("segfault", "crash"), ("loop", "timeout"), ("raise", "exception"), ("short", "exception")])
+def test_pool_blames_only_the_guilty_of_a_batch(misbehave, bad, failure):
+    with RewardPool(f"{misbehave}:whole_batch", num_workers=1, timeout_s=1.0) as pool:
+        for index in range(6):
+            pool.submit(index, "any", bad if index == 3 else "", "5", {"i": index})
+        results = pool.results()
+    assert results.failures == [failure if index == 3 else None for index in range(6)]
+    assert results.scores == [0.0 if index == 3 else 5.0 for index in range(6)]
+
+
+def test_keywords_go_to_the_functions_that_name_them(misbehave, tmp_path):
+    functions = (f"{misbehave}:score", f"{misbehave}:whole_batch")
+    with RewardPool(functions, num_workers=1, kwargs='{"bonus": 0.5, "factor": 10}') as pool:
+        pool.submit(0, "any", "", "2", {"i": 0})
+        assert pool.results().scores == [2.5 + 20.0]
+    with pytest.raises(RuntimeError, match=r"--reward\.kwargs bonsu: no reward function of this run takes it"):
+        RewardPool(functions, num_workers=1, kwargs='{"bonsu": 0.5}')
+    assert lookup(["openai/gsm8k", "countdown"], '{"method": "flexible"}')
+    with pytest.raises(ValueError, match=r"--reward\.kwargs method: no reward function"):
+        lookup(["countdown"], '{"method": "flexible"}')
+    with RewardPool(num_workers=1, kwargs='{"method": "flexible"}') as pool:  # countdown has no such keyword
+        pool.submit(0, "openai/gsm8k", "12", "12")
+        pool.submit(1, "countdown", "<answer>3 + 4</answer>", {"target": 7, "numbers": [3, 4]})
+        assert pool.results().scores == [1.0, 1.0]
+    (tmp_path / "open.py").write_text("def check(): raise SystemExit\ndef f(**kwargs): return kwargs['anything']\n")
+    with RewardPool(f"{tmp_path}/open.py:f", num_workers=1, kwargs='{"anything": 3}') as pool:
+        pool.submit(0, "any", "", "")
+        assert pool.results().scores == [3.0]  # and a user's own `check` is not ours to call
+
+
+def test_pool_in_process_counts_errors_too(misbehave):
+    with RewardPool(f"{misbehave}:score", num_workers=0) as pool:
+        for index, response in enumerate(["raise", "fine", "return None"]):
+            pool.submit(index, "any", response, "1")
+        with pytest.raises(RuntimeError, match="67% of the samples have no reward"):
+            pool.results()
+
+
+def test_pool_combines_weighted_functions(misbehave):
+    functions = (f"{misbehave}:score", f"{misbehave}:later")
+    with RewardPool(functions, weights=(1.0, 0.5), num_workers=1) as pool:
+        pool.submit(0, "any", "four", "3")
+        results = pool.results()
+    assert results.scores == [3.0 + 0.5 * 4]
+    assert results.extras[0] == {"misbehave.score": 3.0, "misbehave.later": 4.0, "misbehave.later/acc": 1.0,
+                                 "misbehave.later/pred": "3"}
+    with pytest.raises(ValueError, match=r"--reward.weights has 1 numbers, --reward.function 2"):
+        RewardPool(functions, weights=(1.0,))
+
+
+def test_pool_uses_the_table_without_a_function():
+    with RewardPool(num_workers=1) as pool:
+        pool.submit(0, "word_problems", "#### 12", "12")
+        pool.submit(1, "word_problems", "#### 13", "12")
+        pool.submit(2, "unknown", "#### 12", "12")
+        results = pool.results()
+    assert results.scores == [1.0, 0.0, 0.0]
+    assert results.failures == [None, None, "exception"]
+
+
+def test_pool_on_error_drop_and_stop(misbehave):
+    with RewardPool(f"{misbehave}:score", num_workers=1, on_error="drop") as pool:
+        pool.submit(0, "any", "raise", "1")
+        pool.submit(1, "any", "fine", "1")
+        results = pool.results()
+        assert math.isnan(results.scores[0])
+        assert results.scores[1] == 1.0
+    with RewardPool(f"{misbehave}:score", num_workers=1, on_error="stop") as pool:
+        pool.submit(0, "any", "raise", "1")
+        with pytest.raises(RuntimeError, match=r"(?s)--reward.on-error is stop.*KeyError: 'no such answer'"):
+            pool.results()
+    with RewardPool(f"{misbehave}:score", num_workers=1, max_error_frac=0.2) as pool:
+        for index in range(4):
+            pool.submit(index, "any", "fine" if index else "raise", "1")
+        with pytest.raises(RuntimeError, match=r"25% .*1 errors, 0 timeouts of 4.*--reward.max-error-frac 0.2"):
+            pool.results()
+
+
+def test_pool_stops_before_training_if_the_file_cannot_be_loaded(tmp_path):
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    with pytest.raises(RuntimeError, match=r"(?s)reward worker could not start.*a_module_that_is_not_there"):
+        RewardPool(f"{tmp_path}/broken.py:f", num_workers=2)
+    with pytest.raises(ValueError, match="no such file"):
+        RewardPool(f"{tmp_path}/absent.py:f")
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        RewardPool(kwargs="method=flexible")
+    with pytest.raises(ValueError, match=r"--reward.timeout-s 0 above 0"):
+        RewardPool(timeout_s=0)
+
+
+def test_pool_refuses_an_index_twice():
+    with RewardPool(num_workers=1) as pool:
+        pool.submit(0, "word_problems", "#### 12", "12")
+        with pytest.raises(ValueError, match="sample 0 was submitted twice"):
+            pool.submit(0, "word_problems", "#### 12", "12")
+
+
+def test_workers_are_light_and_several(misbehave):
+    """Under 40 MB each, and nothing heavy imported: the training script is not imported again."""
+    with RewardPool(f"{misbehave}:environment", num_workers=2) as pool:
+        for index in range(200):
+            pool.submit(index, "any", "", "")
+        results = pool.results()
+    assert max(results.scores) < 40_000
+    assert {extra["heavy"] for extra in results.extras} == {""}
+    assert {extra["oom"] for extra in results.extras} == {"1000"}  # when memory runs out, it goes before the trainer
+    pids = {int(extra["pid"]) for extra in results.extras}
+    assert os.getpid() not in pids
+    assert 1 <= len(pids) <= 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)  # close() ended them
+
+
+def test_workers_die_with_a_killed_trainer(misbehave):
+    """SIGKILL to the trainer while a worker is in an endless loop leaves no process behind."""
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from rewards.runtime.pool import RewardPool
+pool = RewardPool({misbehave + ":score"!r}, num_workers=1, timeout_s=600)
+print(next(iter(pool.workers.values())).process.pid, flush=True)
+pool.submit(0, "any", "loop", "1")
+time.sleep(600)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    pid = int(trainer.stdout.readline())
+    time.sleep(0.5)
+    os.kill(pid, 0)  # it is there
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline, "the worker outlived its trainer"
+        time.sleep(0.05)
+
+
+def test_reward_config_fits_the_pool():
+    pool = RewardPool(**vars(RewardConfig(num_workers=0)))
+    pool.submit(0, "word_problems", "#### 12", "12")
+    assert pool.results().scores == [1.0]

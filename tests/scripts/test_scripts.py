@@ -1,0 +1,259 @@
+"""The four scripts as users run them: every variant on tiny models, on one and two ranks, and what they refuse."""
+
+import importlib
+import json
+import re
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import tyro
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+import dapo
+import rloo
+from common.parallel.ranks import World
+from tests.conftest import ROOT, TRAIN, launch
+
+BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+        "--prompts-per-step", "4", "--samples-per-prompt", "3", "--rollout.max-response-length", "6",
+        "--optim.lr", "1e-3", "--reward.num-workers", "1", "--total-steps", "1", "--save.hf", "never",
+        "--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score"]
+TWO_UPDATES = ["--minibatches-per-step", "2"]
+LOSSES = ["grpo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"]
+BASELINES = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg"]
+VARIANTS = {
+    **{f"grpo {loss}": ["--loss", loss, *TWO_UPDATES] for loss in LOSSES},
+    **{f"grpo {name}": ["--aggregation", name] for name in
+       ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")},
+    **{f"grpo kl {name}": ["--kl-loss-coef", "0.1", "--kl-estimator", name, *TWO_UPDATES]
+       for name in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
+    "grpo passk": ["--advantage", "passk"],
+    "grpo no std": ["--no-norm-by-std"],
+    "grpo entropy": ["--entropy-coef", "10"],
+    "grpo epochs": ["--epochs-per-step", "2", "--optim.schedule", "cosine", "--optim.warmup-steps", "1"],
+    "grpo checkpointing": ["--policy.gradient-checkpointing", "True"],
+    "grpo share prompt": ["--policy.share-prompt", "--max-tokens-per-gpu", "300"],
+    "grpo reward model": ["--reward-model.path", "RM", "--reward-model.weight", "0.5"],
+    "grpo reward model alone": ["--reward-model.path", "RM", "--reward-model.alone", "--reward-model.max-tokens", "99",
+                                "--reward-model.offload"],
+    "grpo rejection": ["--correction.preset", "decoupled-k3-rs-token-tis", "--correction.rejected-leave-group"],
+    "ppo correction": ["--correction.weights", "sequence", "--correction.batch-normalise", "--kl-reward-coef", "0.1"],
+    "dapo bypass": ["--correction.preset", "bypass-ppo-clip-k3-rs", *TWO_UPDATES],
+    "rloo bypass": ["--correction.preset", "bypass-pg-geo-rs-token-tis", "--correction.reject-above", "9"],
+    "ppo": ["--minibatches-per-step", "1"],
+    "ppo critic from a reward model": ["--minibatches-per-step", "2", "--critic-model", "RM"],
+    "ppo kl": ["--kl-reward-coef", "0.1", "--kl-controller", "adaptive", "--kl-target", "0.001", "--total-steps", "3",
+               "--minibatches-per-step", "2"],
+    "ppo kl loss": ["--kl-loss-coef", "0.1", "--minibatches-per-step", "2", "--epochs-per-step", "2"],
+    "ppo gae": ["--gamma", "0.99", "--lam", "0.95", "--value-clip", "0.2", "--critic-optim.lr", "1e-2",
+                "--total-steps", "2", "--policy.share-prompt"],
+    "ppo warmup": ["--critic-warmup-steps", "1", "--total-steps", "2", "--minibatches-per-step", "2"],
+    "dapo": ["--total-steps", "3"],
+    "dapo overlong": ["--overlong-buffer", "3", *TWO_UPDATES],
+    "dapo mask truncated": ["--mask-truncated"],
+    "dapo surplus": ["--keep-surplus", "--total-steps", "3"],
+    "dapo one batch": ["--max-gen-batches", "1"],
+    **{f"rloo {name}": ["--baseline", name] for name in BASELINES},
+    **{f"rloo {name} kl clip": ["--baseline", name, "--kl-reward-coef", "0.1", "--clip", "0.2", "--gamma", "0.9",
+                                *TWO_UPDATES] for name in BASELINES},
+}
+
+
+@pytest.fixture(scope="module")
+def small_train(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("train") / "train.parquet"
+    pq.write_table(pq.read_table(TRAIN).slice(0, 32), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_llama, tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("reward_model"))
+    torch.manual_seed(5)
+    config = LlamaConfig.from_pretrained(tiny_llama, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int, dict[str, list[dict]]]:
+    """ranks -> variant -> its metrics, a row a step."""
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        own = ["--model", tiny_llama, "--train-data", small_train, *BASE]
+        jobs = [[name.split()[0], str(folder / name), [reward_model if flag == "RM" else flag for flag in own + flags]]
+                for name, flags in VARIANTS.items()]
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        launch("-m", "tests.scripts.variant_worker", folder / "jobs.json", ranks=ranks)
+        found[ranks] = {name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+                        for name in VARIANTS}
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_the_same_on_one_and_two_ranks(runs, name):
+    one, two = runs[1][name], runs[2][name]
+    timing = re.compile(r"timing|perf|tokens_per_s|probe|global_seqlen|_max|_min|max$|min$")
+    assert len(one) == len(two) >= 1
+    for a, b in zip(one, two, strict=True):
+        assert a["actor/skipped_steps"] == 0 if "actor/skipped_steps" in a else "warmup" in name
+        for key in a:
+            if not timing.search(key):
+                assert a[key] == pytest.approx(b[key], rel=2e-3, abs=2e-5), key
+    all_masked = name == "dapo mask truncated"                  # random models never stop: every response is cut
+    assert (one[-1]["actor/grad_norm"] == 0) == all_masked and one[-1]["actor/grad_norm"] < 1e4
+
+
+def first(runs, name, key):
+    return runs[1][name][0][key]
+
+
+def test_variants_differ_where_their_formulas_do(runs):
+    """Guard: a flag that reached nothing would leave the gradient of the plain run."""
+    norms = {name: first(runs, name, "actor/grad_norm") for name in VARIANTS if name.startswith("grpo")}
+    same = {name for name in norms if norms[name] == pytest.approx(norms["grpo token-mean"], rel=1e-6)}
+    assert {"grpo token-mean", "grpo checkpointing"} <= same and len(same) < len(norms) / 2
+    # every response has the 6 tokens that are allowed, and there are 12
+    for name, factor in (("token-sum", 72), ("seq-mean-token-sum", 6), ("seq-mean-token-sum-norm", 1)):
+        assert norms[f"grpo {name}"] == pytest.approx(factor * norms["grpo token-mean"], rel=1e-4), name
+    for name in ("passk", "no std", "entropy"):
+        assert norms[f"grpo {name}"] != pytest.approx(norms["grpo token-mean"], rel=1e-3), name
+    losses = [norms[f"grpo {loss}"] for loss in LOSSES]
+    assert len({round(norm, 5) for norm in losses}) >= 7
+    assert norms["grpo share prompt"] == pytest.approx(norms["grpo token-mean"], rel=1e-4)
+
+
+def test_rloo_is_grpo_without_std_times_n_over_n_minus_1(runs):
+    """On policy the two losses have the same gradient but for the factor 3 / 2 of groups of 3."""
+    grpo, rloo_ = (first(runs, name, "actor/grad_norm") for name in ("grpo no std", "rloo rloo"))
+    assert rloo_ == pytest.approx(1.5 * grpo, rel=1e-4)
+
+
+def test_ppo_with_a_critic_of_zeros_is_reinforce_plus_plus(runs):
+    """gamma = lam = 1 and V = 0: the whitened return-to-go, which is what reinforce++ uses."""
+    ppo, other = (first(runs, name, "actor/grad_norm") for name in ("ppo", "rloo reinforce++"))
+    assert ppo == pytest.approx(other, rel=1e-4)
+    row = runs[1]["ppo"][0]
+    assert row["critic/values/mean"] == 0 and row["critic/vf_loss"] == pytest.approx(row["critic/rewards/mean"] / 2)
+    assert row["critic/vf_explained_var"] == 0 and row["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_reward_models_score_is_added_or_alone(runs):
+    plain, both, alone = (runs[1][f"grpo {name}"][0] for name in ("token-mean", "reward model", "reward model alone"))
+    assert abs(both["reward/model"]) > 1e-3
+    assert both["reward/model"] == pytest.approx(alone["reward/model"], abs=1e-5)       # the same responses
+    assert alone["critic/rewards/mean"] == pytest.approx(alone["reward/model"], abs=1e-6)
+    want = plain["critic/rewards/mean"] + both["reward/model"] / 2
+    assert both["critic/rewards/mean"] == pytest.approx(want, abs=1e-6)
+
+
+def test_critic_learns_and_warmup_leaves_the_policy(runs):
+    rows = runs[1]["ppo gae"]
+    assert rows[0]["critic/values/mean"] == 0 != rows[1]["critic/values/mean"]
+    warm = runs[1]["ppo warmup"]
+    assert "actor/grad_norm" not in warm[0] and warm[0]["critic/grad_norm"] > 0 and warm[1]["actor/grad_norm"] > 0
+
+
+def test_adaptive_controller_moves_the_coefficient(runs):
+    """Step 1 has KL 0, below the target: coef * (1 - 0.2 * 12 / 10000). Then the KL is far above: * (1 + ...)."""
+    coefs = [row["actor/kl_coef"] for row in runs[1]["ppo kl"]]
+    kls = [row["actor/reward_kl_penalty"] for row in runs[1]["ppo kl"]]
+    assert coefs[0] == 0.1 and coefs[1] == pytest.approx(0.1 * (1 - 0.2 * 12 / 10000)) and kls[1] > 0.0012
+    assert coefs[2] == pytest.approx(coefs[1] * (1 + 0.2 * 12 / 10000))
+
+
+def test_dapo_samples_until_enough_groups_differ(runs):
+    rows = [row for row in runs[1]["dapo"] if row["rollout/gen_batches"] > 1]
+    assert rows and all(0 < row["reward/constant_group_frac"] < 1 for row in rows)
+    assert max(row["rollout/surplus_groups"] for row in runs[1]["dapo surplus"]) > 0
+    one = runs[1]["dapo one batch"][0]
+    assert one["rollout/gen_batches"] == 1 and one["rollout/surplus_groups"] == 0
+    assert runs[1]["dapo overlong"][0]["reward/overlong_punishment"] < 0
+
+
+# --------------------------------------------------------------------------- formulas by hand
+
+NAN = torch.nan
+
+
+def baseline(name, rewards, lengths=None, greedy=None):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    lengths = torch.ones_like(rewards) if lengths is None else torch.tensor(lengths, dtype=torch.float64)
+    greedy = torch.zeros(len(rewards)) if greedy is None else torch.tensor(greedy, dtype=torch.float64)
+    return rloo.BASELINES[name].function(rewards, lengths, greedy).nan_to_num()
+
+
+def assert_equal(got, want):
+    assert torch.allclose(got, torch.tensor(want, dtype=torch.float64), atol=1e-12), got
+
+
+def test_baselines_by_hand():
+    assert_equal(baseline("rloo", [[1, 0, 0], [2, NAN, 4], [5, NAN, NAN]]), [[1, -0.5, -0.5], [-2, 0, 2], [0, 0, 0]])
+    assert_equal(baseline("reinforce++", [[1, 0, NAN]]), [[1, 0, 0]])
+    assert_equal(baseline("reinforce++-baseline", [[1, 0, 0.5], [4, NAN, 2]]), [[0.5, -0.5, 0], [1, 0, -1]])
+    assert_equal(baseline("remax", [[1, 0], [3, NAN]], greedy=[0.25, 1]), [[0.75, -0.25], [2, 0]])
+    # lengths 1, 3 with rewards 4, 0: the weighted mean is 1; the lost response of length 9 has no weight
+    assert_equal(baseline("opo", [[4, 0, NAN]], lengths=[[1, 3, 9]]), [[3, -1, 0]])
+    # 2 of 4 rewards are not 0: alpha 2
+    assert_equal(baseline("gpg", [[1, 0], [0, 3]]), [[1, -1], [-3, 3]])
+
+
+def test_unequal_groups_by_hand():
+    rewards = torch.tensor([[1, 1, 1], [0, 1, 0], [NAN, 1, 1], [NAN, 0, 1], [NAN, NAN, 2], [NAN] * 3])
+    assert dapo.unequal_groups(rewards) == [1, 3]
+
+
+# --------------------------------------------------------------------------- bad flags
+
+@pytest.mark.parametrize(("script", "flags", "message"), [
+    ("grpo", ["--clip-low", "0.3", "--clip-high", "0.2"], "--clip-high 0.2 must be at least --clip-low 0.3"),
+    ("grpo", ["--clip-low", "1.5"], r"--clip-low 1.5 must be in \[0, 1\]"),
+    ("grpo", ["--clip-dual", "0.5"], "--clip-dual 0.5 must be above 1"),
+    ("grpo", ["--loss", "sapo", "--clip-low", "0.2"], "--clip-low 0.2: the loss sapo has no such bound"),
+    ("grpo", ["--loss", "gspo", "--clip-dual", "3"], "--clip-dual 3.0: the loss gspo has no such bound"),
+    ("ppo", ["--lam", "1.5"], r"--lam 1.5 must be in \[0, 1\]"),
+    ("ppo", ["--gamma", "-0.1"], r"--gamma -0.1 must be in \[0, 1\]"),
+    ("ppo", ["--critic-model", "/no/critic"], "/no/critic holds no config.json: --critic-model must be"),
+    ("ppo", ["--critic-warmup-steps", "1"], "--critic-warmup-steps 1 must be from 0 to below --total-steps 1"),
+    ("ppo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
+    ("rloo", ["--samples-per-prompt", "1"], "--samples-per-prompt 1: --baseline rloo needs 2"),
+    ("rloo", ["--clip", "1.5"], r"--clip 1.5 must be in \[0, 1\]"),
+    ("rloo", ["--prompts-per-step", "0"], "--prompts-per-step 0 must be at least 1"),
+    ("dapo", ["--overlong-buffer", "7"], "--overlong-buffer 7 must be from 0 to --rollout.max-response-length 6"),
+    ("dapo", ["--max-gen-batches", "0"], "--max-gen-batches 0 must be at least 1"),
+])
+def test_bad_flags_are_refused_before_a_model_is_loaded(tiny_llama, script, flags, message):
+    """`check` is the second line of `main` and sees nothing but flags."""
+    module = importlib.import_module(script)
+    args = tyro.cli(module.Args, args=["--model", tiny_llama, "--train-data", "/no/such.parquet", *BASE, *flags])
+    with pytest.raises(ValueError, match=message):
+        module.check(args, World(0, 1, 0, torch.device("cpu"), None))
+
+
+def test_too_few_groups_stop_with_a_clear_message(tiny_llama, small_train, tmp_path):
+    reward = tmp_path / "one.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    done = launch(
+        "dapo.py", "--model", tiny_llama, "--train-data", small_train, *BASE[:-2], "--reward.function", f"{reward}",
+        "--max-gen-batches", "2", "--run-dir", str(tmp_path / "run"), warm=True, check=False,
+    )
+    assert done.returncode != 0
+    assert "step 1: 0 of 8 groups have unequal rewards after --max-gen-batches 2" in done.stderr
+
+
+def test_a_run_that_was_killed_keeps_the_surplus(tiny_llama, small_train, tmp_path):
+    """dapo.py --keep-surplus: 3 steps in one go equal 1 step, a new process, and 2 more."""
+    common = ["--model", tiny_llama, "--train-data", small_train, *BASE, "--keep-surplus", "--save.every", "1"]
+    launch("dapo.py", *common, "--total-steps", "4", "--run-dir", str(tmp_path / "whole"), warm=True)
+    surplus = [json.loads(line)["rollout/surplus_groups"] for line in
+               (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    cut = next(step for step, groups in enumerate(surplus[:-1], start=1) if groups)
+    for steps in (cut, 4):
+        launch("dapo.py", *common, "--total-steps", str(steps), "--run-dir", str(tmp_path / "cut"), warm=True)
+    timing = re.compile(r"timing|perf|tokens_per_s|save")
+    rows = [[{k: v for k, v in json.loads(line).items() if not timing.search(k)}
+             for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "cut")]
+    assert rows[0] == rows[1]

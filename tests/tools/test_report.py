@@ -1,0 +1,80 @@
+"""The picture of a run."""
+
+import json
+
+import pytest
+import tyro
+from matplotlib import image
+
+from tools import report as view
+
+
+def write_run(folder, scale: float = 1.0) -> str:
+    """Six steps as grpo.py logs them: validation at 0, 3 and 6, nothing else at 0."""
+    folder.mkdir(parents=True)
+    rows = [{"step": 0, "val-core/sums/acc/greedy": 0.1, "val-core/sums/acc/mean@4": 0.05}]
+    for step in range(1, 7):
+        rows.append({
+            "step": step, "critic/rewards/mean": scale * step / 7, "actor/entropy": 2.0 / step,
+            "training/rollout_probs_diff_mean": 0.003, "timing_s/gen": 2.0 + step, "timing_s/update_actor": 5.0,
+            "timing_s/step": 8.0 + step,
+        })
+        if step % 3 == 0:
+            rows[-1] |= {"val-core/sums/acc/greedy": step / 8, "val-core/sums/acc/mean@4": step / 10}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def colours(file) -> set[tuple]:
+    pixels = image.imread(file)[..., :3]
+    return set(map(tuple, pixels[::2, ::2].reshape(-1, 3).round(2).tolist()))
+
+
+def test_curves_of_a_run(tmp_path, capsys):
+    run = write_run(tmp_path / "a")
+    file = tmp_path / "a/curves.png"
+    view.main(tyro.cli(view.Args, args=[run, "--out", str(file)]))
+    assert capsys.readouterr().out == f"curves {file}\n"
+    assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    height, width, _ = image.imread(file).shape
+    assert (width, height) == (1210, 770)
+    assert len(file.read_bytes()) > 20_000
+    assert len(colours(file)) > 20                                      # lines, areas and text, not a white sheet
+
+
+def test_two_runs_in_one_picture(tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", scale=0.5)]
+    view.main(view.Args((runs[0],), out=str(tmp_path / "one.png")))
+    view.main(view.Args(tuple(runs), out=str(tmp_path / "two.png")))
+    assert (tmp_path / "two.png").read_bytes() != (tmp_path / "one.png").read_bytes()
+    orange = [255, 127, 14]                                             # the second run's line, in the reward's panel
+    one, two = ((image.imread(tmp_path / name)[:385, :605, :3] * 255).round() for name in ("one.png", "two.png"))
+    assert not (one == orange).all(-1).any()
+    assert (two == orange).all(-1).sum() > 50
+    assert not (tmp_path / "a/curves.png").exists()
+
+
+def test_a_run_without_any_step_but_validation(tmp_path):
+    run = tmp_path / "a"
+    write_run(run)
+    first = (run / "metrics.jsonl").read_text().splitlines()[0]
+    (run / "metrics.jsonl").write_text(first + "\n")
+    view.main(view.Args((str(run),), out=str(run / "curves.png")))
+    assert (run / "curves.png").stat().st_size > 10_000
+
+
+def test_series_by_hand(tmp_path):
+    rows = view.read_metrics(write_run(tmp_path / "a"))
+    assert len(rows) == 7
+    assert view.series(rows, "val-core/sums/acc/greedy") == ([0, 3, 6], [0.1, 0.375, 0.75])
+    assert view.series(rows, "unknown") == ([], [])
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"missing/metrics.jsonl does not exist: give the folder of a run"):
+        view.main(view.Args((str(tmp_path / "missing"),)))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="is empty: the run has not finished a step"):
+        view.main(view.Args((str(tmp_path),)))
+    with pytest.raises(ValueError, match="give at least one run folder"):
+        view.main(view.Args(()))

@@ -1,0 +1,103 @@
+"""Four made-up responses logged on one rank or on two: used by test_record.py and test_view_page.py, and run under
+torchrun as `log_worker.py FOLDER`."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoTokenizer
+
+from common.batch import Batch
+from common.metrics import Meter, step_metrics
+from common.parallel import ranks
+from common.tracking.logger import LogConfig
+from common.tracking.rollouts import Record
+from common.tracking.timer import Timer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]
+RESPONSES = ["5", "2 + 3 = 5\n#### 5", "naïve 🍎 apples", "<img src=x onerror=alert(1)></script>{{data}}"]
+GROUP = 2
+
+
+
+@cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ROOT / "models/SmolLM2-135M-Instruct")
+
+
+def tokens(tokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Of the four prompts and responses."""
+    prompts = [tokenizer(PROMPTS[i // GROUP])["input_ids"] for i in range(4)]
+    return prompts, [tokenizer(text)["input_ids"] for text in RESPONSES]
+
+
+def samples(tokenizer, mine: list[int]) -> SimpleNamespace:
+    """What a rank sampled and scored: these of the four."""
+    prompts, responses = tokens(tokenizer)
+    return SimpleNamespace(
+        index=mine, rewards=[[1.0, 0.0, 0.5, 0.0][i] for i in mine],
+        extras=[{"acc": i / 4, "pred": f"<i>{i}"} if i else {} for i in mine],
+        prompts=[SimpleNamespace(tokens=prompts[i], data_source="sums", ground_truth=5 + i // GROUP) for i in mine],
+        responses=[SimpleNamespace(tokens=responses[i], logp=[-(t + 1) / (i + 1) for t in range(len(responses[i]))],
+                                   finish_reason="length" if i == 3 else "stop") for i in mine],
+    )
+
+
+def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.Tensor, dict]:
+    """What a rank trains on: these of the four, after a dummy, with numbers that say whose they are. Token t of
+    response i has old_logp -(i + t / 100), advantage i, entropy t, ratio 1 + i / 10, and is clipped where t is 1."""
+    prompts, responses = tokens(tokenizer)
+    batch = Batch.build([[7, 8], *(prompts[i] for i in mine)], [[9], *(responses[i] for i in mine)],
+                        index=[90, *mine])
+    batch.index[0], batch.mask[:3] = -1, False
+    i = batch.index[batch.sequence_ids].float()                         # [T]
+    first = torch.tensor([2, *(len(prompts[i]) for i in mine)])
+    t = (batch.position_ids - first[batch.sequence_ids]).float()
+    batch.old_logp, batch.advantage, entropy = -(i + t / 100), i * batch.mask, t
+    stats = {"actor/ratio": 1 + i / 10, "actor/pg_clipfrac": (t == 1).float(), "actor/pg_clipfrac_lower": 0 * t}
+    return batch, batch.old_logp, entropy, stats
+
+
+def record(run_dir: Path, sampled: list[int], trained: list[int], config: LogConfig, step: int = 1) -> Record:
+    """One step's file, of a rank that sampled and trained on these."""
+    tok = tokenizer()
+    made = Record(config, run_dir, step, GROUP)
+    made.add(*microbatch(tok, trained))
+    made.write(tok, samples(tok, sampled), torch.tensor([1.25, 0.0, 0.5, -0.5], dtype=torch.float64))
+    return made
+
+
+def metrics(rank: int, size: int) -> dict[str, float]:
+    """A step of four responses, dealt to one or two ranks."""
+    mine = [[0, 1, 2, 3]] if size == 1 else [[0, 3], [1, 2]]
+    differences = [[0.1, 0.3], [0.2], [0.0, 0.4, 0.2], []]              # a number per token of each response
+    meter, timer, world = Meter(), Timer(), SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"))
+    for i in mine[rank]:
+        values = torch.tensor(differences[i], dtype=torch.float64)
+        meter.mean("training/rollout_probs_diff_mean", values)
+        meter.std("training/rollout_probs_diff_std", values)
+        meter.max("training/rollout_probs_diff_max", values)
+        meter.spread("critic/values", values - 1, values < 0.35)
+        meter.total("actor/pg_loss", values.sum(), per=2)
+        meter.mean("never", values, values > 9)
+        meter.max("never", values[values > 9])
+        meter.std("one value", values[values == 0.4])
+    prompt_lengths, response_lengths = torch.tensor([3.0, 3, 8, 8]), torch.tensor([2.0, 4, 10, 1])
+    lengths = (prompt_lengths + response_lengths).long()
+    timer.seconds |= {"gen": 2.0, "reward": 0.5, "update_actor": 4.0, "adv": 0.1}
+    results = SimpleNamespace(prompt_lengths=prompt_lengths, response_lengths=response_lengths,
+                              truncated=torch.tensor([False, False, True, False]))
+    minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
+    return step_metrics(meter, timer, world, results, minibatches, max_prompt_length=8, max_response_length=10,
+                        update_flops=8e9, peak_flops=5e9)
+
+
+if __name__ == "__main__":
+    folder, world = Path(sys.argv[1]), ranks.init()
+    (folder / f"metrics_{world.rank}.json").write_text(json.dumps(metrics(world.rank, world.size)))
+    record(folder, [[0, 1], [2, 3]][world.rank], [[2], [1, 0]][world.rank], LogConfig())
+    ranks.shutdown()

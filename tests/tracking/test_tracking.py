@@ -1,0 +1,438 @@
+"""Numbers of a run: the meter against numbers by hand, files that a resumed run continues, messages for people."""
+
+import gzip
+import importlib.util
+import json
+import math
+import os
+import pty
+import re
+import select
+import sys
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from common.dataset.reading import find_files
+from common.metrics import Meter, memory, spread
+from common.parallel.ranks import World
+from common.tracking import console, profiling
+from common.tracking.console import step_line
+from common.tracking.health import Watch
+from common.tracking.logger import LogConfig, Tracker
+from common.tracking.timer import Timer
+from tests.conftest import launch
+from tests.rank_worker import fill_meter
+
+WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+
+
+@dataclass
+class Args:
+    lr: float = 0.5
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+# --------------------------------------------------------------------------- meter and timer
+
+def test_meter_on_one_rank_by_hand():
+    """Without a process group: [1 2 3] and [10]; masked 5 and 7; 1 of 4 flags; (3 + 5) / 2; maxima."""
+    assert fill_meter(0).reduce() == {
+        "mean": 4.0, "masked": 6.0, "flags": 0.25, "total": 4.0, "max": -3.0, "only rank 0": -2.5,
+    }
+
+
+def test_meter_on_two_ranks_by_hand(tmp_path):
+    """Means weigh values, not ranks: (1 + 2 + 3 + 10 + 4) / 5; (5 + 7 + 5) / 3; 3 of 8; (3 + 5 + 4 + 5) / 2."""
+    launch("tests/rank_worker.py", "meters", tmp_path, ranks=2, timeout=170)
+    found = [torch.load(tmp_path / f"metrics_{rank}.pt") for rank in range(2)]
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx({
+        "mean": 4.0, "masked": 17 / 3, "flags": 0.375, "total": 8.5, "max": -3.0, "only rank 0": -2.5,
+    }, abs=1e-12)
+
+
+def test_meter_sums_in_float64_and_holds_no_graph():
+    meter, values = Meter(), torch.full((4,), 0.1, requires_grad=True)
+    meter.mean("big", torch.cat([torch.tensor([1e9]), values]))
+    meter.total("loss", values.sum())
+    assert meter.reduce()["big"] == pytest.approx((1e9 + 4 * float(torch.tensor(0.1))) / 5, rel=1e-15)
+    assert not meter.sums["loss"].requires_grad
+    assert Meter().reduce() == {}
+
+
+def test_timer_adds_up_phases(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 4.0, 4.5, 10.0, 11.0, 20.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    timer = Timer()
+    for phase in ("gen", "update", "gen"):
+        with timer(phase):
+            pass
+    assert timer.metrics() == {"timing_s/gen": 3.0, "timing_s/update": 0.5, "timing_s/step": 20.0}
+
+
+def test_spread_by_hand():
+    assert spread("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
+
+
+def test_memory_is_plausible():
+    metrics = memory(WORLD)
+    assert 0.05 < metrics["perf/cpu_memory_used_gb"] <= metrics["perf/cpu_memory_peak_gb"] < 1000
+
+
+def test_step_line_by_hand():
+    metrics = {
+        "critic/rewards/mean": 0.51234, "response_length/mean": 27.06, "actor/grad_norm": 0.456, "actor/lr": 3e-5,
+        "actor/ppo_kl": -1.23e-4, "timing_s/gen": 2.54, "timing_s/reward": 0.04, "timing_s/update_actor": 4.06,
+        "timing_s/step": 6.96, "unknown/thing": 1.0,
+    }
+    numbers, seconds = step_line(7, 100, metrics).split("  |  ")
+    assert numbers == "step   7/100  reward 0.512  length 27.1  kl -1.2e-04  grad 0.46  lr 3.0e-05"
+    assert seconds == "7.0 s: gen 2.5 update_actor 4.1"
+
+
+def test_std_is_the_unbiased_one():
+    """[1 2 4] and [1]: mean 2, squares of the deviations 1 + 0 + 4 + 1 over 3."""
+    meter = Meter()
+    meter.std("x", torch.tensor([1.0, 2.0, 4.0]))
+    meter.std("x", torch.tensor([1.0, 50.0]), torch.tensor([True, False]))
+    meter.std("constant", torch.full((3,), 0.1))
+    assert meter.reduce() == {"x": pytest.approx(2**0.5), "constant": pytest.approx(0.0, abs=1e-8)}
+
+
+def test_spread_of_a_meter_by_hand():
+    meter = Meter()
+    meter.spread("x", torch.tensor([1.0, -2.0, 90.0]), torch.tensor([True, True, False]))
+    meter.spread("x", torch.tensor([7.0]))
+    meter.spread("nothing", torch.zeros(0))
+    assert meter.reduce() == {"x/mean": 2.0, "x/max": 7.0, "x/min": -2.0}
+
+
+def test_batch_units_in_words():
+    assert console.batch_line(16, 8, 2, 1, 4096, 600, 2) == (         # 6 of the longest in a micro-batch, 32 a rank
+        "16 prompts x 8 samples = 128 responses a step, 2 mini-batch(es) of 64, 1 epoch(s), micro-batches of up to "
+        "4,096 tokens on each of 2 rank(s), about 6 at the longest lengths")
+
+
+# --------------------------------------------------------------------------- files
+
+def lines(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_jsonl_has_one_line_a_step_and_config_the_flags(tmp_path, capsys):
+    run = tmp_path / "runs/a"
+    tracker = Tracker(LogConfig(), str(run), Args(), WORLD, {})
+    tracker.log(1, {"reward": 0.5}, "step one")
+    tracker.log(2, {"reward": 1e-17, "length": 3}, "step two")
+    tracker.close()
+    assert lines(run) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1e-17, "length": 3}]
+    assert capsys.readouterr().out == "step one\nstep two\n"
+    assert json.loads((run / "config.json").read_text()) == {"lr": 0.5, "log": {
+        "to": ["console", "jsonl"], "wandb_project": "rl", "rollouts_every": 5, "rollouts_max": 64, "profile_steps": [],
+        "warn_every": 20}}
+
+
+def test_a_resumed_run_writes_no_step_twice(tmp_path):
+    tracker = Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, {})
+    for step in range(5):
+        tracker.log(step, {"try": 1}, "")
+    state = json.loads(json.dumps(tracker.state_dict(2)))               # as a checkpoint keeps it
+    tracker = Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, state)
+    for step in range(3, 5):
+        tracker.log(step, {"try": 2}, "")
+    assert [(row["step"], row["try"]) for row in lines(tmp_path)] == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
+
+
+def test_a_line_that_a_kill_cut_short_does_not_stop_the_resumed_run(tmp_path):
+    tracker = Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, {})
+    for step in range(3):
+        tracker.log(step, {"try": 1}, "")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "tr')
+    Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, tracker.state_dict(1)).log(2, {"try": 2}, "")
+    assert [(row["step"], row["try"]) for row in lines(tmp_path)] == [(0, 1), (1, 1), (2, 2)]
+
+
+def test_a_new_run_starts_anew(tmp_path):
+    for value in (1, 2):
+        Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, {}).log(1, {"try": value}, "")
+    assert lines(tmp_path) == [{"step": 1, "try": 2}]
+
+
+def test_only_rank_0_writes(tmp_path, capsys):
+    other = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"), mesh=None)
+    tracker = Tracker(LogConfig(), str(tmp_path / "run"), Args(), other, {})
+    tracker.log(1, {"reward": 0.5}, "step one")
+    tracker.close()
+    assert tracker.state_dict(1) == {"step": 1, "wandb_id": None}
+    console.say(other, "hello")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_wandb_offline_and_resumed_under_the_same_id(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = LogConfig(to=("wandb",), wandb_project="tests")
+    tracker = Tracker(config, str(tmp_path), Args(log=config), WORLD, {})
+    tracker.log(1, {"reward": 0.30517578125}, "")             # no number of the system's looks like it
+    state = tracker.state_dict(1)
+    assert len(state["wandb_id"]) >= 8
+    assert tracker.wandb.offline
+    assert tracker.wandb.config["lr"] == 0.5
+    tracker.close()
+    wandb.teardown()                                                    # as in a fresh process
+    tracker = Tracker(config, str(tmp_path), Args(log=config), WORLD, json.loads(json.dumps(state)))
+    assert tracker.wandb.id == state["wandb_id"] == tracker.state_dict(2)["wandb_id"]
+    tracker.log(2, {"reward": 0.5}, "")
+    tracker.close()
+    wandb.teardown()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert [file.name for file in files] == 2 * [f"run-{state['wandb_id']}.wandb"]
+    assert all(b"reward" in file.read_bytes() for file in files)
+    assert sum(b"0.30517578125" in file.read_bytes() for file in files) == 1
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
+    def files() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 5, 10):
+        (tmp_path / f"rollouts/step_{step:06d}.parquet").touch()
+    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {"step": 5, "wandb_id": None})
+    assert files() == ["step_000001.parquet", "step_000005.parquet"]
+    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {})
+    assert files() == []
+
+
+def test_tensorboard_of_a_resumed_run(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, state = LogConfig(to=("tensorboard",)), {}
+    for first, last, value in ((1, 3, 0.25), (3, 5, 0.5)):              # killed in step 4, resumed after step 2
+        tracker = Tracker(config, str(tmp_path), Args(), WORLD, state)
+        for step in range(first, last + 1):
+            tracker.log(step, {"critic/rewards/mean": value}, "")
+        tracker.close()
+        state = json.loads(json.dumps(tracker.state_dict(2)))
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("critic/rewards/mean")
+    assert [(event.step, event.value) for event in found] == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
+    Tracker(config, str(tmp_path), Args(), WORLD, {}).close()           # anew
+    assert not EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+
+
+def test_loggers_that_cannot_work_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for package in ("wandb", "tensorboard"):
+        with pytest.raises(ValueError, match=f"--log.to {package} needs the package {package}: pip install {package}"):
+            LogConfig(to=("console", package))
+    LogConfig()
+    with pytest.raises(ValueError, match=r"--log.rollouts-max 0 and --log.profile-steps .* at least 1"):
+        LogConfig(rollouts_max=0)
+    with pytest.raises(ValueError, match=r"--log.warn-every -1 must be at least 0"):
+        LogConfig(warn_every=-1)
+
+
+def test_wandb_without_an_account_is_refused_at_once(monkeypatch, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with pytest.raises(ValueError, match=r"--log.to wandb finds no account: set WANDB_API_KEY, or WANDB_MODE=offline"):
+        LogConfig(to=("wandb",))
+
+
+# --------------------------------------------------------------------------- progress
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
+    clock = iter([0.0, 10.0, 31.0, 50.0, 62.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
+    with tracker.progress("rollout", 4) as advance:
+        for _ in range(4):
+            advance()
+    assert capsys.readouterr().out == "  rollout 2/4, 31 s\n  rollout 4/4, 62 s\n"
+    other = Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, {})
+    with other.progress("rollout", 4) as advance:
+        advance()
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
+        with tracker.progress("rollout", 64) as advance:
+            for _ in range(64):
+                advance()
+        terminal.flush()
+        shown = ""
+        while select.select([ours], [], [], 0.2)[0]:                    # a terminal hands over what it has, in pieces
+            shown += os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "rollout" in shown and "64/64" in shown
+    assert shown.endswith("\x1b[2K")                                    # and is wiped off in the end
+
+
+# --------------------------------------------------------------------------- profiles and memory
+
+def test_a_profile_of_chosen_steps_names_the_phases(tmp_path, capsys):
+    tracker = Tracker(LogConfig(to=("console",), profile_steps=(2, 4)), str(tmp_path), Args(), WORLD, {})
+    for step in range(1, 6):
+        tracker.begin(step)
+        timer = Timer()
+        with timer("update_actor"):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        tracker.log(step, timer.metrics(), f"step {step}")
+    files = sorted((tmp_path / "profiles").iterdir())
+    assert [file.name for file in files] == ["step_000002_rank0.json.gz", "step_000004_rank0.json.gz"]
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    (phase,) = [event for event in events if event.get("name") == "update_actor" and "dur" in event]
+    (product,) = [event for event in events if event.get("name") == "aten::mm"]
+    assert phase["ts"] <= product["ts"] and product["ts"] + product["dur"] <= phase["ts"] + phase["dur"]
+    assert f"step 2\nprofile {files[0]}\nstep 3\n" in capsys.readouterr().out
+
+
+def test_out_of_memory_says_the_phase_and_the_flag():
+    """A real one: 4 EiB on the CPU. Other errors are left as they are."""
+    for phase, flag in (("update_actor", "--max-tokens-per-gpu; then --policy.gradient-checkpointing True"),
+                        ("gen", "--rollout.max-num-seqs")):
+        timer = Timer()
+        with pytest.raises(RuntimeError, match="can't allocate memory") as caught, timer(phase):
+            torch.empty(2**60)
+        (note,) = caught.value.__notes__
+        assert note.startswith(f"ran out of memory in phase {phase}. Lower or set: ") and flag in note
+        assert timer.seconds == {}
+    for error in (RuntimeError("no"), KeyError("no")):
+        with pytest.raises(type(error)) as caught, Timer()("gen"):
+            raise error
+        assert not hasattr(caught.value, "__notes__")
+    assert profiling.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_what_fills_a_gpu_by_hand(monkeypatch):
+    """80 GiB: 30 allocated, 42 reserved, 10 free, so 28 are the engine's and others'."""
+    gib = 2**30
+    for name, value in (("is_available", True), ("mem_get_info", (10 * gib, 80 * gib)), ("memory_allocated", 30 * gib),
+                        ("memory_reserved", 42 * gib), ("max_memory_allocated", 41 * gib)):
+        monkeypatch.setattr(profiling.torch.cuda, name, lambda value=value: value)
+    assert profiling.memory_note("ref").splitlines() == [
+        "ran out of memory in phase ref. Lower or set: --max-tokens-per-gpu; then --policy.gradient-checkpointing True",
+        "of 80.0 GiB: 30.0 in the trainer's tensors (weights, gradients, optimizer, activations; peak 41.0), 12.0 "
+        "cached by torch, 28.0 in the engine's pool and other processes, 10.0 free"]
+
+
+def test_peak_flops_from_the_table_or_measured(monkeypatch):
+    """The name in full decides: an H100 PCIe is no H100 SXM, an L40S no L4."""
+    gpu = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"), mesh=None)
+    for name, flops in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
+                        ("NVIDIA L4", 121e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12),
+                        ("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA A10G", 70e12)):
+        monkeypatch.setattr(profiling.torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert profiling.peak_flops(gpu, "bfloat16") == flops, name
+    measured = profiling.matmul_flops(torch.device("cpu"), torch.float32, size=256, seconds=0.05)
+    assert 1e8 < measured < 1e14
+    monkeypatch.setattr(profiling, "matmul_flops", lambda device, dtype: (device.type, dtype))
+    assert profiling.peak_flops(WORLD, "bfloat16") == ("cpu", torch.bfloat16)
+    assert profiling.peak_flops(gpu, "float32") == ("cuda", torch.float32)
+
+
+def test_the_machine_in_words(monkeypatch):
+    cpu = profiling.machine_line(WORLD, 1.5e12)
+    assert re.fullmatch(r"\d+ CPU cores, [\d.]+ of [\d.]+ GiB free, at most 1.50 TFLOP/s a rank", cpu)
+    gpu = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"), mesh=None)
+    monkeypatch.setattr(profiling.torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    monkeypatch.setattr(profiling.torch.cuda, "mem_get_info", lambda: (2**30, 3 * 2**30))
+    assert profiling.machine_line(gpu, 121e12) == "NVIDIA L4, 1.0 of 3.0 GiB free, at most 121.00 TFLOP/s a rank"
+
+
+# --------------------------------------------------------------------------- warnings
+
+HEALTHY = {"reward/constant_group_frac": 0.6, "actor/ppo_kl": 1e-4, "actor/entropy": 1.0, "actor/grad_norm": 1.0,
+           "response_length/clip_ratio": 0.1, "training/rollout_probs_diff_mean": 0.004, "actor/skipped_steps": 0.0,
+           "reward/error_frac": 0.0, "reward/timeout_frac": 0.0, "actor/kl_loss": 0.01}
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"reward/constant_group_frac": 1.0}, "in every group all rewards are equal"),
+    ({"actor/ppo_kl": -0.03}, r"actor/ppo_kl jumped to -0.03 \(median of the last 10 steps 0.0001\).*--optim.lr"),
+    ({"actor/kl_loss": 0.6}, "actor/kl_loss jumped to 0.6 .*--kl-loss-coef"),
+    ({"actor/kl_loss": math.nan}, "actor/kl_loss jumped to nan"),
+    ({"response_length/clip_ratio": 0.75}, "75% of the responses reach .*--rollout.max-response-length"),
+    ({"training/rollout_probs_diff_mean": 0.0123}, "differ by 0.012 .*--correction.preset"),
+    ({"training/rollout_probs_diff_mean": math.nan}, "differ by nan"),
+    ({"actor/skipped_steps": 2.0}, r"2 optimizer step\(s\) skipped.*--optim.lr"),
+    ({"reward/timeout_frac": 0.25, "reward/error_frac": 0.125}, "37.5% of the samples have no reward.*--reward"),
+])
+def test_each_failure_is_told_in_words(change, words):
+    watch = Watch(every=5)
+    for step in range(10):
+        assert watch.look(step, HEALTHY) == []
+    (warning,) = watch.look(10, HEALTHY | change)
+    assert warning.startswith("warning, step 10: ")
+    with pytest.raises(AssertionError, match=words):                    # pytest shows the text that does not fit
+        raise AssertionError(warning)
+
+
+def test_entropy_collapse_is_told_and_noise_is_not():
+    watch, told = Watch(every=100), []
+    for step, entropy in enumerate([2.0, 1.0, 0.5, 0.05, 0.6, 0.3, 0.2, 0.1, 0.1, 0.09, 0.08, 0.07, 0.07, 0.06]):
+        told += [(step, line) for line in watch.look(step, {"actor/entropy": entropy})]
+    ((step, line),) = told                   # .2 .1 .1 .09 .08 is .114, then .088
+    assert step == 11 and "entropy fell to 0.088 nats (mean of 5 steps) from 2" in line
+
+
+def test_a_warning_is_not_repeated_for_some_steps(tmp_path, capsys):
+    watch = Watch(every=3)
+    assert [len(watch.look(step, {"actor/skipped_steps": 1.0})) for step in range(7)] == [1, 0, 0, 1, 0, 0, 1]
+    assert Watch(every=0).look(1, {"actor/skipped_steps": 1.0}) == []
+    tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
+    for step in (1, 2):
+        tracker.log(step, {"actor/skipped_steps": 1.0}, f"line {step}")
+    first, warning, second = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("line 1", "line 2") and warning.startswith("warning, step 1: 1 optimizer step(s)")
+
+
+# --------------------------------------------------------------------------- messages for people
+
+def test_our_own_error_is_one_line_and_exit_code_2(tmp_path):
+    done = launch("grpo.py", "--model", tmp_path / "missing", "--train-data", "none", check=False, timeout=170)
+    assert done.returncode == 2
+    rule = "--model must be a Hugging Face model folder or hub name"
+    assert done.stderr == f"error: {tmp_path}/missing holds no config.json: {rule}\n"
+
+
+def test_an_error_of_another_library_keeps_its_traceback():
+    try:
+        json.loads("{")                                                 # a ValueError too
+    except ValueError as error:
+        with pytest.raises(json.JSONDecodeError):
+            console.fail(error)
+
+
+def test_ranks_say_who_they_are(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    try:
+        find_files([])
+    except ValueError as error:
+        with pytest.raises(SystemExit) as stop:
+            console.fail(error)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("[rank 3] error: no data files given")
+
+
+def test_nan_is_written_as_json_that_python_reads(tmp_path):
+    Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Args(), WORLD, {}).log(1, {"actor/grad_norm": math.nan}, "")
+    assert math.isnan(lines(tmp_path)[0]["actor/grad_norm"])
