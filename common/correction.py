@@ -3,11 +3,12 @@
 `rollout_logp` is what the engine reported while it sampled (roll); `old_logp`, or the current policy where a step has
 one update, what the trainer computes (old). Per token l = clamp(old - roll, -20, 20), w = exp(l). Differences are
 measured over all sampled tokens; then come rejections (arXiv 2512.23075), then importance weights (IcePop: 2510.18855)
-over what remains. What is known before the update is done by `prepare`, the rest by `weights` in the micro-batch loop.
-Nothing depends on how a mini-batch was cut. Names of presets and metrics are verl's.
+over what remains. What is known before the update is done by `reject_and_weight`, the rest by `importance_weights` in
+the micro-batch loop. Nothing depends on how a mini-batch was cut. Names of presets and metrics are verl's.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -52,7 +53,7 @@ UNSET = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "rej
 
 @dataclass
 class CorrectionConfig:
-    """Flags that are None come from the preset, see `resolve`."""
+    """Flags that are None come from the preset, see `resolve_correction`."""
 
     preset: Literal[*PRESETS] = "disabled"
     """verl's presets; the flags below override them. disabled: measure only. bypass-pg-* are for --loss reinforce."""
@@ -82,13 +83,18 @@ class CorrectionConfig:
     bypass: bool | None = None
     """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
 
-    def needs_old_logp(self, asked: bool = False) -> bool:
-        """Must responses be scored before the update? `asked`: by the loop, which has several updates in a step, say;
-        then with bypass still not."""
-        return self.reject != "none" or self.batch_normalise or (asked and not self.bypass)
+    def needs_old_logp(self, multiple_updates: bool = False) -> bool:
+        """Must the old policy score responses before the update? `multiple_updates`: the old policy is not the current
+        one in every update of the step, or the script needs its log-probs for something else."""
+        return self.reject != "none" or self.batch_normalise or (multiple_updates and not self.bypass)
+
+    @property
+    def covers_cut_sampling(self) -> bool:
+        """The loss is multiplied by p_trainer / p_engine, as sampling with top-p, top-k or min-p needs."""
+        return self.weights != "none" or self.bypass
 
 
-def resolve(config: CorrectionConfig, loss: str) -> CorrectionConfig:
+def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
     """The preset under the flags that were given, nothing left at None; `loss` is the name of the policy loss.
 
     Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count twice."""
@@ -130,7 +136,8 @@ def resolve(config: CorrectionConfig, loss: str) -> CorrectionConfig:
     return config
 
 
-def prepare(minibatches: list[list[Batch]], num_responses: int, config: CorrectionConfig, meter: Meter) -> Tensor:
+def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int, config: CorrectionConfig,
+                      meter: Meter) -> Tensor:
     """What must happen before advantages and denominators, once a step: rejected tokens leave `mask`; where `old_logp`
     is known, weights are written to `rollout_weight`; bypass then makes `old_logp` the engine's.
 
@@ -145,7 +152,7 @@ def prepare(minibatches: list[list[Batch]], num_responses: int, config: Correcti
         lost = had & ~_has_tokens(batch)                                                                    # [S]
         meter.mean("rollout_corr/rejected_frac", lost, had)
         rejected[batch.index[lost].cpu()] = 1
-    for microbatches in minibatches:
+    for microbatches in map(list, minibatches):
         if config.bypass:
             for batch in microbatches:
                 batch.old_logp = batch.rollout_logp
@@ -154,13 +161,14 @@ def prepare(minibatches: list[list[Batch]], num_responses: int, config: Correcti
     return (all_sum(rejected) > 0) & config.rejected_leave_group
 
 
-def weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:
+def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:
     """What token losses are multiplied by, detached: [T] float32, 1 without --correction.weights.
 
-    From `prepare`, or, where there is no old policy but the current one, made (and measured) here from its `logp`."""
+    From `reject_and_weight`; or made (and measured) here from `logp`, where there is no old policy but the current one.
+    """
     if batch.rollout_weight is not None:
         return batch.rollout_weight
-    if not config.needs_old_logp():                                           # else `prepare` has measured
+    if not config.needs_old_logp():                                           # else `reject_and_weight` has measured
         measure(meter, batch, logp.detach())
     return _per_token(batch, _weights(batch, logp.detach(), config, meter)[0], config)
 

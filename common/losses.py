@@ -2,13 +2,10 @@
 
 Everything is flat: `[T]` packed tokens, `cu_seqlens [S+1]`. What stands where `mask` is False (prompt, tool output) is
 never read, and a loss is 0 there. Statistics are per token, to be averaged over `mask`. The scale of a loss is data:
-`set_weights` writes 1 / global denominator, so `(loss * weight).sum()` does not depend on how a mini-batch was cut.
+`set_token_weights` writes 1 / global denominator, so `(loss * weight).sum()` does not depend on how it was cut.
 """
 
-from collections import namedtuple
-from collections.abc import Callable
-from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,12 +18,13 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 AGGREGATIONS = get_args(Aggregation)
 
 
-def set_weights(microbatches: list, aggregation: str, norm_length: float | None = None, idle: Tensor | None = None):
+def set_token_weights(microbatches: list, aggregation: str, norm_length: float | None = None,
+                      skipped_lengths: Tensor | None = None) -> tuple[int, int]:
     """Write `microbatch.weight` [T], so that (loss * weight).sum() over all micro-batches and ranks aggregates.
 
     Returns the global numbers of tokens with mask and of sequences with any. Where they are 0 (every response was
     rejected) all weights are 0. `norm_length` is the constant of seq-mean-token-sum-norm; the others ignore it.
-    `idle`: response lengths, the same on every rank, of this mini-batch's responses that run in no micro-batch.
+    `skipped_lengths`: of this mini-batch's responses that run in no micro-batch, on every rank the same.
     """
     if not microbatches:
         raise ValueError("an empty mini-batch has no denominators; a rank without samples runs dummy micro-batches")
@@ -36,8 +34,9 @@ def set_weights(microbatches: list, aggregation: str, norm_length: float | None 
         raise ValueError(f"aggregation {aggregation!r} needs norm_length, a constant (the maximum response length)")
     counts = [segment_sum(b.mask.double(), b.cu_seqlens) for b in microbatches]         # [S] each
     tokens, sequences = all_sum([sum(c.sum() for c in counts), sum((c > 0).sum() for c in counts)]).tolist()
-    if idle is not None:
-        tokens, sequences = tokens + float(idle.sum()), sequences + int((idle > 0).sum())
+    if skipped_lengths is not None:
+        tokens += float(skipped_lengths.sum())
+        sequences += int((skipped_lengths > 0).sum())
     norm = norm_length if aggregation == "seq-mean-token-sum-norm" else 1.0
     denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, sequences * norm)
     for batch, count in zip(microbatches, counts):
@@ -77,33 +76,33 @@ def _stats(mask, log_ratio, ratio, high=None, low=None, capped=None) -> dict[str
     return {name: torch.where(mask, x.detach().to(ratio.dtype), 0) for name, x in stats.items()}
 
 
-def _clipped(ratio, advantage, clip_low, clip_high, dual_clip):
-    """max(-A q, -A clip(q)), where A < 0 at most -A dual_clip; and what was clipped: high, low, capped."""
+def _clipped(ratio, advantage, clip_low, clip_high, clip_dual):
+    """max(-A q, -A clip(q)), where A < 0 at most -A clip_dual; and what was clipped: high, low, capped."""
     plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss, cut = torch.maximum(plain, clipped), clipped > plain
     capped = torch.zeros_like(cut)
-    if dual_clip is not None:
-        ceiling = -advantage * dual_clip
+    if clip_dual is not None:
+        ceiling = -advantage * clip_dual
         capped = (advantage < 0) & (loss > ceiling)
         loss = torch.where(capped, ceiling, loss)
     return loss, (cut & (advantage > 0), cut & (advantage < 0), capped)
 
 
-def ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, dual_clip: float | None = 3.0):
+def ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = 3.0):
     """Clipped surrogate (Schulman et al. 2017, eq. 7) with dual clip (Ye et al. 2020)."""
     logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
     log_ratio = _log_ratio(logp, old_logp)
     ratio = log_ratio.exp()
-    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, dual_clip)
+    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
     return loss, _stats(mask, log_ratio, ratio, *cut)
 
 
-def gspo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, dual_clip: float | None = None):
+def gspo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = None):
     """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
     logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
     mean = expand(segment_mean((logp - old_logp).detach(), mask, cu_seqlens), cu_seqlens, len(logp))
     ratio = (mean + logp - logp.detach()).clamp(-20, 20).exp()
-    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, dual_clip)
+    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
     return loss, _stats(mask, _log_ratio(logp, old_logp), ratio, *cut)
 
 
@@ -138,7 +137,7 @@ def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=N
 
 def clip_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, selected: Tensor):
     """PPO without dual clip; the tokens that `select_clip_cov` drew [T] have no gradient (Cui et al. 2025)."""
-    loss, stats = ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, dual_clip=None)
+    loss, stats = ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, clip_dual=None)
     return torch.where(selected, 0, loss), stats | {"actor/selected_frac": (selected & mask).to(loss.dtype)}
 
 
@@ -182,51 +181,67 @@ def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_h
     log_ratio = _log_ratio(logp, old_logp).detach()
     return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
 
-LossDefaults = namedtuple("LossDefaults", "clip_low clip_high clip_dual aggregation")     # None: has no such bound
+class LossSettings(NamedTuple):
+    """Clip bounds and aggregation of a loss. A bound of None: the loss has no such bound."""
 
-POLICY_LOSSES, LOSS_DEFAULTS = {}, {}
+    clip_low: float | None
+    clip_high: float | None
+    clip_dual: float | None
+    aggregation: str
 
-for _name, _function, *_defaults in (
-    ("ppo", ppo, 0.2, 0.2, 3.0, "token-mean"),
-    ("grpo", ppo, 0.2, 0.2, 3.0, "token-mean"),
-    ("dapo", ppo, 0.2, 0.28, 3.0, "token-mean"),
-    ("dr_grpo", ppo, 0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
-    ("gspo", gspo, 3e-4, 4e-4, None, "seq-mean-token-mean"),
-    ("gmpo", gmpo, 0.4, 0.4, None, "seq-mean-token-mean"),
-    ("cispo", cispo, 1.0, 0.28, None, "token-mean"),
-    ("sapo", sapo, None, None, None, "seq-mean-token-mean"),
-    ("clip_cov", clip_cov, 0.2, 0.2, None, "token-mean"),
-    ("kl_cov", kl_cov, None, None, None, "token-mean"),
-    ("dppo_tv", dppo_tv, 0.2, 0.2, None, "token-mean"),
-    ("dppo_kl", dppo_kl, 0.2, 0.2, None, "token-mean"),
-    ("reinforce", reinforce, None, None, None, "token-mean"),
-):
-    POLICY_LOSSES[_name], LOSS_DEFAULTS[_name] = _function, LossDefaults(*_defaults)
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The keyword arguments of the loss function."""
+        return {name: x for name, x in self._asdict().items() if name != "aggregation" and x is not None}
+
+    def describe(self) -> str:
+        return ", ".join([*(f"{name} {x:g}" for name, x in self.bounds.items()), self.aggregation])
+
+
+POLICY_LOSSES = {
+    "ppo": ppo, "grpo": ppo, "dapo": ppo, "dr_grpo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo,
+    "clip_cov": clip_cov, "kl_cov": kl_cov, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "reinforce": reinforce,
+}
+LOSS_DEFAULTS = {
+    "ppo": LossSettings(0.2, 0.2, 3.0, "token-mean"),
+    "grpo": LossSettings(0.2, 0.2, 3.0, "token-mean"),
+    "dapo": LossSettings(0.2, 0.28, 3.0, "token-mean"),
+    "dr_grpo": LossSettings(0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
+    "gspo": LossSettings(3e-4, 4e-4, None, "seq-mean-token-mean"),
+    "gmpo": LossSettings(0.4, 0.4, None, "seq-mean-token-mean"),
+    "cispo": LossSettings(1.0, 0.28, None, "token-mean"),
+    "sapo": LossSettings(None, None, None, "seq-mean-token-mean"),
+    "clip_cov": LossSettings(0.2, 0.2, None, "token-mean"),
+    "kl_cov": LossSettings(None, None, None, "token-mean"),
+    "dppo_tv": LossSettings(0.2, 0.2, None, "token-mean"),
+    "dppo_kl": LossSettings(0.2, 0.2, None, "token-mean"),
+    "reinforce": LossSettings(None, None, None, "token-mean"),
+}
 
 
 def resolve_loss(name: str, clip_low: float | None, clip_high: float | None, clip_dual: float | None,
-                 aggregation: str | None) -> LossDefaults:
-    """What the user gave, else the paper's. Raises ValueError for a bound that the loss does not have, or one that
-    cannot be meant."""
-    given, default = LossDefaults(clip_low, clip_high, clip_dual, aggregation), LOSS_DEFAULTS[name]
+                 aggregation: str | None) -> LossSettings:
+    """The flags that were given, and for the others the values of the loss's paper.
+
+    Raises ValueError for a bound that the loss does not have, or one that cannot be meant.
+    """
+    given = LossSettings(clip_low, clip_high, clip_dual, aggregation)
+    default = LOSS_DEFAULTS[name]
     for field, value, own in zip(given._fields, given, default):
         if value is not None and own is None:
             raise ValueError(f"--{field.replace('_', '-')} {value}: the loss {name} has no such bound; leave it out")
-    chosen = LossDefaults(*(own if value is None else value for value, own in zip(given, default)))
-    low, high, dual, _ = chosen
+    settings = LossSettings(*(own if value is None else value for value, own in zip(given, default)))
+    low, high, dual, _ = settings
     if low is not None and not 0 <= low <= 1:
         raise ValueError(f"--clip-low {low} must be in [0, 1]")
     if high is not None and high < (low if low < 1 else 0):
         raise ValueError(f"--clip-high {high} must be at least --clip-low {low} (or 0, if that is 1: no lower bound)")
     if dual is not None and dual <= 1:
         raise ValueError(f"--clip-dual {dual} must be above 1")
-    return chosen
+    return settings
 
 
-def make_loss(name: str, chosen: LossDefaults) -> Callable:     # the signature that all losses share, bounds filled in
-    dual = {} if chosen.clip_dual is None else {"dual_clip": chosen.clip_dual}
-    return partial(POLICY_LOSSES[name], clip_low=chosen.clip_low, clip_high=chosen.clip_high, **dual)
-
+# --------------------------------------------------------------------------- rewards on tokens, KL, value loss, GAE
 
 def on_last_token(reward: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S] -> [T]: each response's number on its last token with mask (a tool's token would lose it); 0 elsewhere."""

@@ -1,4 +1,4 @@
-"""Sums and means within sequences, and over all ranks."""
+"""Sums and means within sequences, within groups of responses, and over all ranks."""
 
 import torch
 from torch import Tensor
@@ -34,3 +34,46 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     count, mean, squares = moments(x[mask].double())
     scale = (squares / max(count - 1, 1) + 1e-8) ** -0.5
     return torch.where(mask, (x.double() - mean) * scale, 0).to(x.dtype)
+
+
+def group_sum(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: for each response the sum over its group; NaN is left out."""
+    sums = x.new_zeros(_num_groups(group)).index_add(0, group, x.nan_to_num())
+    return sums[group]
+
+
+def group_count(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: for each response how many of its group are not NaN."""
+    return group_sum((~x.isnan()).to(x.dtype), group)
+
+
+def group_mean(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: for each response the mean over its group; NaN is left out, and is the mean of nothing."""
+    return group_sum(x, group) / group_count(x, group)
+
+
+def group_std(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: for each response the unbiased standard deviation of its group; NaN is left out, 0 of one value."""
+    squares = group_sum((x - group_mean(x, group)).square(), group)
+    return (squares / (group_count(x, group) - 1).clamp(min=1)).sqrt()
+
+
+def group_lead(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: the largest value of each group gets its lead over the second largest, all others 0 (ties, too)."""
+    lead = torch.zeros_like(x)
+    for number in group.unique():
+        members = (group == number).nonzero()[:, 0]
+        (best, second), who = x[members].nan_to_num(nan=-torch.inf).topk(2)
+        lead[members[who[0]]] = (best - second).nan_to_num(posinf=0.0)
+    return lead
+
+
+def is_constant(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S] bool: no two values of the response's group differ. NaN is left out."""
+    low = x.new_full((_num_groups(group),), torch.inf).scatter_reduce(0, group, x.nan_to_num(nan=torch.inf), "amin")
+    high = x.new_full((_num_groups(group),), -torch.inf).scatter_reduce(0, group, x.nan_to_num(nan=-torch.inf), "amax")
+    return (high <= low)[group]
+
+
+def _num_groups(group: Tensor) -> int:
+    return int(group.max()) + 1 if len(group) else 0

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.losses import LossDefaults, ppo
+from common.losses import LossSettings, ppo
 from common.parallel.ranks import all_sum
+from common.parallel.seeds import seed_of
 from common.segments import moments
 
 
@@ -29,14 +30,15 @@ def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, *, fractio
 SELECTED = ("clip_cov", "kl_cov")                       # losses that choose tokens over a whole mini-batch first
 
 
-def select(name: str, microbatches: list, score: Callable, seed: int, chosen: LossDefaults) -> list[dict[str, Tensor]]:
+def select(name: str, microbatches: list, score: Callable, settings: LossSettings,
+           *seed: int) -> list[dict[str, Tensor]]:
     """Per micro-batch what the loss takes besides the usual: its chosen tokens, or nothing. `score(microbatch)` gives
     the current log-probs and is called only if they are needed: on all ranks or on none."""
     if name not in SELECTED:
         return [{}] * len(microbatches)
-    bounds = (chosen.clip_low, chosen.clip_high) if name == "clip_cov" else ()
+    bounds = (settings.clip_low, settings.clip_high) if name == "clip_cov" else ()
     choose = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[name]
-    return [{"selected": x} for x in choose(microbatches, [score(b) for b in microbatches], seed, *bounds)]
+    return [{"selected": x} for x in choose(microbatches, [score(b) for b in microbatches], seed_of(*seed), *bounds)]
 
 
 def covariances(microbatches: list, logps: list[Tensor]) -> list[Tensor]:

@@ -4,10 +4,13 @@ import re
 
 
 def soft_overlong(num_tokens: int, max_tokens: int, buffer: int, factor: float = 1.0) -> float:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens - buffer, then falling linearly to
-    -factor at max_tokens, and -factor beyond. Lengths in tokens; raises ValueError unless 0 < buffer <= max_tokens."""
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(f"overlong buffer {buffer} must be above 0 and at most {max_tokens}, the longest response")
+    """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens - buffer, then falling linearly to
+    -factor at max_tokens, and -factor beyond. A buffer of 0: no penalty. Lengths are in tokens. Raises ValueError
+    unless 0 <= buffer <= max_tokens."""
+    if not 0 <= buffer <= max_tokens:
+        raise ValueError(f"overlong buffer {buffer} must be from 0 to {max_tokens}, the longest response")
+    if buffer == 0:
+        return 0.0
     expected = max_tokens - buffer
     return factor * max(-1.0, min(0.0, (expected - num_tokens) / buffer))
 

@@ -71,6 +71,7 @@ def launch(
             python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        environment["PYTHONSAFEPATH"] = "1"                             # or tests/common would hide common/
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "LD_PRELOAD"):
             environment.pop(name, None)
         done = subprocess.run(

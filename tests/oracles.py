@@ -58,7 +58,7 @@ def linear_logp(hidden, weight, targets, temperature=1.0, softcap=None, logit_sc
 
 # --------------------------------------------------------------------------- policy losses
 
-def policy_loss(name, logp, old, adv, mask, cu, lo=None, hi=None, *, selected=None, weight, dual_clip=3.0, coef=1.0,
+def policy_loss(name, logp, old, adv, mask, cu, lo=None, hi=None, *, selected=None, weight, clip_dual=3.0, coef=1.0,
                 tau_pos=1.0, tau_neg=1.05):
     """loss [T] and the gradient of sum(weight * loss) with regard to logp [T], case by case."""
     T = len(logp)
@@ -111,7 +111,7 @@ def policy_loss(name, logp, old, adv, mask, cu, lo=None, hi=None, *, selected=No
         a, (d, flows) = adv[t], log_ratio(t)
         q = math.exp(d)
         if name in ("ppo", "grpo", "dapo", "dr_grpo"):
-            value, slope = surrogate(a, q, flows, dual_clip)
+            value, slope = surrogate(a, q, flows, clip_dual)
         elif name == "clip_cov":
             value, slope = (0.0, 0.0) if selected[t] else surrogate(a, q, flows, None)
         elif name == "kl_cov":

@@ -22,7 +22,7 @@ from common.engine.sync import Recording, checksum
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
 from common.parallel.ranks import World, all_max, all_sum
-from common.seeds import seed_of
+from common.parallel.seeds import seed_of
 
 
 @dataclass

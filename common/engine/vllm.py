@@ -28,7 +28,7 @@ from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.sync import Recorder, Recording, checksum, compare_checksums
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_max
-from common.seeds import seed_of
+from common.parallel.seeds import seed_of
 from common.tracking.console import say
 
 VLLM_SUPPORTED = ("0.26", "0.32")

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
+from common.rollout import Sample
 from common.tracking.logger import LogConfig
 
 PER_RESPONSE = {
@@ -38,12 +39,19 @@ class Record:
     """One step's file. `add` each micro-batch as it is trained; at the end of the step all ranks `write`. Does nothing
     in steps that have no file (--log.rollouts-every), and keeps nothing of responses past --log.rollouts-max."""
 
-    def __init__(self, config: LogConfig, run_dir: Path, step: int, group_size: int):
-        """`step` counts from 1; `group_size`: responses per prompt, numbered one after another."""
+    def __init__(self, config: LogConfig, run_dir: Path, step: int):
+        """`step` counts from 1."""
         self.on = config.rollouts_every > 0 and (step == 1 or step % config.rollouts_every == 0)
-        self.path, self.step, self.group_size = run_dir / f"rollouts/step_{step:06d}.parquet", step, group_size
-        self.limit = max(config.rollouts_max // group_size, 1) * group_size
+        self.path = run_dir / f"rollouts/step_{step:06d}.parquet"
+        self.step = step
+        self.max_responses = config.rollouts_max
+        self.limit = 0                                                  # responses from this number on are not kept
         self.numbers: dict[int, dict[str, np.ndarray]] = {}             # index -> name -> one number per token
+
+    def keep(self, group: Tensor) -> None:
+        """Keep the first whole groups, at least one. `group` [S]: ascending."""
+        ends = group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+        self.limit = max([end for end in ends if end <= self.max_responses], default=ends[0] if ends else 0)
 
     def add(self, microbatch: Batch, logp: Tensor, entropy: Tensor, stats: dict[str, Tensor]) -> None:
         """Numbers per token [T] of a micro-batch: those it carries, and those of this forward. `stats`: the loss's."""
@@ -63,13 +71,11 @@ class Record:
         for s in chosen:
             self.numbers[index[s]] = {name: values[bounds[s] : bounds[s + 1]] for name, values in found.items()}
 
-    def write(self, tokenizer: PreTrainedTokenizerBase, samples: Any, rewards: Tensor) -> None:
-        """Every rank calls it. `samples`: the responses that this rank scored, as lists `index`, `prompts`,
-        `responses`, `rewards` (scores) and `extras`; `rewards` [S]: what the advantages were made from."""
+    def write(self, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], rewards: Tensor) -> None:
+        """Every rank calls it. `samples`: those that this rank scored; `rewards` [S]: what the update was made from."""
         if not self.on:
             return
-        columns = zip(samples.index, samples.prompts, samples.responses, samples.rewards, samples.extras)
-        rows = [self._row(tokenizer, *sample) for sample in columns if sample[0] < self.limit]
+        rows = [self._row(tokenizer, sample) for sample in samples if sample.index < self.limit]
         shares = [(rows, self.numbers)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             shares = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -90,14 +96,25 @@ class Record:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")
         temporary.rename(self.path)
 
-    def _row(self, tokenizer, index: int, prompt, response, score: float, extras: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]:
+        prompt = sample.prompt
+        response = sample.response
         return {
-            "step": self.step, "index": index, "group": index // self.group_size, "data_source": prompt.data_source,
-            "prompt": tokenizer.decode(prompt.tokens), "ground_truth": str(prompt.ground_truth),
-            "response": tokenizer.decode(response.tokens, skip_special_tokens=True), "score": score,
-            "reward_parts": json.dumps(extras), "finish_reason": response.finish_reason,
-            "prompt_length": len(prompt.tokens), "response_length": len(response.tokens), "tokens": response.tokens,
-            "token_texts": token_texts(tokenizer, prompt.tokens, response.tokens), "rollout_logp": response.logp,
+            "step": self.step,
+            "index": sample.index,
+            "group": sample.group,
+            "data_source": prompt.data_source,
+            "prompt": tokenizer.decode(prompt.tokens),
+            "ground_truth": str(prompt.ground_truth),
+            "response": sample.text,
+            "score": sample.score,
+            "reward_parts": json.dumps(sample.extras),
+            "finish_reason": response.finish_reason,
+            "prompt_length": len(prompt.tokens),
+            "response_length": len(response.tokens),
+            "tokens": response.tokens,
+            "token_texts": token_texts(tokenizer, prompt.tokens, response.tokens),
+            "rollout_logp": response.logp,
         }
 
 

@@ -19,11 +19,15 @@ from transformers import AutoTokenizer
 
 from common import correction, losses
 from common.batch import Batch
-from common.metrics import Meter, step_metrics
+from common.engine.base import Response
+from common.metrics import Meter
 from common.parallel import ranks
+from common.prompts import Prompt
+from common.rollout import Sample
 from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.rollouts import Record
+from common.tracking.step import step_metrics
 from common.tracking.timer import Timer
 from tests.bench.record import report
 
@@ -54,10 +58,11 @@ def main(args: Args) -> None:
                             rollout_logps=[[-0.5] * response_length] * 16)
         batch.advantage = torch.randn(len(batch.tokens)) * batch.mask
         minibatches[0].append(batch)
-    samples = SimpleNamespace(
-        index=list(range(P * G)), rewards=[1.0] * P * G, extras=[{}] * P * G,
-        prompts=[SimpleNamespace(tokens=prompt, data_source="word_problems", ground_truth="12")] * P * G,
-        responses=[SimpleNamespace(tokens=response, logp=[-0.5] * response_length, finish_reason="stop")] * P * G)
+    samples = [
+        Sample(i, i // G, 0, Prompt(prompt, "word_problems", "12", {}, []),
+               Response(response, [-0.5] * response_length, "stop"), tokenizer.decode(response), score=1.0)
+        for i in range(P * G)
+    ]
     results = SimpleNamespace(prompt_lengths=torch.full((P * G,), 98.0), response_lengths=torch.full((P * G,), 27.0),
                               truncated=torch.zeros(P * G, dtype=torch.bool))
     rewards = torch.zeros(P * G, dtype=torch.float64)
@@ -87,7 +92,8 @@ def main(args: Args) -> None:
                 correction.measure(meter, batch, logp)
 
         def responses() -> None:
-            record = Record(args.log, Path(folder), 5, G)
+            record = Record(args.log, Path(folder), 5)
+            record.keep(torch.arange(P * G) // G)
             for microbatch in minibatches[0]:
                 record.add(microbatch, logp, logp, stats)
             record.write(tokenizer, samples, rewards)

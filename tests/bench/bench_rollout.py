@@ -11,14 +11,14 @@ from transformers import AutoTokenizer
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, Sampling
 from common.engine.make import make_engine, stop_tokens
-from common.experience import Asked, Scoring
+from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
+from common.parallel.seeds import seed_of
 from common.prompts import DataConfig
-from common.seeds import seed_of
 from rewards.runtime.pool import RewardConfig
 from tests.bench.record import report
 
@@ -50,7 +50,7 @@ def main(args: Args) -> None:
     def bare(round_number: int) -> float:
         params = [
             SamplingParams(temperature=1.0, max_tokens=args.max_tokens, stop_token_ids=stops, detokenize=False,
-                           logprobs=0, seed=seed_of(round_number, p, g))         # as `Asked` does: the same tokens
+                           logprobs=0, seed=seed_of(round_number, p, g))   # the same tokens as `start_rollout`
             for p in range(len(prompts)) for g in range(args.samples)
         ]
         engine.llm.reset_prefix_cache()
@@ -61,12 +61,12 @@ def main(args: Args) -> None:
     def loop(round_number: int) -> float:
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()
-        asked = Asked(
+        pending = start_rollout(
             engine, scoring, prompts, range(len(prompts)), args.samples, Sampling(1.0, args.max_tokens),
-            round_number,
+            [round_number],
         )
-        rate = sum(len(r.tokens) for r in asked.responses) / (time.perf_counter() - start)
-        asked.collect(Meter())
+        rate = sum(len(s.response.tokens) for s in pending.samples) / (time.perf_counter() - start)
+        pending.collect(Meter())
         return rate
 
     for warm in range(3):

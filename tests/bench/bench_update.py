@@ -105,7 +105,7 @@ def main(args: Args) -> None:
 
     def update(microbatches: list[Batch]) -> float:
         start = time.perf_counter()
-        losses.set_weights(microbatches, "token-mean")
+        losses.set_token_weights(microbatches, "token-mean")
         for b in microbatches:
             b.advantage = b.mask.float()
             logp, _ = policy(b, 1.0)

@@ -113,7 +113,7 @@ def main(job: dict) -> None:
         return prompts, [r.tokens for r in responses], seconds[1:]
 
     def backward(microbatches: list[Batch]) -> None:
-        losses.set_weights(microbatches, "token-mean")
+        losses.set_token_weights(microbatches, "token-mean")
         for b in microbatches:
             b.advantage = b.mask.float()
             logp, _ = policy(b, 1.0)

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from common import seeds
 from common.batch import Batch
 from common.checkpoint import export, files, manager, signals, state
 from common.engine.base import RolloutConfig, Sampling
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
+from common.parallel import seeds
 from tests.conftest import launch
 from tests.rank_worker import STATE, checkpoints_of, everything, start, train
 

@@ -20,7 +20,7 @@ import tyro
 
 from common import correction, losses
 from common.batch import Batch
-from common.correction import PRESETS, CorrectionConfig, resolve
+from common.correction import PRESETS, CorrectionConfig, resolve_correction
 from common.metrics import Meter
 from common.parallel import ranks
 from tests.conftest import TRAIN, launch
@@ -206,12 +206,12 @@ def correct(layout, config: CorrectionConfig, num_updates: int, ranks: int = 1, 
     if config.needs_old_logp(num_updates > 1):
         for batch in itertools.chain(*minibatches):
             batch.old_logp = old_logp(batch)
-    rejected = correction.prepare(minibatches, NUM_RESPONSES, config, meter)
+    rejected = correction.reject_and_weight(minibatches, NUM_RESPONSES, config, meter)
     for microbatches in minibatches:
-        counts.append(losses.set_weights(microbatches, "token-mean"))
+        counts.append(losses.set_token_weights(microbatches, "token-mean"))
         for batch in microbatches:
             logp = old_logp(batch).requires_grad_()
-            weight = correction.weights(batch, logp, config, meter)
+            weight = correction.importance_weights(batch, logp, config, meter)
             assert weight.dtype == torch.float32 and weight.isfinite().all() and not weight.requires_grad
             assert config.bypass == (batch.old_logp is batch.rollout_logp and batch.old_logp is not None)
             for n, i in enumerate(batch.index.tolist()):
@@ -323,7 +323,7 @@ def errors(case: str, found, rejected, metrics) -> dict[str, float]:
 def case_errors(case: str) -> dict[str, float]:
     """The worst of each over all layouts, old known before the update and not."""
     options, loss = CASES[case]
-    config, worst, weights = resolve(CorrectionConfig(**options), loss), {}, []
+    config, worst, weights = resolve_correction(CorrectionConfig(**options), loss), {}, []
     for layout, num_updates in itertools.product(LAYOUTS.values(), (1, 4)):
         found, rejected, metrics, counts = correct(layout, config, num_updates)
         remaining = [[sum(found[i][0]) for i in ids] for ids in MINIBATCHES]
@@ -366,9 +366,9 @@ def test_by_hand():
     logp = torch.tensor([9, log(0.4), 9, log(0.2), 9, 9, log(0.75)], requires_grad=True)
 
     def apply(**flags):
-        meter, config = Meter(), resolve(CorrectionConfig(**flags), "ppo")
-        correction.prepare([[batch]], 2, config, meter)
-        return correction.weights(batch, logp, config, meter)[batch.mask].tolist(), meter.reduce()
+        meter, config = Meter(), resolve_correction(CorrectionConfig(**flags), "ppo")
+        correction.reject_and_weight([[batch]], 2, config, meter)
+        return correction.importance_weights(batch, logp, config, meter)[batch.mask].tolist(), meter.reduce()
 
     assert apply(weights="token", upper=9.0)[0] == pytest.approx([2, 0.25, 1.5])
     assert apply(weights="token", lower=0.5, upper=1.8)[0] == pytest.approx([1.8, 0.5, 1.5])
@@ -388,18 +388,18 @@ def test_by_hand():
 
 def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
     """Worst errors of weight * loss and of its gradient where logp has moved on from old; token-mean."""
-    config, meter = resolve(CorrectionConfig(**options), loss), Meter()
+    config, meter = resolve_correction(CorrectionConfig(**options), loss), Meter()
     rng = torch.Generator().manual_seed(3)
     batch = make_batch(list(range(NUM_RESPONSES)))
     old, drift = old_logp(batch), 0.2 * torch.randn(len(batch.mask), generator=rng)
     if config.needs_old_logp(True):
         batch.old_logp = old
-    correction.prepare([[batch]], NUM_RESPONSES, config, meter)
-    losses.set_weights([batch], "token-mean")
+    correction.reject_and_weight([[batch]], NUM_RESPONSES, config, meter)
+    losses.set_token_weights([batch], "token-mean")
     advantage = torch.randn(NUM_RESPONSES, generator=rng)[batch.sequence_ids] * batch.mask
     logp = (old + drift).requires_grad_()
     out, _ = losses.POLICY_LOSSES[loss](logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
-    out = out * correction.weights(batch, logp, config, meter)
+    out = out * correction.importance_weights(batch, logp, config, meter)
     (out * batch.weight).sum().backward()
 
     after = (old + drift).tolist()                                        # bypass: weights of the current policy
@@ -460,7 +460,7 @@ def work(folder: Path) -> None:
     world = ranks.init()
     results = {}
     for (case, (options, loss)), layout in itertools.product(CASES.items(), ("whole", "mixed")):
-        config = resolve(CorrectionConfig(**options), loss)
+        config = resolve_correction(CorrectionConfig(**options), loss)
         layouts = [mb + [[]] * (len(mb) % 2) for mb in LAYOUTS[layout]]
         results[case, layout] = correct(layouts, config, 4, world.size, world.rank)
     torch.save(results, folder / f"{world.rank}.pt")
@@ -506,14 +506,14 @@ def run(model: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
 def test_presets_are_verls():
     assert list(PRESETS) == list(VERL)
     for name, (*_, loss) in VERL.items():
-        config = resolve(CorrectionConfig(preset=name), loss or "ppo")
+        config = resolve_correction(CorrectionConfig(preset=name), loss or "ppo")
         assert vars(config) == options_of(name) | {"preset": name, "rejected_leave_group": False}
 
 
 def test_who_needs_old_log_probs():
     def needs(num_updates, **flags):
-        return resolve(CorrectionConfig(**flags), "reinforce" if "pg" in flags.get("preset", "") else "ppo") \
-            .needs_old_logp(num_updates > 1)
+        loss = "reinforce" if "pg" in flags.get("preset", "") else "ppo"
+        return resolve_correction(CorrectionConfig(**flags), loss).needs_old_logp(num_updates > 1)
 
     assert not needs(1) and needs(2) and not needs(1, preset="decoupled-seq-is")
     assert not needs(8, preset="bypass-ppo-clip") and not needs(8, preset="bypass-pg-is")
@@ -523,14 +523,15 @@ def test_who_needs_old_log_probs():
 
 def test_flags_override_the_preset():
     args = ["--preset", "decoupled-geo-rs-token-tis", "--upper", "3", "--reject-above", "0.5"]
-    config = resolve(tyro.cli(CorrectionConfig, args=args), "ppo")
+    config = resolve_correction(tyro.cli(CorrectionConfig, args=args), "ppo")
     assert (config.weights, config.upper, config.reject_above) == ("token", 3.0, 0.5)
     assert config.reject_below == pytest.approx(-0.001, rel=1e-3)
-    config = resolve(tyro.cli(CorrectionConfig, args=[*args[:2], "--reject", "none"]), "ppo")
+    config = resolve_correction(tyro.cli(CorrectionConfig, args=[*args[:2], "--reject", "none"]), "ppo")
     assert config.reject == "none" and config.weights == "token"
-    config = resolve(tyro.cli(CorrectionConfig, args=["--preset", "bypass-ppo-clip", "--bypass", "False"]), "ppo")
+    config = tyro.cli(CorrectionConfig, args=["--preset", "bypass-ppo-clip", "--bypass", "False"])
+    config = resolve_correction(config, "ppo")
     assert not config.bypass
-    config = resolve(CorrectionConfig(preset="decoupled-token-icepop", lower=0.0, outside="clamp"), "ppo")
+    config = resolve_correction(CorrectionConfig(preset="decoupled-token-icepop", lower=0.0, outside="clamp"), "ppo")
     assert (config.lower, config.upper, config.outside) == (0.0, 5.0, "clamp")
 
 
@@ -554,7 +555,7 @@ def test_flags_override_the_preset():
 ])
 def test_what_is_refused(flags, loss, said):
     with pytest.raises(ValueError, match=said):
-        resolve(CorrectionConfig(**flags), loss)
+        resolve_correction(CorrectionConfig(**flags), loss)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from common.losses import (
     kl_estimate,
     on_last_token,
     resolve_loss,
-    set_weights,
+    set_token_weights,
     value_loss,
 )
 from common.segments import segment_mean, segment_sum, whiten
@@ -150,7 +150,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_reinforce(name):
     kw = {"selected": none} if keywords(name, batch) else {}
     loss, stats = POLICY_LOSSES[name](logp, batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens,
                                       *CLIPS[name], **kw)
-    set_weights([batch], "seq-mean-token-mean")
+    set_token_weights([batch], "seq-mean-token-mean")
     (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
     advantage = batch.advantage
     if name == "gmpo":                                                     # one advantage a sequence
@@ -351,7 +351,7 @@ def aggregation_errors(aggregation):
     totals = []
     for cuts in CUTS:
         microbatches = pieces(batch, [list(c) for c in cuts])
-        counts = set_weights(microbatches, aggregation, norm)
+        counts = set_token_weights(microbatches, aggregation, norm)
         assert counts == (int(batch.mask.sum()), 7)
         totals.append(sum((b.value.double() * b.weight.double()).sum().item() for b in microbatches))
     return max(abs(total - want) / abs(want) for total in totals)
@@ -365,7 +365,7 @@ def test_set_weights_gives_the_aggregate_for_any_cut(aggregation):
 def test_dr_grpo_is_grpo_without_the_length():
     """seq-mean-token-sum-norm over L is a token sum over S L, so every token weighs the same."""
     batch = ragged(6)
-    set_weights([batch], "seq-mean-token-sum-norm", 100.0)
+    set_token_weights([batch], "seq-mean-token-sum-norm", 100.0)
     assert batch.weight[batch.mask].unique().tolist() == pytest.approx([1 / 700])
 
 
@@ -375,9 +375,9 @@ def test_idle_responses_count_in_the_denominators(aggregation):
     batch = ragged(6)
     norm = 40.0 if aggregation.endswith("norm") else None
     some, rest = pieces(batch, [[6, 1, 3, 0], [2, 7, 4, 5]])
-    set_weights([some, rest], aggregation, norm)
+    set_token_weights([some, rest], aggregation, norm)
     whole, lengths = some.weight, segment_sum(rest.mask.double(), rest.cu_seqlens)
-    assert set_weights([some], aggregation, norm, idle=lengths) == (int(batch.mask.sum()), 7)
+    assert set_token_weights([some], aggregation, norm, skipped_lengths=lengths) == (int(batch.mask.sum()), 7)
     assert torch.equal(some.weight, whole)
 
 
@@ -385,7 +385,7 @@ def test_set_weights_with_nothing_to_train_on():
     batch = ragged(6)
     batch.mask = torch.zeros_like(batch.mask)
     for aggregation in AGGREGATIONS:
-        assert set_weights([batch], aggregation, 9.0 if aggregation.endswith("norm") else None) == (0, 0)
+        assert set_token_weights([batch], aggregation, 9.0 if aggregation.endswith("norm") else None) == (0, 0)
         assert (batch.weight == 0).all()
 
 
@@ -396,7 +396,7 @@ def test_set_weights_refuses():
         ([batch], "seq-mean-token-sum-norm", None, "needs norm_length"),
     ):
         with pytest.raises(ValueError, match=match):
-            set_weights(microbatches, aggregation, norm)
+            set_token_weights(microbatches, aggregation, norm)
 
 
 def test_segment_helpers():
@@ -511,7 +511,7 @@ def _on_rank(rank, path, folder):
     for name in ("clip_cov", "kl_cov"):
         out[name] = chosen(mine, select(name, mine))
     for aggregation in AGGREGATIONS:
-        set_weights(mine, aggregation, 9.0 if aggregation.endswith("norm") else None)
+        set_token_weights(mine, aggregation, 9.0 if aggregation.endswith("norm") else None)
         out[aggregation] = torch.cat([b.weight for b in mine])
     torch.save(out, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -531,5 +531,5 @@ def test_two_ranks_agree_with_one(tmp_path):
         assert ranks[0][name]
         assert ranks[1][name]
     for aggregation in AGGREGATIONS:
-        set_weights(whole, aggregation, 9.0 if aggregation.endswith("norm") else None)
+        set_token_weights(whole, aggregation, 9.0 if aggregation.endswith("norm") else None)
         assert error(torch.cat([r[aggregation] for r in ranks]), whole[0].weight) < 1e-7

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.batch import Batch
-from common.losses import AGGREGATIONS, set_weights
+from common.losses import AGGREGATIONS, set_token_weights
 from common.model.flops import sequence_cost, train_flops
 from common.packing import Plan, partition, plan_step
 from common.parallel.exchange import exchange, gather_numbers
@@ -171,8 +171,8 @@ def test_dummy_contributes_exactly_zero(aggregation):
     real = Batch.build([[1, 2], [3]], [[4, 5, 6], [7]], rollout_logps=[[-1, -2, -1], [-1]])
     alone, dummy = real.select([0, 1]), real.dummy()
     together = real.select([0, 1])
-    counts = set_weights([alone], aggregation, norm_length=8)
-    assert set_weights([together, dummy], aggregation, norm_length=8) == counts
+    counts = set_token_weights([alone], aggregation, norm_length=8)
+    assert set_token_weights([together, dummy], aggregation, norm_length=8) == counts
     assert counts == (4, 2)
     assert torch.equal(alone.weight, together.weight)
     assert alone.weight.sum() > 0

@@ -12,13 +12,12 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common import seeds
 from common.engine.base import Engine, Response, RolloutConfig, Sampling
 from common.engine.make import make_engine
 from common.model.gather import saved_buffers
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
-from common.parallel import ranks
+from common.parallel import ranks, seeds
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3",
             "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}

@@ -34,14 +34,14 @@ class Step:
     temperature: float = 0.7
     clip_low: float = 0.2
     clip_high: float = 0.3
-    dual_clip: float = 2.5
+    clip_dual: float = 2.5
     norm_length: float = 16.0
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 
 
 def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: list[int], budget: int, aggregation: str,
-             skip: bool = False, weigh=losses.set_weights) -> tuple[dict[str, Tensor], int, int]:
+             skip: bool = False, weigh=losses.set_token_weights) -> tuple[dict[str, Tensor], int, int]:
     """The full gradient, the number of micro-batches on each rank, and the dummies on all of them.
 
     Response i of `step` gets the number `order[i]` and starts on the rank that this number is dealt to. The lines from
@@ -72,7 +72,7 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     for microbatch in microbatches:
         microbatch.advantage = advantages.float()[microbatch.index][microbatch.sequence_ids] * microbatch.mask  # [T]
 
-    loss_fn = partial(losses.ppo, clip_low=step.clip_low, clip_high=step.clip_high, dual_clip=step.dual_clip)
+    loss_fn = partial(losses.ppo, clip_low=step.clip_low, clip_high=step.clip_high, clip_dual=step.clip_dual)
     for parameter in policy.parameters():
         parameter.grad = None
     weigh(microbatches, aggregation, step.norm_length, num_sampled[plan.idle[0]])
@@ -93,7 +93,7 @@ def weigh_locally(microbatches, *options):
     """The bug of this field: every rank divides by what it has itself."""
     all_sum, losses.all_sum = losses.all_sum, lambda values: torch.as_tensor(values, dtype=torch.float64)
     try:
-        losses.set_weights(microbatches, *options)
+        losses.set_token_weights(microbatches, *options)
     finally:
         losses.all_sum = all_sum
 
@@ -101,7 +101,7 @@ def weigh_locally(microbatches, *options):
 def weigh_each(microbatches, *options):
     """Its sibling: every micro-batch is divided by what it has itself, then averaged."""
     for microbatch in microbatches:
-        losses.set_weights([microbatch], *options)
+        losses.set_token_weights([microbatch], *options)
         microbatch.weight /= len(microbatches)
 
 
@@ -130,13 +130,13 @@ def main(folder: Path) -> None:
     configs = {variant: ModelConfig(compute_dtype="float32", **flags) for variant, flags in configs.items()}
     policies = {variant: load_policy(todo["model"], config, world) for variant, config in configs.items()}
     hf_config, policy = read_config(todo["model"], configs[""]), policies[""]
-    wrong = {"": losses.set_weights, "local": weigh_locally, "each": weigh_each}
+    wrong = {"": losses.set_token_weights, "local": weigh_locally, "each": weigh_each}
     results = {}
     for name, budget, order, aggregation, variant in todo["layouts"]:
         step = todo["steps"][name]
         results[name, budget, tuple(order), aggregation, variant] = gradient(
             policies.get(variant, policy), world, hf_config, step, order, budget, aggregation, variant == "skip",
-            wrong.get(variant, losses.set_weights),
+            wrong.get(variant, losses.set_token_weights),
         )
     found = {"gradients": results, "weights": {mb: weights(policy, mb) for mb in todo["bucket_mb"]}}
     found |= clipped_step(policy, world)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common.batch import Batch
-from common.losses import set_weights
+from common.losses import set_token_weights
 from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers
 
@@ -116,7 +116,7 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
     arrived = exchange(whole if rank == 0 else Batch.empty(), plan.rank if rank == 0 else [])
     batch = arrived.microbatch(plan.minibatches[0][0][rank])
     assert (batch.index.tolist() == [-1]) == (rank != plan.rank[0])
-    assert set_weights([batch], "token-mean") == (3, 1)                     # a dummy is in no denominator
+    assert set_token_weights([batch], "token-mean") == (3, 1)                     # a dummy is in no denominator
     model = make_model()
     for layer in model:
         fully_shard(layer)

@@ -67,7 +67,7 @@ class Oracle:
                 if advantage >= 0:
                     loss = -advantage * min(ratio, 1 + step.clip_high)
                 else:
-                    loss = -advantage * min(max(ratio, 1 - step.clip_low), step.dual_clip)
+                    loss = -advantage * min(max(ratio, 1 - step.clip_low), step.clip_dual)
                 loss = loss + step.kl_coef * (1 / ratio - 1 + ratio.log())
                 token_losses.append(loss + step.entropy_coef * (rows[j].exp() * rows[j]).sum())
             if token_losses:
@@ -189,9 +189,9 @@ def test_the_step_is_a_hard_one(oracle, steps, expected):
         assert all(tensor.abs().max() > 1e-6 for tensor in want.values())
     for a, b in itertools.combinations(AGGREGATIONS, 2):
         assert relative_error(expected["main", a], expected["main", b]) > 0.05
-    unclipped = oracle.gradient(replace(step, clip_low=1.0, clip_high=1e9, dual_clip=1e9), "token-mean")
+    unclipped = oracle.gradient(replace(step, clip_low=1.0, clip_high=1e9, clip_dual=1e9), "token-mean")
     assert relative_error(unclipped, expected["main", "token-mean"]) > 0.1
-    no_dual = oracle.gradient(replace(step, dual_clip=1e9), "token-mean")
+    no_dual = oracle.gradient(replace(step, clip_dual=1e9), "token-mean")
     assert relative_error(no_dual, expected["main", "token-mean"]) > 0.1
 
 

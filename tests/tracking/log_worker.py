@@ -11,17 +11,20 @@ import torch
 from transformers import AutoTokenizer
 
 from common.batch import Batch
-from common.metrics import Meter, step_metrics
+from common.engine.base import Response
+from common.metrics import Meter
 from common.parallel import ranks
+from common.prompts import Prompt
+from common.rollout import Sample
 from common.tracking.logger import LogConfig
 from common.tracking.rollouts import Record
+from common.tracking.step import step_metrics
 from common.tracking.timer import Timer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]
 RESPONSES = ["5", "2 + 3 = 5\n#### 5", "naïve 🍎 apples", "<img src=x onerror=alert(1)></script>{{data}}"]
 GROUP = 2
-
 
 
 @cache
@@ -35,16 +38,19 @@ def tokens(tokenizer) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [tokenizer(text)["input_ids"] for text in RESPONSES]
 
 
-def samples(tokenizer, mine: list[int]) -> SimpleNamespace:
+def samples(tokenizer, mine: list[int]) -> list[Sample]:
     """What a rank sampled and scored: these of the four."""
     prompts, responses = tokens(tokenizer)
-    return SimpleNamespace(
-        index=mine, rewards=[[1.0, 0.0, 0.5, 0.0][i] for i in mine],
-        extras=[{"acc": i / 4, "pred": f"<i>{i}"} if i else {} for i in mine],
-        prompts=[SimpleNamespace(tokens=prompts[i], data_source="sums", ground_truth=5 + i // GROUP) for i in mine],
-        responses=[SimpleNamespace(tokens=responses[i], logp=[-(t + 1) / (i + 1) for t in range(len(responses[i]))],
-                                   finish_reason="length" if i == 3 else "stop") for i in mine],
-    )
+    return [
+        Sample(
+            i, i // GROUP, 0, Prompt(prompts[i], "sums", 5 + i // GROUP, {}, []),
+            Response(responses[i], [-(t + 1) / (i + 1) for t in range(len(responses[i]))],
+                     "length" if i == 3 else "stop"),
+            text=tokenizer.decode(responses[i], skip_special_tokens=True), score=[1.0, 0.0, 0.5, 0.0][i],
+            extras={"acc": i / 4, "pred": f"<i>{i}"} if i else {},
+        )
+        for i in mine
+    ]
 
 
 def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.Tensor, dict]:
@@ -65,7 +71,8 @@ def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.T
 def record(run_dir: Path, sampled: list[int], trained: list[int], config: LogConfig, step: int = 1) -> Record:
     """One step's file, of a rank that sampled and trained on these."""
     tok = tokenizer()
-    made = Record(config, run_dir, step, GROUP)
+    made = Record(config, run_dir, step)
+    made.keep(torch.arange(4) // GROUP)
     made.add(*microbatch(tok, trained))
     made.write(tok, samples(tok, sampled), torch.tensor([1.25, 0.0, 0.5, -0.5], dtype=torch.float64))
     return made
@@ -79,13 +86,11 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     for i in mine[rank]:
         values = torch.tensor(differences[i], dtype=torch.float64)
         meter.mean("training/rollout_probs_diff_mean", values)
-        meter.std("training/rollout_probs_diff_std", values)
         meter.max("training/rollout_probs_diff_max", values)
         meter.spread("critic/values", values - 1, values < 0.35)
         meter.total("actor/pg_loss", values.sum(), per=2)
         meter.mean("never", values, values > 9)
         meter.max("never", values[values > 9])
-        meter.std("one value", values[values == 0.4])
     prompt_lengths, response_lengths = torch.tensor([3.0, 3, 8, 8]), torch.tensor([2.0, 4, 10, 1])
     lengths = (prompt_lengths + response_lengths).long()
     timer.seconds |= {"gen": 2.0, "reward": 0.5, "update_actor": 4.0, "adv": 0.1}

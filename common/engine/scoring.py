@@ -1,0 +1,115 @@
+"""From prompts to scored responses: the engine samples groups, and each response goes to the scorers as it ends.
+
+`start_rollout` samples. `PendingRollout.collect` waits for the scores and gives a `Rollout`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from common.dataset.store import PromptSet
+from common.engine.base import Engine, Response, Sampling
+from common.metrics import Meter
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModel, RewardModelConfig
+from common.parallel.ranks import World, all_names
+from common.parallel.seeds import seed_of
+from common.rollout import Rollout, Sample, gather_rollout
+from rewards import lookup
+from rewards.runtime.pool import RewardConfig, RewardPool, Scores
+
+
+def _nothing() -> None:
+    pass
+
+
+class Scoring:
+    """The scorers of responses: the reward functions' workers, and a reward model where there is one."""
+
+    def __init__(self, tokenizer, config: RewardConfig, model_config: RewardModelConfig, data_sources: Iterable[str]):
+        """Starts the workers. Raises ValueError for a data source that no reward function is known for."""
+        if not config.function and not model_config.alone:
+            lookup(set(data_sources), config.kwargs)
+        self.tokenizer = tokenizer
+        self.model: RewardModel | None = None
+        self.advance: Callable[[], None] = _nothing
+        """Called as each response ends, for a progress bar."""
+        self.pool = None if model_config.alone else RewardPool(**vars(config))
+
+    def load_model(self, config: RewardModelConfig, model_config: ModelConfig, world: World) -> None:
+        if config.path:
+            self.model = RewardModel(config, model_config, world)
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+
+def never() -> bool:
+    return False
+
+
+def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
+                  sampling: Sampling, seed: Sequence[int | str], stop: Callable[[], bool] = never) -> "PendingRollout":
+    """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
+
+    Engine e takes prompts e, e + engines, ...; a group never leaves its engine. A response's own seed depends on
+    `seed`, its prompt's place in `rows` and its number in the group, and on nothing else. When `stop()` turns true,
+    sampling ends early; then the result must not be collected.
+    """
+    prompts = {group: data[rows[group]] for group in engine.deal(len(rows))}
+    samples = [
+        Sample(group * num_samples + number, group, rows[group], prompt)
+        for group, prompt in prompts.items() for number in range(num_samples)
+    ]
+    pending = PendingRollout(scoring, samples)
+    engine.generate(
+        [sample.prompt.tokens for sample in samples],
+        [seed_of(*seed, sample.group, sample.index % num_samples) for sample in samples],
+        sampling, on_finish=pending.score, stop=stop,
+    )
+    return pending
+
+
+class PendingRollout:
+    """Responses that were sampled and are being scored."""
+
+    def __init__(self, scoring: Scoring, samples: list[Sample]):
+        self.scoring, self.samples = scoring, samples
+
+    def score(self, i: int, response: Response) -> None:
+        """Hand response `i` of this engine to the scorers. One rank of the engine calls this, as the response ends."""
+        sample = self.samples[i]
+        sample.response = response
+        sample.text = self.scoring.tokenizer.decode(response.tokens, skip_special_tokens=True)
+        self.scoring.advance()
+        if self.scoring.pool is not None:
+            prompt = sample.prompt
+            self.scoring.pool.submit(i, prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info)
+
+    def collect(self, meter: Meter) -> Rollout:
+        """Wait for the scores. All ranks call this together.
+
+        Adds to `meter` reward/error_frac, reward/timeout_frac, and reward/NAME for the numbers that a reward function
+        returned besides its score.
+        """
+        mine = [sample for sample in self.samples if sample.response is not None]
+        scores = Scores([], [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
+        if self.scoring.pool is not None:
+            scores = self.scoring.pool.results()
+        for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
+            sample.score, sample.extras = score, extras
+        timeout = torch.tensor([kind == "timeout" for kind in scores.failures], dtype=torch.float64)
+        failed = torch.tensor([kind is not None for kind in scores.failures], dtype=torch.float64)
+        meter.mean("reward/timeout_frac", timeout)
+        meter.mean("reward/error_frac", failed - timeout)
+        numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
+        for name in all_names(numbers):
+            values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
+            meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
+        if self.scoring.model is not None:
+            judged = self.scoring.model.score([sample.prompt for sample in mine], [sample.text for sample in mine])
+            meter.mean("reward/model", torch.tensor(judged, dtype=torch.float64))
+            for sample, score in zip(mine, judged, strict=True):
+                sample.score += self.scoring.model.weight * score
+        return gather_rollout(mine)

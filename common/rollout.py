@@ -1,0 +1,235 @@
+"""What was sampled and scored in a step, in one container, and its way to the ranks that train on it.
+
+A `Rollout` holds this rank's responses, and a few numbers of every response on every rank (common/engine/scoring.py
+makes it). `to_minibatches` sends each response to the rank that trains on it.
+
+Two ideas say what a response takes part in. A reward of NaN: it has no reward and is in no group's statistics.
+`in_loss` False: its tokens are in no loss and in no denominator.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.batch import Batch
+from common.dataset.store import PromptSet
+from common.engine.base import Response
+from common.model.flops import sequence_cost
+from common.packing import plan_step
+from common.parallel.exchange import exchange, gather_numbers
+from common.parallel.ranks import World, all_sum
+from common.prompts import Prompt
+from common.segments import segment_sum
+
+
+@dataclass
+class Sample:
+    """One response, on the rank that scored it."""
+
+    index: int
+    """Its number in the step, 0 .. S-1 over all ranks."""
+    group: int
+    """The number of its prompt in the step."""
+    row: int
+    """The row of its prompt in the data set."""
+    prompt: Prompt
+    response: Response | None = None
+    """None until the engine has finished it, and on the ranks that do not score it."""
+    text: str = ""
+    score: float = math.nan
+    """The scorers' number. NaN: the scorers failed."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What the reward function returned besides its score."""
+
+
+@dataclass
+class Rollout:
+    """Responses with their scores. All tensors are [S], by `Sample.index`, and the same on every rank."""
+
+    samples: list[Sample]
+    """Those that this rank scored."""
+    scores: Tensor
+    """float64. NaN: no score."""
+    group: Tensor
+    """int64. Responses of one prompt have the same number."""
+    prompt_lengths: Tensor
+    """float64, tokens."""
+    response_lengths: Tensor
+    """float64, tokens."""
+    truncated: Tensor
+    """bool. The response was cut at the maximum response length."""
+    in_loss: Tensor
+    """bool. Its tokens are in the loss and in the denominators. At first: it has a score."""
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[S] int64, tokens of prompt and response."""
+        return (self.prompt_lengths + self.response_lengths).numpy().astype(np.int64)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group.unique())
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: vars(self)[f.name] for f in fields(self) if f.name != "samples"}
+
+    def cat(self, other: "Rollout") -> "Rollout":
+        """Both; responses and groups of `other` are numbered after those of this one."""
+        num_groups = int(self.group.max()) + 1 if len(self) else 0
+        moved = [replace(s, index=s.index + len(self), group=s.group + num_groups) for s in other.samples]
+        theirs = other.tensors()
+        theirs["group"] = theirs["group"] + num_groups
+        joined = {name: torch.cat([mine, theirs[name]]) for name, mine in self.tensors().items()}
+        return Rollout(self.samples + moved, **joined)
+
+    def take_groups(self, groups: Sequence[int]) -> "Rollout":
+        """The responses of these groups. Groups are numbered in this order, responses group by group."""
+        new_group = {old: new for new, old in enumerate(groups)}
+        of_group = [(self.group == old).nonzero()[:, 0] for old in groups]
+        order = torch.cat(of_group) if of_group else torch.zeros(0, dtype=torch.int64)
+        new_index = {int(old): new for new, old in enumerate(order)}
+        samples = [
+            replace(s, index=new_index[s.index], group=new_group[s.group]) for s in self.samples if s.group in new_group
+        ]
+        taken = {name: values[order] for name, values in self.tensors().items()}
+        taken["group"] = torch.tensor([new_group[int(old)] for old in taken["group"]], dtype=torch.int64)
+        return Rollout(samples, **taken)
+
+    def state_dict(self) -> list[list]:
+        """The samples of all ranks, for JSON. All ranks call this together."""
+        mine = [
+            [s.index, s.group, s.row, s.response.tokens, s.response.logp, s.response.finish_reason, s.score, s.extras]
+            for s in self.samples
+        ]
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, mine)
+        return sorted(chain(*shares), key=lambda saved: saved[0])
+
+    @classmethod
+    def from_state(cls, state: list[list], data: PromptSet, world: World) -> "Rollout":
+        """What `state_dict` returned, its groups dealt to the ranks in turn. All ranks call this together."""
+        samples = [
+            Sample(index, group, row, data[row], Response(tokens, logp, reason), score=score, extras=extras)
+            for index, group, row, tokens, logp, reason, score, extras in state
+            if group % world.size == world.rank
+        ]
+        return gather_rollout(samples)
+
+    def batch(self) -> Batch:
+        """This rank's responses, by index."""
+        if not self.samples:
+            return Batch.empty()
+        return Batch.build(
+            [s.prompt.tokens for s in self.samples],
+            [s.response.tokens for s in self.samples],
+            rollout_logps=[s.response.logp for s in self.samples],
+            index=[s.index for s in self.samples],
+        )
+
+
+def gather_rollout(samples: list[Sample]) -> Rollout:
+    """The samples of this rank, with the numbers of all ranks' samples on every rank."""
+    rows = [
+        (math.isfinite(s.score), np.nan_to_num(s.score), s.group, len(s.prompt.tokens), len(s.response.tokens),
+         s.response.finish_reason == "length")
+        for s in samples
+    ]
+    index = torch.tensor([s.index for s in samples], dtype=torch.int64)
+    numbers = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, 6), index)            # [S, 6]
+    scored, scores, group, prompt_lengths, response_lengths, truncated = numbers.unbind(1)
+    has_score = scored > 0
+    return Rollout(
+        samples, torch.where(has_score, scores, torch.nan), group.long(), prompt_lengths, response_lengths,
+        truncated > 0, in_loss=has_score,
+    )
+
+
+# --------------------------------------------------------------------------- to the ranks that train
+
+@dataclass
+class Minibatch:
+    """This rank's share of one optimizer step. Iterating gives its micro-batches, as many on every rank."""
+
+    microbatches: list[Batch]
+    skipped_lengths: Tensor
+    """[skipped] response lengths, on all ranks the same, of responses that run nowhere and count in denominators."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.microbatches)
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+
+def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World, *, num_minibatches: int,
+                   max_tokens: int, seed: int, share_prompt: bool = False) -> list[Minibatch]:
+    """Send every response to the rank that trains on it.
+
+    `in_update` [S] bool: responses that run through the model. The others only count in the denominators (those with
+    `in_loss`). `max_tokens`: the budget of a micro-batch. `share_prompt`: groups stay together where they fit.
+    """
+    lengths = rollout.lengths
+    runs = in_update.numpy()
+    plan = plan_step(
+        lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, trained=runs,
+        groups=rollout.group.numpy() if share_prompt else None, prompt_lengths=rollout.prompt_lengths.numpy(),
+    )
+    batch = rollout.batch()
+    batch = batch.select(torch.from_numpy(np.flatnonzero(runs[batch.index.numpy()])))
+    batch = exchange(batch, plan.rank[batch.index.numpy()])
+    batch.mask &= rollout.in_loss[batch.index][batch.sequence_ids]
+    batch = batch.to(world.device)
+    counted_lengths = rollout.response_lengths * rollout.in_loss                                    # [S]
+    return [
+        Minibatch([batch.microbatch(shares[world.rank]) for shares in planned], counted_lengths[skipped])
+        for planned, skipped in zip(plan.minibatches, plan.idle)
+    ]
+
+
+def scatter_fields(minibatches: list[Minibatch], **values: Tensor) -> None:
+    """Write per-token tensors [T] of `Batch.cat` over all micro-batches back into each of them."""
+    microbatches = list(chain(*minibatches))
+    for name, whole in values.items():
+        for microbatch, share in zip(microbatches, whole.split([len(b.tokens) for b in microbatches])):
+            setattr(microbatch, name, share.to(microbatch.tokens.device))
+
+
+def sum_per_response(batch: Batch, x: Tensor, num_responses: int) -> Tensor:
+    """[T] of this rank's batch -> [S] float64 on every rank: the sum over each response, 0 where no rank has it."""
+    sums = torch.zeros(num_responses, dtype=torch.float64)
+    real = batch.index >= 0
+    sums[batch.index[real]] = segment_sum(x.double(), batch.cu_seqlens)[real]
+    return all_sum(sums)
+
+
+def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
+                **others: int) -> None:
+    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
+             "minibatches_per_step": minibatches_per_step, **others}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if prompts_per_step % max(world_size // tp, 1):
+        raise ValueError(
+            f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "
+            f"(world size {world_size} / --rollout.tp {tp})"
+        )
+    num_responses = prompts_per_step * samples_per_prompt
+    if num_responses % minibatches_per_step:
+        raise ValueError(
+            f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x --samples-per-prompt "
+            f"{samples_per_prompt}) must be a multiple of --minibatches-per-step {minibatches_per_step}"
+        )

@@ -1,0 +1,81 @@
+"""What every script logs of a step beside its own numbers: lengths, memory, seconds, throughput. Names are verl's."""
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from common.metrics import Meter, spread
+from common.parallel.ranks import World
+from common.rollout import Minibatch, Rollout
+from common.tracking.timer import Timer
+
+PER_TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, minibatches: list[Minibatch], *,
+                 max_prompt_length: int, max_response_length: int, update_flops: float, peak_flops: float,
+                 ) -> dict[str, float]:
+    """The step's metrics; the only place where its meter is reduced. All ranks call this together.
+
+    `minibatches`: this rank's micro-batches. `update_flops`: what the update computed on all ranks. `peak_flops`: what
+    one rank's chip can do in a second (`profiling.peak_flops`).
+    """
+    lengths = (rollout.prompt_lengths + rollout.response_lengths).double()                      # [S]
+    here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
+    meter.max("global_seqlen/balanced_max", here)
+    meter.min("global_seqlen/balanced_min", here)
+    for name, value in memory(world).items():
+        meter.max(name, torch.tensor(value))
+    metrics = meter.reduce() | timer.metrics()
+    for name, values, limit in (
+        ("prompt_length", rollout.prompt_lengths, max_prompt_length),
+        ("response_length", rollout.response_lengths, max_response_length),
+    ):
+        metrics |= spread(name, values)
+        metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
+    as_sampled = [float(part.sum()) for part in np.array_split(lengths.numpy(), world.size)]    # tokens by rank
+    metrics |= {
+        "global_seqlen/min": min(as_sampled),
+        "global_seqlen/max": max(as_sampled),
+        "global_seqlen/minmax_diff": max(as_sampled) - min(as_sampled),
+        "global_seqlen/mean": sum(as_sampled) / world.size,
+    }
+    num_tokens = float(lengths.sum())
+    num_sampled = float(rollout.response_lengths.sum())
+    for phase, seconds in timer.seconds.items():
+        if phase in PER_TOKEN_PHASES:
+            metrics[f"timing_per_token_ms/{phase}"] = 1000 * seconds / (num_sampled if phase == "gen" else num_tokens)
+    metrics |= {
+        "rollout/truncated_frac": float(rollout.truncated.double().mean()),
+        "rollout/tokens_per_s": num_sampled / timer.seconds["gen"],
+        "perf/total_num_tokens": int(num_tokens),
+        "perf/time_per_step": metrics["timing_s/step"],
+        "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
+    }
+    if "update_actor" in timer.seconds:
+        achieved = update_flops / timer.seconds["update_actor"] / world.size
+        metrics |= {"perf/update_tflops": achieved / 1e12, "perf/mfu/actor": achieved / peak_flops}
+    return metrics
+
+
+def memory(world: World) -> dict[str, float]:
+    """Memory of this rank in GiB."""
+    metrics = {
+        "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
+        "perf/cpu_memory_peak_gb": _peak_rss_gb(),
+    }
+    if world.device.type == "cuda":
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+    return metrics
+
+
+def _peak_rss_gb() -> float:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return psutil.Process().memory_info().rss / 2**30
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 2**20

@@ -1,0 +1,78 @@
+"""Validation results of a step, by data source, under verl's names."""
+
+import math
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from common.dataset.store import PromptSet
+from common.engine.base import Engine, RolloutConfig, Sampling
+from common.engine.scoring import Scoring, start_rollout
+from common.metrics import Meter
+from common.rollout import Sample
+
+
+def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, config: RolloutConfig, num_samples: int,
+             temperature: float, seed: int) -> dict[str, float]:
+    """Results with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a prompt."""
+    metrics: dict[str, float] = {}
+    meter = Meter()
+    settings = [(1, Sampling.validation(config, temperature=0.0))]
+    if num_samples > 0:
+        settings.append((num_samples, Sampling.validation(config, temperature)))
+    for number, sampling in settings:
+        pending = start_rollout(engine, scoring, prompts, range(len(prompts)), number, sampling, (seed, "val"))
+        samples = pending.collect(meter).samples
+        metrics |= validation_metrics(samples, greedy=sampling.temperature == 0)
+    return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
+
+
+def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
+    """Per data source, over all ranks, with verl's names: val-core/SOURCE/acc/{greedy or mean@N, best@N/mean,
+    maj@N/mean} and, in val-aux/, the standard error over prompts and best@k for powers of two below N.
+
+    acc is the reward dict's "acc", else its score; a lost one counts 0. best@k/mean is for scores of 0 and 1 the
+    unbiased pass@k (Chen et al. 2021, sec. 2.1). maj@N needs the dict's "pred": the most frequent answer's acc, ties
+    shared.
+    """
+    rows = [
+        (s.prompt.data_source, s.group, float(np.nan_to_num(s.extras.get("acc", s.score))), s.extras.get("pred"))
+        for s in samples
+    ]
+    shares = [rows]
+    if dist.is_initialized():
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, rows)
+    groups: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
+    for source, group, acc, pred in sorted((row for share in shares for row in share), key=lambda row: row[:3]):
+        groups[source][group].append((acc, pred))
+    metrics = {}
+    for source, found in groups.items():
+        accs = np.array([[acc for acc, _ in group] for group in found.values()])                # [P, N]
+        core, aux, N = f"val-core/{source}/acc", f"val-aux/{source}/acc", accs.shape[1]
+        name = "greedy" if greedy else f"mean@{N}"
+        metrics[f"{core}/{name}"] = float(accs.mean())
+        metrics[f"{aux}/{name}/stderr"] = float(accs.mean(1).std(ddof=1) / len(accs) ** 0.5) if len(accs) > 1 else 0.0
+        if N > 1:
+            metrics[f"{core}/best@{N}/mean"] = float(best_at(accs, N).mean())
+            for k in (2**e for e in range(1, (N - 1).bit_length())):
+                metrics[f"{aux}/best@{k}/mean"] = float(best_at(accs, k).mean())
+            if all(pred is not None for group in found.values() for _, pred in group):
+                metrics[f"{core}/maj@{N}/mean"] = float(np.mean([majority(group) for group in found.values()]))
+    return metrics
+
+
+def best_at(accs: np.ndarray, k: int) -> np.ndarray:
+    """Expected best of k samples drawn from each row without replacement: [P, N] -> [P]. For 0/1 scores with c ones
+    this is pass@k = 1 - C(N - c, k) / C(N, k)."""
+    N = accs.shape[1]
+    shares = np.array([math.comb(i, k - 1) / math.comb(N, k) for i in range(N)])    # that the i-th smallest is the best
+    return np.sort(accs, axis=1) @ shares
+
+
+def majority(group: list[tuple[float, Any]]) -> float:
+    """Mean acc of the samples whose answer is the most frequent one (of the most frequent ones)."""
+    counts = Counter(str(pred) for _, pred in group)
+    return float(np.mean([acc for acc, pred in group if counts[str(pred)] == max(counts.values())]))

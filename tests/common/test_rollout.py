@@ -1,0 +1,125 @@
+"""Rollouts between engine, reward workers and trainer; group statistics; validation metrics against enumeration."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine.base import Response
+from common.prompts import Prompt
+from common.rollout import Rollout, Sample, gather_rollout
+from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
+from common.tracking.validation import best_at, majority, validation_metrics
+
+DATA = [Prompt([1] * (3 + row), f"source{row % 2}", str(row), {"row": row}, []) for row in range(6)]
+
+
+def make_samples(scores, group_size=2, rows=None, extras=None) -> list[Sample]:
+    """Responses of 1, 2, 3 ... tokens, a group per prompt; every third was truncated."""
+    rows = list(range(len(scores) // group_size)) if rows is None else rows
+    samples = []
+    for i, score in enumerate(scores):
+        response = Response([7] * (i + 1), [-0.5] * (i + 1), "length" if i % 3 == 2 else "stop")
+        row = rows[i // group_size]
+        samples.append(Sample(i, i // group_size, row, DATA[row], response, score=score,
+                              extras=extras[i] if extras else {}))
+    return samples
+
+
+def by_index(rollout: Rollout) -> dict[int, tuple[int, float]]:
+    return {s.index: (s.group, s.score) for s in rollout.samples}
+
+
+def test_a_rollout_knows_every_response(world):
+    samples = make_samples([1.0, float("nan"), 0.5, 2.0])
+    rollout = gather_rollout([samples[i] for i in (2, 0, 3, 1)])
+    assert rollout.scores.nan_to_num(nan=-1).tolist() == [1, -1, 0.5, 2]
+    assert rollout.group.tolist() == [0, 0, 1, 1] and rollout.num_groups == 2 and len(rollout) == 4
+    assert rollout.response_lengths.tolist() == [1, 2, 3, 4] and rollout.prompt_lengths.tolist() == [3, 3, 4, 4]
+    assert rollout.truncated.tolist() == [False, False, True, False]
+    assert rollout.in_loss.tolist() == [True, False, True, True]
+    assert rollout.lengths.tolist() == [4, 5, 7, 8]
+
+
+def test_groups_are_joined_taken_and_numbered_anew(world):
+    first = gather_rollout(make_samples([1, 2, 3, 4], rows=[0, 1]))
+    second = gather_rollout(make_samples([5, 6, 7, 8], rows=[2, 3]))
+    both = first.cat(second)
+    assert both.scores.tolist() == [*range(1, 9)] and both.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert by_index(both) == {i: (i // 2, i + 1) for i in range(8)}
+    assert by_index(second) == {i: (i // 2, i + 5) for i in range(4)}           # the argument stays as it was
+    taken = both.take_groups([3, 0])
+    assert taken.scores.tolist() == [7, 8, 1, 2] and taken.group.tolist() == [0, 0, 1, 1]
+    assert by_index(taken) == {0: (0, 7), 1: (0, 8), 2: (1, 1), 3: (1, 2)}
+    assert taken.response_lengths.tolist() == [3, 4, 1, 2]
+    nothing = both.take_groups([])
+    assert nothing.samples == [] and len(nothing) == 0 and nothing.num_groups == 0
+    assert nothing.cat(first).scores.tolist() == first.scores.tolist()
+
+
+def test_groups_may_differ_in_size(world):
+    samples = make_samples([1, 2, 3, 4, 5], rows=[0, 1, 2])
+    for sample, group in zip(samples, [0, 0, 0, 1, 2]):
+        sample.group = group
+    taken = gather_rollout(samples).take_groups([2, 0])
+    assert taken.scores.tolist() == [5, 1, 2, 3] and taken.group.tolist() == [0, 1, 1, 1]
+
+
+def test_a_rollout_survives_a_checkpoint_on_any_number_of_ranks(world, monkeypatch):
+    samples = make_samples([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], rows=[4, 2, 5], extras=[{"acc": i} for i in range(6)])
+    state = json.loads(json.dumps(gather_rollout(samples).state_dict()))
+    assert Rollout.from_state(state, DATA, world).samples == samples
+    monkeypatch.setattr("common.rollout.gather_rollout", lambda samples: samples)
+    shares = [Rollout.from_state(state, DATA, replace(world, rank=rank, size=2)) for rank in range(2)]
+    assert [[s.index for s in share] for share in shares] == [[0, 1, 4, 5], [2, 3]]
+    assert shares[1] == samples[2:4]
+
+
+def test_group_statistics_by_hand():
+    x = torch.tensor([1.0, 3.0, float("nan"), 5.0, 5.0, 2.0, float("nan")], dtype=torch.float64)
+    group = torch.tensor([0, 0, 0, 1, 1, 2, 3])
+    assert group_sum(x, group).tolist() == [4, 4, 4, 10, 10, 2, 0]
+    assert group_count(x, group).tolist() == [2, 2, 2, 2, 2, 1, 0]
+    assert group_mean(x, group).nan_to_num(nan=-1).tolist() == [2, 2, 2, 5, 5, 2, -1]
+    assert group_std(x, group).nan_to_num(nan=-1).tolist() == pytest.approx([2**0.5] * 3 + [0, 0, 0, 0])
+    assert group_lead(x[:5], group[:5]).tolist() == [0, 2, 0, 0, 0]
+    assert is_constant(x, group).tolist() == [False, False, False, True, True, True, True]
+    assert is_constant(x[:0], group[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_best_at_k_is_the_mean_over_all_subsets(k):
+    accs = np.array([[0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0.5, 2, -1, 0.5, 0]])
+    want = [np.mean([max(subset) for subset in itertools.combinations(row, k)]) for row in accs]
+    assert best_at(accs, k) == pytest.approx(want)
+    assert best_at(accs[:1], k)[0] == pytest.approx(1 - np.prod([(3 - i) / (5 - i) for i in range(k)]))   # pass@k
+
+
+def test_majority_shares_ties():
+    assert majority([(1, "4"), (1, "4"), (0, "5")]) == 1
+    assert majority([(1, "4"), (0, "5"), (0, "5")]) == 0
+    assert majority([(1, "4"), (0, "5"), (0, "6"), (1, "4"), (0, "5")]) == 0.5
+
+
+def test_validation_metrics_by_hand(world):
+    """Two prompts of source0 (rows 0 and 2), one of source1, 4 samples each; acc and pred come with the reward."""
+    accs = [1, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1]
+    preds = ["4", "5", "5", "6", "9", "9", "1", "9", "2", "3", "3", "8"]
+    extras = [{"acc": acc, "pred": pred} for acc, pred in zip(accs, preds)]
+    samples = make_samples([0.5] * 12, group_size=4, rows=[0, 2, 1], extras=extras)
+    got = validation_metrics(samples, greedy=False)
+    assert got["val-core/source0/acc/mean@4"] == pytest.approx((1 / 4 + 3 / 4) / 2)
+    assert got["val-aux/source0/acc/mean@4/stderr"] == pytest.approx(np.std([0.25, 0.75], ddof=1) / 2**0.5)
+    assert got["val-core/source0/acc/best@4/mean"] == 1
+    assert got["val-aux/source0/acc/best@2/mean"] == pytest.approx((1 / 2 + 1) / 2)
+    assert got["val-core/source0/acc/maj@4/mean"] == 0.5 and got["val-core/source1/acc/maj@4/mean"] == 0
+    assert Counter(key.split("/")[1] for key in got) == {"source0": 5, "source1": 5}
+    plain = validation_metrics(make_samples([0.5, float("nan")], group_size=1), greedy=True)
+    assert plain == {
+        "val-core/source0/acc/greedy": 0.5, "val-aux/source0/acc/greedy/stderr": 0.0,
+        "val-core/source1/acc/greedy": 0.0, "val-aux/source1/acc/greedy/stderr": 0.0,
+    }
