@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import tyro
 
-from common.tracking.health import Watch
+from common.tracking.health import Watch as HealthCheck
 
 PAGE = Path(__file__).parent / "page"
 
@@ -40,7 +41,10 @@ def read_metrics(run: str) -> list[dict[str, float]]:
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the folder of a run (--run-dir) that logged to jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     if not rows:
         raise ValueError(f"{path} is empty: the run has not finished a step")
     return rows
@@ -53,6 +57,7 @@ def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[f
 
 
 def draw(runs: list[str], out: Path) -> None:
+    """Four panels with all runs in them: reward, validation, policy, and the seconds of the first run's phases."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,38 +105,50 @@ def write_page(run: str, compare: str, out: Path, max_mb: float) -> None:
     parts = {
         "title": Path(run).resolve().name.replace("&", "&amp;").replace("<", "&lt;"),
         "style": f"{(PAGE / 'uplot/uPlot.min.css').read_text()}\n{(PAGE / 'page.css').read_text()}",
-        "script": script, "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "script": script,
+        "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     template = (PAGE / "page.html").read_text()
-    out.write_text(re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template))    # once: data may have {{...}}
+    # one pass over the template: what is filled in may itself have {{...}}
+    out.write_text(re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template))
 
 
 def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
-    """What page.js draws. Curves are aligned by step: one value a step of either run, null where it has none."""
+    """What page.js draws. Curves are aligned by step: they have one value for each step of any run, and null at the
+    steps that their own run has not."""
     tables = [read_metrics(run) for run in runs]
     steps = sorted({row["step"] for rows in tables for row in rows})
-    watch, shown = Watch(every=20), []
-    for run, rows in zip(runs, tables):
-        by_step = {row["step"]: row for row in rows}
-        names = sorted({key for row in rows for key in row} - {"step"})
-        flags = json.loads((Path(run) / "config.json").read_text()) if (Path(run) / "config.json").exists() else {}
-        shown.append({
-            "name": Path(run).resolve().name, "flags": flat_flags(flags),
-            "metrics": {name: [finite(by_step.get(step, {}).get(name)) for step in steps] for name in names},
-        })
+    shown = [{
+        "name": Path(run).resolve().name,
+        "flags": read_flags(Path(run) / "config.json"),
+        "metrics": aligned(rows, steps),
+    } for run, rows in zip(runs, tables)]
     prompts, rollouts, left_out = read_rollouts(Path(runs[0]), max_mb)
-    rewards = [row["critic/rewards/mean"] for row in tables[0] if "critic/rewards/mean" in row]
+    _, rewards = series(tables[0], "critic/rewards/mean")
     change = f", mean reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
+    health = HealthCheck(every=20)
     return {
         "runs": shown, "steps": steps, "prompts": prompts, "rollouts": rollouts, "left_out": left_out,
-        "warnings": [line for row in tables[0] for line in watch.look(row["step"], row)],
+        "warnings": [line for row in tables[0] for line in health.look(row["step"], row)],
         "summary": f"{shown[0]['flags'].get('--model', 'unknown model')} · {tables[0][-1]['step']} steps{change}",
     }
 
 
+def aligned(rows: list[dict[str, float]], steps: list[int]) -> dict[str, list[float | None]]:
+    """Each metric's values at `steps`."""
+    by_step = {row["step"]: row for row in rows}
+    names = sorted({name for row in rows for name in row} - {"step"})
+    return {name: [finite(by_step.get(step, {}).get(name)) for step in steps] for name in names}
+
+
 def finite(x: float | None) -> float | None:
+    """`x`, or None, which JSON has, for what it has not: nan and the infinities."""
     return x if x is not None and math.isfinite(x) else None
+
+
+def read_flags(file: Path) -> dict[str, str]:
+    return flat_flags(json.loads(file.read_text())) if file.exists() else {}
 
 
 def flat_flags(flags: dict[str, Any], prefix: str = "--") -> dict[str, str]:
@@ -139,23 +156,28 @@ def flat_flags(flags: dict[str, Any], prefix: str = "--") -> dict[str, str]:
     found = {}
     for key, value in flags.items():
         name = prefix + key.replace("_", "-")
-        found |= flat_flags(value, f"{name}.") if isinstance(value, dict) else {
-            name: " ".join(map(str, value)) if isinstance(value, list) else str(value)}
+        if isinstance(value, dict):
+            found |= flat_flags(value, f"{name}.")
+        else:
+            found[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return found
 
 
 def read_rollouts(run: Path, max_mb: float) -> tuple[list[str], list[dict[str, Any]], str]:
-    """Prompts, responses that name their prompt by its number, and in words what was left out (common/record.py)."""
+    """Prompts; responses, each with the number of its prompt; and a note on the steps that were left out. The files
+    are written by common/tracking/rollouts.py."""
     files = sorted((run / "rollouts").glob("step_*.parquet"))
     kept = [(len(json.dumps(rows)), rows) for rows in map(rollouts_of, files)]
     while len(kept) > 1 and sum(size for size, _ in kept) > max_mb * 1e6:
-        kept = kept[::-2][::-1]                                         # the last step stays
+        kept = kept[::-2][::-1]  # every second one, counted from the last, which stays
     prompts: dict[str, int] = {}
     for _, rows in kept:
         for row in rows:
             row["prompt"] = prompts.setdefault(row["prompt"], len(prompts))
-    left_out = f"; {len(files) - len(kept)} of {len(files)} recorded steps left out (--max-mb)"
-    return list(prompts), [row for _, rows in kept for row in rows], left_out if len(kept) < len(files) else ""
+    left_out = ""
+    if len(kept) < len(files):
+        left_out = f"; {len(files) - len(kept)} of {len(files)} recorded steps left out (--max-mb)"
+    return list(prompts), [row for _, rows in kept for row in rows], left_out
 
 
 def rollouts_of(file: Path) -> list[dict[str, Any]]:
@@ -167,7 +189,8 @@ def rollouts_of(file: Path) -> list[dict[str, Any]]:
                 row[name] = finite(round(value, 4))
             elif isinstance(value, list) and value and isinstance(value[0], float):
                 row[name] = [finite(x) for x in np.round(value, 4).tolist()]
-        row["id"], row["texts"] = f"{row['step']}-{row['index']}", row.pop("token_texts")
+        row["id"] = f"{row['step']}-{row['index']}"
+        row["texts"] = row.pop("token_texts")
         row["reward_parts"] = {key: finite(part) if isinstance(part, float) else part
                                for key, part in json.loads(row["reward_parts"]).items()}
     return rows
@@ -188,9 +211,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    from common.tracking.console import fail
-
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        fail(error)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,4 +1,8 @@
-"""Rows of parquet and JSON-lines files, streamed in batches."""
+"""Reads the rows of parquet and JSON lines files as a stream of small batches: a file may be larger than memory.
+
+`find_files` turns what the user names into files, `read_batches` gives a file's batches of Arrow rows with only the
+columns that are needed, under our names, and `rows_of` turns a batch into Python values.
+"""
 
 import glob
 import json
@@ -12,8 +16,8 @@ import pyarrow.parquet as pq
 
 from common.prompts import DataConfig
 
-PARQUET, JSON_LINES = (".parquet", ".pq"), (".jsonl", ".ndjson", ".json")
-
+PARQUET = (".parquet", ".pq")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 BATCH_ROWS = 512  # read, tokenised and stored together
 
 
@@ -41,50 +45,70 @@ def find_files(entries: Sequence[str]) -> list[Path]:
 
 
 def read_batches(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
-    """The rows of one file in batches, streamed: JSON lines as they are in one column `json`; of parquet the columns
-    that are needed, under our names. Raises ValueError for a file that is unreadable or lacks a column."""
-    if file.suffix in JSON_LINES:
-        try:
-            with open(file, "rb") as text:
-                lines = (line for line in text if line.strip())
-                while rows := list(islice(lines, BATCH_ROWS)):
-                    yield pa.record_batch([pa.array(rows, pa.binary())], names=["json"])
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from None
-        return
+    """The rows of one file in batches, under our names for the columns. Raises ValueError for a file that is unreadable
+    or lacks a column."""
+    return read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, config)
+
+
+def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
+    """The lines that are not blank, as they are, in one column `json`."""
+    try:
+        with open(file, "rb") as text:
+            lines = (line for line in text if line.strip())
+            while rows := list(islice(lines, BATCH_ROWS)):
+                yield pa.record_batch([pa.array(rows, pa.binary())], names=["json"])
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+
+
+def read_parquet(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
+    """The columns that are needed."""
     try:
         parquet = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)  # the defaults hold the file in memory
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file} is not a readable parquet file (truncated?): {error}") from None
     with parquet:
-        known, columns = parquet.schema_arrow.names, our_columns(config)
-        missing = [name for key, name in columns.items() if name not in known and key != "extra_info"]
-        if missing:
-            raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(known)}; verl's columns "
-                             f"are needed, and other names can be given, e.g. --data.prompt-column NAME")
-        columns = {key: name for key, name in columns.items() if name in known}
-        for name in columns.values():
-            if known.count(name) > 1:
-                raise ValueError(f"{file} has {known.count(name)} columns named {name}; names must be unique")
-        batches, first = parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())), 0
+        columns = find_columns(file, parquet.schema_arrow.names, config)
+        batches = parquet.iter_batches(BATCH_ROWS, columns=list(columns.values()))
+        num_rows = 0
         while True:
             try:
                 batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{file} is damaged after row {first} (counted from 0): {error}") from None
+                raise ValueError(f"{file} is damaged after row {num_rows} (counted from 0): {error}") from None
             if batch is None:
                 return
             yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
-            first += batch.num_rows
+            num_rows += batch.num_rows
+
+
+def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, str]:
+    """Our name -> the file's name, of the columns to read."""
+    wanted = our_columns(config)
+    missing = [name for key, name in wanted.items() if name not in names and key != "extra_info"]
+    if missing:
+        raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}; verl's columns "
+                         f"are needed, and other names can be given, e.g. --data.prompt-column NAME")
+    columns = {key: name for key, name in wanted.items() if name in names}
+    for name in columns.values():
+        if names.count(name) > 1:
+            raise ValueError(f"{file} has {names.count(name)} columns named {name}; names must be unique")
+    return columns
 
 
 def our_columns(config: DataConfig) -> dict[str, str]:
-    return {"prompt": config.prompt_column, "data_source": config.data_source_column,
-            "reward_model": config.reward_model_column, "extra_info": config.extra_info_column}
+    """Our name -> the name in the files."""
+    return {
+        "prompt": config.prompt_column,
+        "data_source": config.data_source_column,
+        "reward_model": config.reward_model_column,
+        "extra_info": config.extra_info_column,
+    }
 
 
 def rows_of(batch: pa.RecordBatch, config: DataConfig) -> list[dict[str, Any] | ValueError]:
-    """As Python values; a row that has none (broken JSON, bytes that are not UTF-8) becomes the error."""
+    """The rows of a batch as Python values. A row that has none (broken JSON, bytes that are not UTF-8) becomes the
+    error."""
     if "json" in batch.schema.names:
         return [parse_json(line, config) for line in batch.column("json").to_pylist()]
     try:
@@ -98,7 +122,7 @@ def rows_of(batch: pa.RecordBatch, config: DataConfig) -> list[dict[str, Any] | 
 def parse_json(line: bytes, config: DataConfig) -> dict[str, Any] | ValueError:
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate (\ud800) is no text
+        json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
     except (ValueError, RecursionError) as error:
         return ValueError(f"the line must be a JSON object ({error})")
     if not isinstance(row, dict):

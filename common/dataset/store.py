@@ -1,13 +1,13 @@
-"""The tokenised prompts of a run, in a temporary Arrow file that all ranks of a node map into memory.
+"""Keeps the prompts of a run, checked and tokenised, in a temporary Arrow file that all ranks of a node map to memory.
 
-A data set may be larger than memory: one process a node streams it once and appends rows and token ids to the file. A
-prompt is read from there when it is asked for.
+A data set may be larger than memory: one process a node streams it once and appends rows and token ids to the file, and
+a prompt is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,8 @@ import pyarrow as pa
 import torch.distributed as dist
 
 from common.dataset.reading import find_files, read_batches, rows_of
-from common.prompts import DataConfig, Prompt, make_encoder, parse_row
+from common.dataset.template import template_arguments
+from common.prompts import DataConfig, Prompt, encode, parse_row
 
 
 @dataclass
@@ -42,7 +43,8 @@ class PromptSet(Sequence):
         self.loaded = Loaded(**json.loads(Path(folder, "loaded.json").read_text()))
         self.config = config
         ends = np.cumsum([(0, 0), *self.loaded.batches], axis=0)
-        self.first_prompts, self.offsets = ends[:, 0], ends[:, 1]
+        self.first_prompts = ends[:, 0]  # of each batch, and at the end the number of all prompts
+        self.offsets = ends[:, 1]
         self.arrow = pa.memory_map(f"{folder}/prompts.arrow").read_buffer()
 
     def __len__(self) -> int:
@@ -52,10 +54,11 @@ class PromptSet(Sequence):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # negative ones; IndexError
-        k = np.searchsorted(self.first_prompts, index, side="right") - 1
-        batch = pa.ipc.open_stream(self.arrow[self.offsets[k] : self.offsets[k + 1]]).read_next_batch()
+        number = np.searchsorted(self.first_prompts, index, side="right") - 1
+        stream = self.arrow[self.offsets[number] : self.offsets[number + 1]]
+        batch = pa.ipc.open_stream(stream).read_next_batch()
         kept = np.flatnonzero(batch.column("tokens").is_valid().to_numpy(zero_copy_only=False))
-        row = int(kept[index - self.first_prompts[k]])
+        row = int(kept[index - self.first_prompts[number]])
         prompt = parse_row(rows_of(batch.slice(row, 1), self.config)[0], self.config)
         prompt.tokens = batch.column("tokens")[row].as_py()
         return prompt
@@ -65,8 +68,10 @@ class PromptSet(Sequence):
         return self.loaded.data_sources
 
     def summary(self) -> str:
-        loaded, more = self.loaded, len(self.loaded.files) - 3
-        names = ", ".join(loaded.files[:3]) + (f" and {more} more" if more > 0 else "")
+        loaded = self.loaded
+        names = ", ".join(loaded.files[:3])
+        if len(loaded.files) > 3:
+            names += f" and {len(loaded.files) - 3} more"
         return (f"{len(self)} prompts from {names}, {loaded.min_length} to {loaded.max_length} tokens; of "
                 f"{loaded.num_rows} rows {loaded.num_filtered} filtered (too long), {loaded.num_truncated} truncated, "
                 f"{len(loaded.bad_rows)} bad")
@@ -85,7 +90,8 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
     In a process group all ranks must call this: local rank 0 of each node does the work, the others wait and get the
     same prompts or the same error."""
     local_rank = int(os.environ["LOCAL_RANK"]) if dist.is_initialized() else 0
-    folder = problem = None
+    folder = None
+    problem = None
     with ExitStack() as stack:
         if local_rank == 0:
             try:
@@ -96,10 +102,10 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
             except OSError as error:  # those of reading are ValueErrors by now
                 problem = f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
         if dist.is_initialized():
-            said = [None] * dist.get_world_size()
-            dist.all_gather_object(said, (folder, problem))
-            folder = said[dist.get_rank() - local_rank][0]  # torchrun: the ranks of a node are consecutive
-            problem = next((problem for _, problem in said if problem), None)
+            results = [None] * dist.get_world_size()
+            dist.all_gather_object(results, (folder, problem))
+            folder, _ = results[dist.get_rank() - local_rank]  # torchrun: the ranks of a node are consecutive
+            problem = next((problem for _, problem in results if problem), None)
         if problem:
             raise ValueError(problem)
         prompts = PromptSet(folder, config)
@@ -111,63 +117,81 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
 def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> None:
     """Stream `files` into folder/prompts.arrow (every batch an Arrow stream of its own, with the further column
     `tokens`: null for a row that is left out) and folder/loaded.json."""
-    encode = make_encoder(tokenizer, config)
-    loaded, limit = Loaded([str(file) for file in files]), config.max_prompt_length
-    lengths, sources = set(), set()
+    if config.max_prompt_length < 1:
+        raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
+    template = template_arguments(tokenizer, config)
+    loaded = Loaded([str(file) for file in files])
     with open(f"{folder}/prompts.arrow", "wb") as arrow:
         for file in files:
-            first = 0
+            first_row = loaded.num_rows
             for batch in read_batches(file, config):
-                tokens: list[list[int] | None] = [None] * batch.num_rows  # None: left out
-                for i, prompt in enumerate(parse_batch(batch, encode, config)):
-                    where = f"{file}, row {first + i} (counted from 0)"
-                    if isinstance(prompt, ValueError):
-                        if config.on_bad_row == "error":
-                            raise ValueError(f"{where}: {prompt}; --data.on-bad-row skip leaves such rows out")
-                        loaded.bad_rows.append({"file": str(file), "row": first + i, "rule": str(prompt)})
-                        continue
-                    length = len(prompt.tokens)
-                    if length > limit:
-                        if config.on_long_prompt == "error":
-                            raise ValueError(f"{where}: the prompt has {length} tokens, more than "
-                                             f"--data.max-prompt-length {limit}; raise it or set --data.on-long-prompt")
-                        if config.on_long_prompt == "filter":
-                            loaded.num_filtered += 1
-                            continue
-                        head = 0 if config.on_long_prompt == "truncate-left" else limit // 2
-                        prompt.tokens = prompt.tokens[:head] + prompt.tokens[length - (limit - head):]
-                        loaded.num_truncated += 1
-                    tokens[i] = prompt.tokens
-                    lengths.add(len(prompt.tokens))
-                    sources.add(prompt.data_source)
+                tokens = []
+                for prompt in parse_batch(batch, tokenizer, template, config):
+                    tokens.append(tokens_to_keep(prompt, file, loaded.num_rows - first_row, config, loaded))
+                    loaded.num_rows += 1
                 batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
                 start = arrow.tell()
                 with pa.ipc.new_stream(arrow, batch.schema) as stream:
                     stream.write_batch(batch)
                 loaded.batches.append((batch.num_rows - batch.column("tokens").null_count, arrow.tell() - start))
-                first += batch.num_rows
-            loaded.num_rows += first
-    if not lengths:
+    if not loaded.data_sources:
         bad = loaded.bad_rows
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
-                         f"have more than --data.max-prompt-length {limit} tokens, {len(bad)} are bad{shown}")
-    loaded.data_sources, loaded.min_length, loaded.max_length = sorted(sources), min(lengths), max(lengths)
+                         f"have more than --data.max-prompt-length {config.max_prompt_length} tokens, {len(bad)} are "
+                         f"bad{shown}")
+    loaded.data_sources.sort()
     Path(folder, "loaded.json").write_text(json.dumps(asdict(loaded)))
 
 
-def parse_batch(batch: pa.RecordBatch, encode: Callable, config: DataConfig) -> list[Prompt | ValueError]:
-    """Its rows, checked and tokenised; a row that breaks a rule becomes the error."""
+def parse_batch(
+    batch: pa.RecordBatch, tokenizer, template: dict[str, Any] | None, config: DataConfig,
+) -> list[Prompt | ValueError]:
+    """The rows of a batch, checked and tokenised. A row that breaks a rule becomes the error."""
     prompts: list[Prompt | ValueError] = []
     for row in rows_of(batch, config):
         try:
+            if isinstance(row, ValueError):
+                raise row
             prompts.append(parse_row(row, config))
         except ValueError as error:
             prompts.append(error)
     good = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
-    for i, tokens in zip(good, encode([prompts[i].messages for i in good]) if good else []):
+    encoded = encode([prompts[i].messages for i in good], tokenizer, template) if good else []
+    for i, tokens in zip(good, encoded):
         if isinstance(tokens, ValueError):
             prompts[i] = tokens
         else:
             prompts[i].tokens = tokens
     return prompts
+
+
+def tokens_to_keep(
+    prompt: Prompt | ValueError, file: Path, row: int, config: DataConfig, loaded: Loaded,
+) -> list[int] | None:
+    """The tokens of a row's prompt, cut to the limit if the flags say so, or None if the row is left out. Counts in
+    `loaded` what was done. Raises ValueError where the flags make a bad row or a long prompt an error."""
+    where = f"{file}, row {row} (counted from 0)"
+    if isinstance(prompt, ValueError):
+        if config.on_bad_row == "error":
+            raise ValueError(f"{where}: {prompt}; --data.on-bad-row skip leaves such rows out")
+        loaded.bad_rows.append({"file": str(file), "row": row, "rule": str(prompt)})
+        return None
+    tokens = prompt.tokens
+    limit = config.max_prompt_length
+    if len(tokens) > limit:
+        if config.on_long_prompt == "error":
+            raise ValueError(f"{where}: the prompt has {len(tokens)} tokens, more than --data.max-prompt-length "
+                             f"{limit}; raise it or set --data.on-long-prompt")
+        if config.on_long_prompt == "filter":
+            loaded.num_filtered += 1
+            return None
+        head = 0 if config.on_long_prompt == "truncate-left" else limit // 2
+        tail = limit - head
+        tokens = tokens[:head] + tokens[len(tokens) - tail:]
+        loaded.num_truncated += 1
+    loaded.min_length = min(len(tokens), loaded.min_length or len(tokens))
+    loaded.max_length = max(len(tokens), loaded.max_length)
+    if prompt.data_source not in loaded.data_sources:
+        loaded.data_sources.append(prompt.data_source)
+    return tokens

@@ -1,6 +1,6 @@
 """A step of the quickstart against TRL's GRPOTrainer: same model, prompts, sizes, learning rate, threads, machine.
 
-    make bench-trl-env && python -m tests.bench.bench_step [--rounds 3] [--steps 3] [--threads 2]
+    tools/setup.sh trl && python -m tests.bench.bench_step [--rounds 3] [--steps 3] [--threads 2]
 
 Each round runs three programs one after another: grpo.py as the quickstart does (`ours`), grpo.py with each response's
 prompt computed and no group left out (`ours_equal`), and TRL with its own generate (`trl`). All write a line a step to
@@ -119,7 +119,7 @@ def write_prompts(file: Path, flags: list[str], args: Args) -> None:
 
 def main(args: Args) -> None:
     if not (ROOT / args.trl_python).exists():
-        raise SystemExit(f"error: --trl-python {args.trl_python} does not exist: run make bench-trl-env")
+        raise SystemExit(f"error: --trl-python {args.trl_python} does not exist: run tools/setup.sh trl")
     os.chdir(ROOT)
     flags, responses = quickstart_flags(), args.prompts * args.samples
     threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))

