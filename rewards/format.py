@@ -4,7 +4,7 @@ import re
 
 
 def soft_overlong(num_tokens: int, max_tokens: int, buffer: int, factor: float = 1.0) -> float:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens - buffer, then falling linearly to
+    """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens - buffer, then falling linearly to
     -factor at max_tokens, and -factor beyond. Lengths in tokens; raises ValueError unless 0 < buffer <= max_tokens."""
     if not 0 < buffer <= max_tokens:
         raise ValueError(f"overlong buffer {buffer} must be above 0 and at most {max_tokens}, the longest response")
@@ -24,5 +24,5 @@ def tags(data_source, solution_str, ground_truth, extra_info=None, names=("think
 
 
 def length(data_source, solution_str, ground_truth, extra_info=None, max_chars=4000, buffer_chars=1000) -> float:
-    """The soft overlong punishment in characters: 0 up to max_chars - buffer_chars, falling to -1 at max_chars."""
+    """The soft overlong penalty in characters: 0 up to max_chars - buffer_chars, falling to -1 at max_chars."""
     return soft_overlong(len(solution_str), max_chars, buffer_chars)
