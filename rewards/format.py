@@ -27,5 +27,5 @@ def tags(data_source, solution_str, ground_truth, extra_info=None, names=("think
 
 
 def length(data_source, solution_str, ground_truth, extra_info=None, max_chars=4000, buffer_chars=1000) -> float:
-    """The soft overlong punishment in characters: 0 up to max_chars - buffer_chars, falling to -1 at max_chars."""
+    """The soft overlong penalty in characters: 0 up to max_chars - buffer_chars, falling to -1 at max_chars."""
     return soft_overlong(len(solution_str), max_chars, buffer_chars)

@@ -103,7 +103,7 @@ def count_tasks() -> int:
 
 
 def die_with_parent() -> None:
-    """Asked for again by each process, and after each change of user: the kernel forgets it."""
+    """Each process sets this, and again after a change of user, because the kernel forgets it."""
     call("prctl", PDEATHSIG, signal.SIGKILL)
 
 

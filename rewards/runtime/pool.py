@@ -1,23 +1,17 @@
 """Scores responses in worker processes while generation goes on; no reward function can hang, kill or poison the run.
 
 A worker is a plain `python -m rewards.runtime.worker` on two pipes, because the trainer holds torch, vLLM and
-collectives: a fork of it is unsafe, and multiprocessing's spawn imports the training script again (seconds and hundreds
-of MB; this: 0.1 s, 15 MB). Every sample has a deadline that holds in C code too: the worker's process group is killed
-and replaced. `async def` and batched functions get several samples at once; if that ends in a kill, each is scored
-again alone. Whatever goes wrong is counted, and the first traceback of each kind is logged in full.
+collectives: a fork of it is unsafe, and multiprocessing's spawn imports the training script again (seconds and
+hundreds of MB; a plain worker takes 0.1 s and 15 MB). Every sample has a deadline that holds in C code too: the
+worker's process group is killed and replaced. `async def` and batched functions get several samples at once; if that
+ends in a kill, each is scored again alone. Every failure is counted, and the first traceback of each kind is logged.
 """
 
 import contextlib
-import json
 import logging
 import math
-import os
 import pickle
 import queue
-import signal
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -26,28 +20,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rewards import parse_kwargs
+from rewards.runtime.process import WorkerProcess
 from rewards.runtime.worker import Scorer
 
 log = logging.getLogger(__name__)
-ROOT = Path(__file__).resolve().parent.parent.parent
-GRACE_S = 1.0    # by so much a batch's kill comes after the deadlines that an `async def` has in the worker itself
-DUMP_S = 2.0     # a worker whose time is up may take so long to write where it hangs
-CLOSE_S = 2.0    # closing waits so long for a thread whose worker is only just being started
-START_S = 120.0  # a worker may take this long to import a user's reward file; it is outside every sample's deadline
+GRACE_S = 1.0  # a batch is killed this long after the deadlines that an `async def` has in the worker itself
+CLOSE_S = 2.0  # closing waits this long for a thread that is just starting its worker
 
 
 @dataclass
 class RewardConfig:
     function: tuple[str, ...] = ()
-    """Reward function(s) as path/to/file.py:name with verl's signature; none: the table in rewards/ by data_source."""
+    """Reward function(s), path/to/file.py:name with verl's signature; none: the table in rewards/ by data_source."""
     weights: tuple[float, ...] = ()
     """One factor per --reward.function, summed; none: 1 each."""
     kwargs: str = "{}"
-    """Further keyword arguments, as a JSON object, e.g. '{"method": "flexible"}': each function gets those it names."""
+    """Further keyword arguments, a JSON object, e.g. '{"method": "flexible"}': each function gets those it names."""
     num_workers: int = 4
     """Worker processes per rank; 0 scores in the trainer's own process (for pdb), without deadline."""
     concurrency: int = 32
-    """Samples that a worker is given at once if a function is `async def` or batched: what is queued, up to so many."""
+    """Most samples that a worker gets at once if a function is `async def` or batched; it gets what is queued."""
     timeout_s: float = 10.0
     """Seconds one sample may take before its worker is killed and replaced."""
     on_error: Literal["zero", "drop", "stop"] = "zero"
@@ -63,7 +55,7 @@ class Scores:
     scores: list[float] = field(default_factory=list)  # NaN: dropped
     extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys
     failures: list[str | None] = field(default_factory=list)  # "exception", "invalid", "crash" or "timeout"
-    wait_s: float = 0.0  # how long `results` had to wait: scoring that generation did not hide
+    wait_s: float = 0.0  # how long `results` had to wait: the scoring time that generation did not hide
 
     @property
     def num_timeouts(self) -> int:
@@ -73,83 +65,6 @@ class Scores:
     def num_errors(self) -> int:
         """Samples without a score for another reason than a timeout."""
         return sum(kind is not None for kind in self.failures) - self.num_timeouts
-
-
-class Worker:
-    """One worker process; `ask` always returns within its deadline (plus a blink for the kill)."""
-
-    def __init__(self, scorer_args: tuple):
-        """scorer_args: those of worker.Scorer."""
-        env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}  # vLLM sets it for itself
-        path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rewards.runtime.worker", str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-            env=env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
-        self.lock = threading.Lock()
-        reply = self.ask(pickle.dumps(scorer_args), START_S)
-        if "failure" in reply:
-            self.close()
-            raise RuntimeError(f"a reward worker could not start ({reply['failure']}):\n{reply['text']}")
-        self.concurrent = reply["concurrent"]  # takes many samples at once
-
-    def score(self, samples: Sequence[bytes], timeout_s: float) -> list[dict]:
-        """A reply for each sample; the same failure for all if the worker had to be killed."""
-        reply = self.ask(pickle.dumps(samples), timeout_s)
-        return [reply] * len(samples) if isinstance(reply, dict) else reply
-
-    def ask(self, request: bytes, timeout_s: float) -> dict | list[dict]:
-        timer = threading.Timer(timeout_s, self.expire)
-        timer.daemon = True
-        self.busy, self.expired = True, False
-        timer.start()
-        line = b""
-        try:
-            self.process.stdin.write(struct.pack("Q", len(request)) + request)
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            pass  # dead before it was asked: no reply, a crash
-        with self.lock:
-            self.busy = False
-        timer.cancel()
-        if self.expired:
-            timer.join()
-            where = (line + self.process.stdout.read()).decode(errors="replace")
-            return {"failure": "timeout", "text": f"no score after {timeout_s:g} s\n{where}"}
-        if line.endswith(b"\n"):
-            try:
-                return json.loads(line)
-            except ValueError:
-                self.kill()
-                return {"failure": "crash", "text": f"the worker process was killed: its reply was {line!r:.200}"}
-        self.kill()
-        code = self.process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return {"failure": "crash", "text": f"the worker process ended with {how} before it gave a score"}
-
-    def expire(self) -> None:
-        with self.lock:
-            if not self.busy:
-                return
-            self.expired = True
-        self.process.send_signal(signal.SIGUSR1)  # it writes where it hangs, and ends
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(DUMP_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the worker and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def close(self) -> None:
-        """`kill`, and close the pipes: for the thread that asks, as nobody may be reading."""
-        self.kill()
-        self.process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # what was not flushed
-            self.process.stdin.close()
 
 
 class RewardPool:
@@ -173,8 +88,10 @@ class RewardPool:
             if not Path(spec.rpartition(":")[0] if ":" in spec else spec).is_file():
                 raise ValueError(f"--reward.function {spec}: no such file; the form is path/to/file.py:name")
         self.scorer_args = (function, tuple(weights), parse_kwargs(kwargs), timeout_s if num_workers else None)
-        self.concurrency, self.timeout_s = concurrency, timeout_s
-        self.on_error, self.max_error_frac = on_error, max_error_frac
+        self.concurrency = concurrency
+        self.timeout_s = timeout_s
+        self.on_error = on_error
+        self.max_error_frac = max_error_frac
         self.changed = threading.Condition()
         self.pending: set[int] = set()
         self.replies: dict[int, dict] = {}
@@ -183,7 +100,7 @@ class RewardPool:
         self.closed = False
         self.logged: set[str] = set()
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self.workers: dict[threading.Thread, Worker] = {}
+        self.workers: dict[threading.Thread, WorkerProcess] = {}
         self.scorer = Scorer(*self.scorer_args) if num_workers == 0 else None
         self.threads = [threading.Thread(target=self.serve, daemon=True) for _ in range(num_workers)]
         for thread in self.threads:
@@ -211,16 +128,20 @@ class RewardPool:
         with self.changed:
             self.changed.wait_for(lambda: not self.pending or self.broken)
             self.raise_if_broken()
-            replies, self.replies = self.replies, {}
+            replies = self.replies
+            self.replies = {}
         scores = Scores(wait_s=time.monotonic() - start)
         for index, reply in sorted(replies.items()):
             failure = reply.get("failure")
             scores.index.append(index)
             scores.failures.append(failure)
-            scores.scores.append(reply["score"] if not failure else 0.0 if self.on_error == "zero" else math.nan)
-            scores.extras.append({} if failure else reply["extra"])
             if failure:
+                scores.scores.append(0.0 if self.on_error == "zero" else math.nan)
+                scores.extras.append({})
                 self.report(index, failure, reply["text"])
+            else:
+                scores.scores.append(reply["score"])
+                scores.extras.append(reply["extra"])
         failed_frac = sum(kind is not None for kind in scores.failures) / max(len(scores.index), 1)
         if failed_frac > self.max_error_frac:
             raise RuntimeError(f"{failed_frac:.0%} of the samples have no reward ({scores.num_errors} errors, "
@@ -237,14 +158,16 @@ class RewardPool:
             raise RuntimeError(f"reward of sample {index} failed ({kind}) and --reward.on-error is stop:\n{text}")
 
     def serve(self) -> None:
-        """One thread per worker: start it, hand it jobs, replace it when it is dead."""
-        worker, jobs, alone = None, [], False
+        """Runs in one thread per worker: start the worker, hand it jobs, replace it when it is dead."""
+        worker = None
+        jobs = []
+        alone = False
         while not self.closed:
             if worker is None or worker.process.poll() is not None:  # also one that died while idle
                 if worker is not None:
                     worker.close()
                 try:
-                    worker = self.workers[threading.current_thread()] = Worker(self.scorer_args)
+                    worker = self.workers[threading.current_thread()] = WorkerProcess(self.scorer_args)
                 except (RuntimeError, OSError) as error:  # OSError: no process or no memory to be had
                     with self.changed:
                         self.broken = str(error)
@@ -254,7 +177,8 @@ class RewardPool:
                     self.num_ready += 1
                     self.changed.notify_all()
             if not jobs:
-                jobs, alone = [self.jobs.get()], False
+                jobs = [self.jobs.get()]
+                alone = False
                 continue  # look at the worker once more: it may have waited for long
             if worker.concurrent and not alone:
                 with contextlib.suppress(queue.Empty):

@@ -54,7 +54,8 @@ class Reward:
                              extra_info=extra_info, **self.kwargs)
 
     def score_batch(self, samples: list[Sample]) -> list[dict]:
-        """verl's batched form: lists in, list out. A batch that fails is scored one by one: only the guilty counts."""
+        """verl's batched form: lists in, list out. A batch that fails is scored one by one, so that
+        only the failing sample has no score."""
         sources, texts, truths, extras = map(list, zip(*samples))
         try:
             results = list(wait(self.function(data_sources=sources, solution_strs=texts, ground_truths=truths,

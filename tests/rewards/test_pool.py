@@ -1,4 +1,4 @@
-"""Rewards: the score of gsm8k against cases worked by hand, and the pool against functions that really misbehave."""
+"""The reward pool against functions that really misbehave (misbehave.py)."""
 
 import gc
 import logging
@@ -17,149 +17,7 @@ from rewards.runtime.pool import RewardConfig, RewardPool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# a user's file in verl's signature; the response says how to misbehave
-MISBEHAVE = '''
-import asyncio, ctypes, os, re, resource, signal, subprocess, sys, time
-
-def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
-    if solution_str == "loop":
-        while True:
-            pass
-    if solution_str == "regex":  # holds the interpreter in C code
-        re.match(r"(a+)+$", "a" * 60 + "b")
-    if solution_str == "exit":
-        os._exit(3)
-    if solution_str == "segfault":
-        ctypes.string_at(0)
-    if solution_str == "memory":  # all that it may have: MemoryError
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-        bytearray(2 << 30)
-    if solution_str == "oom killer":  # what the kernel sends when the machine has no more
-        os.kill(os.getpid(), signal.SIGKILL)
-    if solution_str == "sys.exit":
-        sys.exit(1)
-    if solution_str == "raise":
-        raise KeyError("no such answer")
-    if solution_str == "other":
-        raise ArithmeticError("another kind")
-    if solution_str == "child":  # leaves a process behind that would write a file later
-        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(2); open({extra_info['file']!r}, 'w')"])
-        time.sleep(60)
-    if solution_str == "slow":
-        time.sleep(0.3)
-    if solution_str == "forge":  # writes into the worker's own pipes
-        for descriptor in range(3, 20):
-            try:
-                os.write(descriptor, b"{forged}\\n")
-            except OSError:
-                pass
-    if solution_str == "print":
-        print("{" * 100, flush=True)
-        os.write(1, b"raw bytes")
-        assert sys.stdin.read() == ""
-    if solution_str.startswith("return "):
-        return eval(solution_str.removeprefix("return "))
-    return float(ground_truth) + bonus
-
-async def later(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(0.01)
-    return {"score": len(solution_str), "acc": True, "pred": ground_truth}
-
-running = 0
-
-async def together(data_source, solution_str, ground_truth, extra_info=None, pause=0.05):
-    global running
-    running += 1
-    try:
-        await asyncio.sleep(pause)
-        if solution_str == "block":
-            time.sleep(60)
-        if solution_str == "hang":
-            await asyncio.sleep(60)
-        if solution_str == "raise":
-            raise KeyError("late")
-        return running
-    finally:
-        running -= 1
-
-def batched(data_sources, solution_strs, ground_truths, extra_infos):
-    return [len(text) for text in solution_strs]
-
-def whole_batch(data_sources, solution_strs, ground_truths, extra_infos, factor=1):
-    assert all(type(x) is list for x in (data_sources, solution_strs, ground_truths, extra_infos))
-    time.sleep(0.1)
-    if "segfault" in solution_strs:
-        ctypes.string_at(0)
-    if "loop" in solution_strs:
-        time.sleep(60)
-    if "raise" in solution_strs:
-        raise KeyError("one of them")
-    scores = [{"score": float(truth) * factor, "size": len(solution_strs), "source": source, "extra": extra["i"]}
-              for truth, source, extra in zip(ground_truths, data_sources, extra_infos)]
-    return scores[1:] if "short" in solution_strs else scores
-
-def environment(data_source, solution_str, ground_truth, extra_info=None):
-    heavy = [name for name in ("torch", "numpy", "vllm", "transformers") if name in sys.modules]
-    with open("/proc/self/status") as file:
-        kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
-    with open("/proc/self/oom_score_adj") as file:
-        first_to_go = file.read().strip()
-    return {"score": kilobytes, "heavy": ",".join(heavy), "pid": os.getpid(), "oom": first_to_go}
-'''
-
-
-@pytest.fixture
-def misbehave(tmp_path) -> str:
-    (tmp_path / "misbehave.py").write_text(MISBEHAVE)
-    return str(tmp_path / "misbehave.py")
-
-
-@pytest.mark.parametrize(("response", "truth", "strict", "flexible"), [
-    ("7 + 5 = 12\n#### 12", "12", 1.0, 1.0),
-    ("#### 12 apples.", "12", 1.0, 1.0),
-    ("####12", "12", 1.0, 1.0),
-    ("#### 7\n#### 12", "12", 1.0, 1.0),        # the last one counts
-    ("#### 12\n#### 7", "12", 0.0, 0.0),
-    ("#### 1,234", "1234", 1.0, 1.0),
-    ("#### 1234", "1,234", 1.0, 1.0),
-    ("#### $18.00", "18", 1.0, 1.0),
-    ("#### -5", "-5", 1.0, 1.0),
-    ("#### -$5", "-5", 1.0, 1.0),
-    ("#### $-5", "-5", 1.0, 1.0),
-    ("#### 5", "-5", 0.0, 0.0),
-    ("#### 0.5", ".5", 1.0, 1.0),
-    ("#### 12.", "12", 1.0, 1.0),
-    ("the answer is 12", "12", 0.0, 1.0),
-    ("12 ####", "12", 0.0, 1.0),
-    ("#### 7 + 5 = 12", "12", 0.0, 1.0),        # strict reads the number right after the mark
-    ("#### twelve", "12", 0.0, 0.0),
-    ("", "12", 0.0, 0.0),
-    ("#### 12" + "\n" * 400, "12", 0.0, 0.0),   # only the last 300 characters are read
-    ("#### 1e2", "100", 0.0, 0.0),
-])
-def test_gsm8k_scores_cases_worked_by_hand(response, truth, strict, flexible):
-    assert gsm8k.compute_score("openai/gsm8k", response, truth) == strict
-    assert gsm8k.compute_score("openai/gsm8k", response, truth, method="flexible") == flexible
-
-
-def test_gsm8k_scores_are_settable():
-    score = {"data_source": "openai/gsm8k", "ground_truth": "12", "score": 2.0, "format_score": 0.1}
-    assert gsm8k.compute_score(solution_str="#### 12", **score) == 2.0
-    assert gsm8k.compute_score(solution_str="#### 13", **score) == 0.1
-    assert gsm8k.compute_score(solution_str="12", **score) == 0.0
-
-
-def test_gsm8k_never_evaluates_and_takes_no_time():
-    assert gsm8k.compute_score("openai/gsm8k", "#### __import__('os')._exit(1)", "1") == 0.0
-    start = time.process_time()
-    for filler in (" ", "-", "$", "#", "1", ",", "- ", "####"):
-        gsm8k.compute_score("openai/gsm8k", "####" + filler * 100_000, "12")
-    assert time.process_time() - start < 0.5
-
-
-def test_gsm8k_refuses_a_truth_that_is_no_number():
-    with pytest.raises(ValueError, match="ground_truth 'twelve' of data_source 'openai/gsm8k' must be a number"):
-        gsm8k.compute_score("openai/gsm8k", "#### 12", "twelve")
+MISBEHAVE = str(Path(__file__).with_name("misbehave.py"))
 
 
 def test_lookup_names_unknown_sources_and_the_known():
@@ -181,8 +39,8 @@ def test_load_reward_takes_a_file_and_its_neighbours(tmp_path):
         load_reward(f"{tmp_path}/absent.py:f")
 
 
-def test_pool_scores_in_order_of_index(misbehave):
-    with RewardPool(f"{misbehave}:score", num_workers=2, timeout_s=10) as pool:
+def test_pool_scores_in_order_of_index():
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=2, timeout_s=10) as pool:
         for index in (5, 0, 3, 1, 4, 2):
             pool.submit(index, "any", "slow" if index == 0 else "", str(index * 10))
         results = pool.results()
@@ -195,14 +53,14 @@ def test_pool_scores_in_order_of_index(misbehave):
         assert pool.results().scores == []
 
 
-def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
+def test_pool_counts_every_failure_and_goes_on(caplog):
     failures = {"loop": "timeout", "regex": "timeout", "exit": "crash", "segfault": "crash", "forge": "crash",
                 "sys.exit": "exception", "memory": "exception", "oom killer": "crash",
                 "raise": "exception", "other": "exception", "return float('nan')": "invalid", "return '1'": "invalid",
                 "return float('inf')": "invalid", "return None": "invalid", "return {'acc': 1}": "invalid",
                 "return 1 / 0": "exception"}
     responses = [text for response in failures for text in (response, "fine")]
-    with caplog.at_level(logging.ERROR), RewardPool(f"{misbehave}:score", num_workers=2, timeout_s=1.5) as pool:
+    with caplog.at_level(logging.ERROR), RewardPool(f"{MISBEHAVE}:score", num_workers=2, timeout_s=1.5) as pool:
         for index, response in enumerate(responses):
             pool.submit(index, "any", response, "3.5")
         results = pool.results()
@@ -221,10 +79,10 @@ def test_pool_counts_every_failure_and_goes_on(misbehave, caplog):
     assert text.count("finite number") == 1
 
 
-def test_pool_closes_the_pipes_of_dead_workers_and_of_all_at_the_end(misbehave):
+def test_pool_closes_the_pipes_of_dead_workers_and_of_all_at_the_end():
     gc.collect()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    with RewardPool(f"{misbehave}:score", num_workers=1, max_error_frac=1.0) as pool:
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=1, max_error_frac=1.0) as pool:
         for count in range(4):
             pool.submit(count, "any", "exit", "1")
             pool.submit(count + 4, "any", "fine", "1")
@@ -234,9 +92,9 @@ def test_pool_closes_the_pipes_of_dead_workers_and_of_all_at_the_end(misbehave):
     assert threading.active_count() == threads
 
 
-def test_pool_kills_what_a_reward_started(misbehave, tmp_path):
+def test_pool_kills_what_a_reward_started(tmp_path):
     marker = tmp_path / "written_by_a_child"
-    with RewardPool(f"{misbehave}:score", num_workers=1, timeout_s=0.5, max_error_frac=1.0) as pool:
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=1, timeout_s=0.5, max_error_frac=1.0) as pool:
         pool.submit(0, "any", "child", "1", {"file": str(marker)})
         assert pool.results().failures == ["timeout"]
         time.sleep(2.5)
@@ -244,9 +102,9 @@ def test_pool_kills_what_a_reward_started(misbehave, tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_pool_takes_any_form_of_number_and_function(misbehave, num_workers):
+def test_pool_takes_any_form_of_number_and_function(num_workers):
     def scores(name, *responses, **settings):
-        with RewardPool(f"{misbehave}:{name}", num_workers=num_workers, **settings) as pool:
+        with RewardPool(f"{MISBEHAVE}:{name}", num_workers=num_workers, **settings) as pool:
             for index, response in enumerate(responses):
                 pool.submit(index, "any", response, "2")
             return pool.results()
@@ -265,9 +123,9 @@ def test_pool_takes_any_form_of_number_and_function(misbehave, num_workers):
         assert scores("score", "print").scores == [2.0]
 
 
-def test_pool_runs_async_functions_together(misbehave):
+def test_pool_runs_async_functions_together():
     """Up to --reward.concurrency of them in one worker; the results stay in order and numbers of each its own."""
-    with RewardPool(f"{misbehave}:together", num_workers=1, concurrency=8, kwargs='{"pause": 0.3}') as pool:
+    with RewardPool(f"{MISBEHAVE}:together", num_workers=1, concurrency=8, kwargs='{"pause": 0.3}') as pool:
         for index in range(24):
             pool.submit(index, "any", "x" * index, "1")
         results = pool.results()
@@ -275,9 +133,9 @@ def test_pool_runs_async_functions_together(misbehave):
     assert max(results.scores) == 8
 
 
-def test_pool_async_failures_cost_only_their_sample(misbehave, caplog):
+def test_pool_async_failures_cost_only_their_sample(caplog):
     responses = ["hang", "fine", "raise", "fine", "block", "fine", "hang"]
-    with RewardPool(f"{misbehave}:together", num_workers=1, timeout_s=1.5, max_error_frac=1.0) as pool:
+    with RewardPool(f"{MISBEHAVE}:together", num_workers=1, timeout_s=1.5, max_error_frac=1.0) as pool:
         worker = next(iter(pool.workers.values())).process.pid
         for index, response in enumerate(["hang", "fine", "hang"]):
             pool.submit(index, "any", response, "1")
@@ -293,9 +151,9 @@ def test_pool_async_failures_cost_only_their_sample(misbehave, caplog):
     assert "scored again one by one" in caplog.text  # the one that blocks the others ends in a kill
 
 
-def test_pool_gives_batched_functions_what_is_queued(misbehave):
+def test_pool_gives_batched_functions_what_is_queued():
     """verl's batched form: lists by those names; the first call may be small, the next takes what has piled up."""
-    with RewardPool(f"{misbehave}:whole_batch", num_workers=1, concurrency=10, kwargs='{"factor": 2}') as pool:
+    with RewardPool(f"{MISBEHAVE}:whole_batch", num_workers=1, concurrency=10, kwargs='{"factor": 2}') as pool:
         for index in range(25):
             pool.submit(index, f"source {index}", "", str(index), {"i": index})
         results = pool.results()
@@ -309,8 +167,8 @@ def test_pool_gives_batched_functions_what_is_queued(misbehave):
 
 @pytest.mark.parametrize(("bad", "failure"), [
     ("segfault", "crash"), ("loop", "timeout"), ("raise", "exception"), ("short", "exception")])
-def test_pool_blames_only_the_guilty_of_a_batch(misbehave, bad, failure):
-    with RewardPool(f"{misbehave}:whole_batch", num_workers=1, timeout_s=1.0) as pool:
+def test_pool_a_batch_that_fails_costs_only_the_failing_sample(bad, failure):
+    with RewardPool(f"{MISBEHAVE}:whole_batch", num_workers=1, timeout_s=1.0) as pool:
         for index in range(6):
             pool.submit(index, "any", bad if index == 3 else "", "5", {"i": index})
         results = pool.results()
@@ -318,8 +176,8 @@ def test_pool_blames_only_the_guilty_of_a_batch(misbehave, bad, failure):
     assert results.scores == [0.0 if index == 3 else 5.0 for index in range(6)]
 
 
-def test_keywords_go_to_the_functions_that_name_them(misbehave, tmp_path):
-    functions = (f"{misbehave}:score", f"{misbehave}:whole_batch")
+def test_keywords_go_to_the_functions_that_name_them(tmp_path):
+    functions = (f"{MISBEHAVE}:score", f"{MISBEHAVE}:whole_batch")
     with RewardPool(functions, num_workers=1, kwargs='{"bonus": 0.5, "factor": 10}') as pool:
         pool.submit(0, "any", "", "2", {"i": 0})
         assert pool.results().scores == [2.5 + 20.0]
@@ -338,16 +196,16 @@ def test_keywords_go_to_the_functions_that_name_them(misbehave, tmp_path):
         assert pool.results().scores == [3.0]  # and a user's own `check` is not ours to call
 
 
-def test_pool_in_process_counts_errors_too(misbehave):
-    with RewardPool(f"{misbehave}:score", num_workers=0) as pool:
+def test_pool_in_process_counts_errors_too():
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=0) as pool:
         for index, response in enumerate(["raise", "fine", "return None"]):
             pool.submit(index, "any", response, "1")
         with pytest.raises(RuntimeError, match="67% of the samples have no reward"):
             pool.results()
 
 
-def test_pool_combines_weighted_functions(misbehave):
-    functions = (f"{misbehave}:score", f"{misbehave}:later")
+def test_pool_combines_weighted_functions():
+    functions = (f"{MISBEHAVE}:score", f"{MISBEHAVE}:later")
     with RewardPool(functions, weights=(1.0, 0.5), num_workers=1) as pool:
         pool.submit(0, "any", "four", "3")
         results = pool.results()
@@ -368,18 +226,18 @@ def test_pool_uses_the_table_without_a_function():
     assert results.failures == [None, None, "exception"]
 
 
-def test_pool_on_error_drop_and_stop(misbehave):
-    with RewardPool(f"{misbehave}:score", num_workers=1, on_error="drop") as pool:
+def test_pool_on_error_drop_and_stop():
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=1, on_error="drop") as pool:
         pool.submit(0, "any", "raise", "1")
         pool.submit(1, "any", "fine", "1")
         results = pool.results()
         assert math.isnan(results.scores[0])
         assert results.scores[1] == 1.0
-    with RewardPool(f"{misbehave}:score", num_workers=1, on_error="stop") as pool:
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=1, on_error="stop") as pool:
         pool.submit(0, "any", "raise", "1")
         with pytest.raises(RuntimeError, match=r"(?s)--reward.on-error is stop.*KeyError: 'no such answer'"):
             pool.results()
-    with RewardPool(f"{misbehave}:score", num_workers=1, max_error_frac=0.2) as pool:
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=1, max_error_frac=0.2) as pool:
         for index in range(4):
             pool.submit(index, "any", "fine" if index else "raise", "1")
         with pytest.raises(RuntimeError, match=r"25% .*1 errors, 0 timeouts of 4.*--reward.max-error-frac 0.2"):
@@ -405,9 +263,9 @@ def test_pool_refuses_an_index_twice():
             pool.submit(0, "word_problems", "#### 12", "12")
 
 
-def test_workers_are_light_and_several(misbehave):
+def test_workers_are_light_and_several():
     """Under 40 MB each, and nothing heavy imported: the training script is not imported again."""
-    with RewardPool(f"{misbehave}:environment", num_workers=2) as pool:
+    with RewardPool(f"{MISBEHAVE}:environment", num_workers=2) as pool:
         for index in range(200):
             pool.submit(index, "any", "", "")
         results = pool.results()
@@ -422,13 +280,13 @@ def test_workers_are_light_and_several(misbehave):
             os.kill(pid, 0)  # close() ended them
 
 
-def test_workers_die_with_a_killed_trainer(misbehave):
+def test_workers_die_with_a_killed_trainer():
     """SIGKILL to the trainer while a worker is in an endless loop leaves no process behind."""
     code = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from rewards.runtime.pool import RewardPool
-pool = RewardPool({misbehave + ":score"!r}, num_workers=1, timeout_s=600)
+pool = RewardPool({MISBEHAVE + ":score"!r}, num_workers=1, timeout_s=600)
 print(next(iter(pool.workers.values())).process.pid, flush=True)
 pool.submit(0, "any", "loop", "1")
 time.sleep(600)
