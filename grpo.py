@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from common import correction, losses, seeds
 from common.checkpoint import export, manager
-from common.checkpoint.signals import Watch
+from common.checkpoint.signals import Watchdog
 from common.correction import CorrectionConfig
 from common.dataset.store import PromptSet, load_prompts
 from common.engine.base import Engine, RolloutConfig, Sampling
@@ -176,7 +176,7 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
 def main(args: Args) -> None:
     # setup
     world = ranks.init()
-    watch = Watch(args.save.timeout_s)
+    watch = Watchdog(args.save.timeout_s)
     chosen = check(args, world)
     correct = correction.resolve(args.correction, args.loss)
     hf_config = read_config(args.model, args.policy)

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from common import correction, losses, seeds, segments
 from common.batch import Batch
 from common.checkpoint import export, manager
-from common.checkpoint.signals import Watch
+from common.checkpoint.signals import Watchdog
 from common.correction import CorrectionConfig
 from common.dataset.store import PromptSet, load_prompts
 from common.engine.base import Engine, RolloutConfig, Sampling
@@ -204,7 +204,7 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
 def main(args: Args) -> None:
     # setup
     world = ranks.init()
-    watch = Watch(args.save.timeout_s)
+    watch = Watchdog(args.save.timeout_s)
     chosen = check(args, world)
     correct = correction.resolve(args.correction, "ppo" if args.clip else "reinforce")
     hf_config = read_config(args.model, args.policy)

@@ -166,7 +166,7 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
 
 def test_a_run_folder_that_is_not_shared(model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
-    done = launch("tests/rank_worker.py", "not_shared", tmp_path, ranks=2, check=False, timeout=170)
+    done = launch("-m", "tests.rank_worker", "not_shared", tmp_path, ranks=2, check=False, timeout=170)
     message = "--run-dir run is another folder for rank(s) [1] than for rank 0: it must be on a file system"
     assert message in done.stderr
     note("a run folder that not all machines share", f"error: {message} that all machines share")
@@ -202,8 +202,8 @@ def test_a_hang_shows_all_stacks(flags, tmp_path):
 PROGRAM = """
 import sys, threading, time
 sys.path.insert(0, {root!r})
-from common.faults import Watch
-watch = Watch({timeout_s})
+from common.checkpoint.signals import Watchdog
+watch = Watchdog({timeout_s})
 watch.phase("update")
 print("ready", flush=True)
 lock = threading.Lock(); lock.acquire()
