@@ -20,7 +20,7 @@ from common.engine.base import RolloutConfig, Sampling
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
-from tests.conftest import launch
+from tests.checkpoint.faulty import server
 from tests.rank_worker import STATE, checkpoints_of, everything, start, train
 
 
@@ -145,7 +145,8 @@ def test_other_numbers_of_ranks(model, world, watch, tmp_path):
     run.after_step(STATE, last=True)
     run.close()
     want = everything(policy, optimizer)
-    launch("-m", "tests.rank_worker", "checkpoints", tmp_path, ranks=2, timeout=170)
+    log = tmp_path / "log"
+    assert server()(log, "none", "tests/rank_worker.py", "checkpoints", tmp_path, ranks=2) == 0, log.read_text()[-3000:]
     results = torch.load(tmp_path / "results.pt")
     assert results["state"] == STATE
     assert_same(results["loaded"], want)
