@@ -25,7 +25,7 @@ from common.metrics import spread
 from common.rollout import Rollout, check_sizes
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std, is_constant
-from common.tracking.console import fail
+from common.tracking.console import exit_with_error
 from rewards.format import soft_overlong
 
 
@@ -210,4 +210,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        fail(error)
+        exit_with_error(error)

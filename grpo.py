@@ -27,7 +27,7 @@ from common.rollout import check_sizes
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std, is_constant
 from common.selection import SELECTED, select
-from common.tracking.console import fail
+from common.tracking.console import exit_with_error
 
 
 @dataclass
@@ -197,4 +197,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        fail(error)
+        exit_with_error(error)

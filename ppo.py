@@ -31,7 +31,7 @@ from common.optim import OptimConfig
 from common.rollout import check_sizes, scatter_fields
 from common.run import Run, RunArgs
 from common.segments import whiten
-from common.tracking.console import fail
+from common.tracking.console import exit_with_error
 
 
 @dataclass
@@ -238,4 +238,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        fail(error)
+        exit_with_error(error)

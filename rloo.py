@@ -27,7 +27,7 @@ from common.metrics import spread
 from common.rollout import check_sizes, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, group_sum, is_constant, whiten
-from common.tracking.console import fail
+from common.tracking.console import exit_with_error
 
 
 @dataclass
@@ -250,4 +250,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        fail(error)
+        exit_with_error(error)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from common.batch import Batch
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.manager import Checkpoints, SaveConfig, validation_score
-from common.checkpoint.signals import Watch
+from common.checkpoint.signals import Watchdog
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
 from common.engine.base import Engine, RolloutConfig, Sampling
@@ -37,7 +37,7 @@ from common.parallel import ranks
 from common.parallel.seeds import seed_everything, seed_of
 from common.prompts import DataConfig, PromptSampler
 from common.rollout import Minibatch, Rollout, to_minibatches
-from common.tracking.console import batch_line, say, step_line, val_line
+from common.tracking.console import batch_line, print_on_main, step_line, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import peak_flops
 from common.tracking.rollouts import Record
@@ -102,7 +102,7 @@ class Run:
         """Join the ranks, check the flags, read data, start the reward workers."""
         args = self.args
         self.world = ranks.init()
-        self.watchdog = Watch(args.save.timeout_s)
+        self.watchdog = Watchdog(args.save.timeout_s)
         self.hf_config = read_config(args.model, args.policy)
         self.max_sequence_length = check_rollout(
             args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected
@@ -115,7 +115,7 @@ class Run:
         sources = set()
         for name, prompts in {"train": self.train_set, "val": self.val_set}.items():
             if prompts is not None:
-                say(self.world, f"{name:5}  {prompts.summary()}")
+                print_on_main(self.world, f"{name:5}  {prompts.summary()}")
                 prompts.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
                 sources |= set(prompts.data_sources)
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
@@ -161,9 +161,9 @@ class Run:
         )
         longest = args.data.max_prompt_length + args.rollout.max_response_length
         batch = batch_line(prompts, samples, minibatches, epochs, max_tokens, longest, self.world.size)
-        say(self.world, f"batch  {batch}")
-        say(self.world, f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})")
-        say(self.world, f"runs   {args.policy.compute_dtype} on {self.world.device.type}, "
+        print_on_main(self.world, f"batch  {batch}")
+        print_on_main(self.world, f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})")
+        print_on_main(self.world, f"runs   {args.policy.compute_dtype} on {self.world.device.type}, "
                         f"engine {args.rollout.engine}, attention {attention} ({reason})")
 
     def resume(self) -> None:

@@ -1,7 +1,5 @@
 """Shared by the tests: the real model, tiny random ones, and a way to run the scripts as users do."""
 
-import atexit
-import functools
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from common.parallel import ranks
-from tests.checkpoint.faulty import Server
+from tests.checkpoint.faulty import server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
@@ -84,15 +82,8 @@ def launch(
     return done
 
 
-@functools.cache
-def _server() -> Server:
-    server = Server()
-    atexit.register(server.close)
-    return server
-
-
 def _warm_start(*command: str) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        code = _server()(out, "none", *command, errors=errors)
+        code = server()(out, "none", *command, errors=errors)
         return subprocess.CompletedProcess(command, code, out.read_text(), errors.read_text())

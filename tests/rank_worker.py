@@ -1,4 +1,4 @@
-"""Run by test_checkpoint.py and test_tracking.py under torchrun: `rank_worker.py TASK FOLDER`."""
+"""Run by test_checkpoint.py and test_tracking.py under torchrun: `-m tests.rank_worker TASK FOLDER`."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import manager
-from common.checkpoint.signals import Watch
+from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
@@ -66,7 +66,7 @@ def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags
 
 def checkpoints(folder: Path, world: ranks.World) -> None:
     """Load what one rank saved, then save on these ranks, in the background, and train on meanwhile."""
-    watch = Watch(0)
+    watch = Watchdog(0)
     policy, optimizer = start(str(folder / "model"), world)
     run = checkpoints_of(folder / "by_one", world, policy, optimizer, watch)
     results = {"state": run.resume(), "loaded": everything(policy, optimizer)}
@@ -84,7 +84,7 @@ def not_shared(folder: Path, world: ranks.World) -> None:
     """Each rank has a run folder of its own under the same name, as without a shared file system."""
     os.makedirs(folder / str(world.rank))
     os.chdir(folder / str(world.rank))
-    checkpoints_of("run", world, *start(str(folder / "model"), world), Watch(0))
+    checkpoints_of("run", world, *start(str(folder / "model"), world), Watchdog(0))
 
 
 def meters(folder: Path, world: ranks.World) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import tyro
 
-from common.tracking.health import Watch as HealthCheck
+from common.tracking.health import HealthCheck as HealthCheck
 
 PAGE = Path(__file__).parent / "page"
 

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,14 @@ from tyro.conf import Positional
 
 from common.checkpoint.files import check_files, find, incomplete, read_manifest
 from common.checkpoint.state import Reader
-from common.model.policy import Policy
 from common.parallel.ranks import World
-from common.tracking.console import fail
+from common.tracking.console import exit_with_error
+
+if TYPE_CHECKING:
+    from common.model.policy import Policy
 
 POLICY = "policy.model.lm."
-"""Before a policy weight's Hugging Face name in a checkpoint."""
+"""A checkpoint stores a policy weight under this prefix and its Hugging Face name."""
 
 
 def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -44,8 +47,8 @@ def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """All of a Hugging Face folder but the weights: config, generation config, tokenizer, chat template.
 
-    `model`: where generation_config.json comes from. Made in memory, once, because a tokenizer in use cannot be saved
-    from another thread.
+    `model` is the folder or hub name that generation_config.json comes from. The files are made once, in memory,
+    because a tokenizer in use cannot be saved from another thread.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -57,30 +60,35 @@ def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenize
 
 
 def write_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes], file_gb: float) -> None:
-    """A folder for `from_pretrained` and vLLM. Weights are streamed: one output file of `file_gb` in memory at most."""
+    """Writes a folder for `from_pretrained` and vLLM. At most one output file of `file_gb` is in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     shard: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
-    total = size = number = 0
+    total_size = 0
+    shard_size = 0
+    file = "model-00000.safetensors"
     for name, tensor in weights:
         shard[name] = tensor.cpu().contiguous()
-        weight_map[name] = f"model-{number:05d}.safetensors"
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-        if size >= file_gb * 2**30:
-            save_file(shard, folder / weight_map[name], metadata={"format": "pt"})
-            shard, size, number = {}, 0, number + 1
+        weight_map[name] = file
+        shard_size += tensor.nbytes
+        total_size += tensor.nbytes
+        if shard_size >= file_gb * 2**30:
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            shard = {}
+            shard_size = 0
+            file = f"model-{len(set(weight_map.values())):05d}.safetensors"
     if shard:
-        save_file(shard, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+        save_file(shard, folder / file, metadata={"format": "pt"})
     if weight_map:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def replace_hf(out: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes], file_gb: float = 4.0) -> None:
-    """`write_hf` beside `out`, then in its place: a kill leaves the old folder or the new one."""
+    """Writes the folder beside `out` and renames it, so that a kill leaves the old folder or the new one."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     write_hf(partial, weights, files, file_gb)
@@ -111,18 +119,19 @@ def list_checkpoints(run: Positional[str]) -> None:
               f"{'damaged: ' + '; '.join(damage) if damage else 'complete'}")
 
 
-def export(policy: Policy, files: dict[str, bytes], out: Path, world: World, file_gb: float = 4.0) -> None:
-    """The policy as it is now, as a folder for `from_pretrained` and vLLM; all ranks call it. Unsharded in buckets."""
+def export(policy: "Policy", files: dict[str, bytes], out: Path, world: World, file_gb: float = 4.0) -> None:
+    """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it."""
     weights = policy.full_tensors(torch.bfloat16, bucket_mb=256)
     if world.is_main:
         replace_hf(out, weights, files, file_gb)
     else:
-        for _ in weights:
+        for _ in weights:                                       # The other ranks take part in unsharding.
             pass
     dist.barrier()
+
 
 if __name__ == "__main__":
     try:
         tyro.extras.subcommand_cli_from_dict({"export": export_checkpoint, "list": list_checkpoints})
     except ValueError as error:
-        fail(error)
+        exit_with_error(error)

@@ -19,11 +19,11 @@ import psutil
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 HANG_EXIT_CODE = 124
+GRACE_S = 5.0
+"""Ranks enter a phase at slightly different times: each one shows its stacks before the first one leaves."""
 
-GRACE_S = 5.0  # ranks enter a phase at slightly different times: each one shows its stacks before the first one leaves
 
-
-class Watch:
+class Watchdog:
     """Made once, in the main thread, right after the process group; then a thread watches until the process ends.
 
     The thread learns of signals from Python's wake-up pipe, so also while the main thread waits in a collective. The
@@ -45,19 +45,22 @@ class Watch:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._watch, args=(pipe,), name="watch", daemon=True).start()
+        threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
         """A phase begins, and with it its time; `name` is what a report of a hang says."""
         self.current = (name, time.monotonic())
 
-    def _watch(self, pipe: int) -> None:
-        seen = time.monotonic()
+    def _run(self, pipe: int) -> None:
+        last_look = time.monotonic()
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5)
-            away, seen = time.monotonic() - seen, time.monotonic()
-            if away > GRACE_S:  # the whole process was suspended, by Slurm or Ctrl-Z: that is no part of the phase
-                self.current = (self.current[0], self.current[1] + away)
+            now = time.monotonic()
+            suspended_s = now - last_look
+            last_look = now
+            if suspended_s > GRACE_S:  # Slurm or Ctrl-Z suspended the whole process: that time is no part of the phase
+                name, since = self.current
+                self.current = (name, since + suspended_s)
             for number in os.read(pipe, 64) if ready else b"":
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
@@ -71,7 +74,7 @@ class Watch:
         if self.signal == signal.SIGINT == number:
             os._exit(128 + number)
         if not self.signal and number == signal.SIGTERM and self._a_peer_is_gone():
-            # no safe point can be reached without it
+            # The ranks that are left can reach no safe point.
             self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
         self.signal = self.signal or number
 
@@ -87,7 +90,7 @@ class Watch:
                 faulthandler.dump_traceback(file)
                 file.seek(0)
                 why += f"; all Python stacks:\n{file.read()}"
-        sys.stderr.write(f"[rank {self.rank}] {why}\n")  # in one piece: ranks do not mix
+        sys.stderr.write(f"[rank {self.rank}] {why}\n")  # one write, so that the reports of ranks do not mix
         sys.stderr.flush()
         if code == HANG_EXIT_CODE:
             time.sleep(GRACE_S)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
-"""What a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
+"""The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
 
 
 def tensors_of(parts: Parts) -> dict[str, Tensor]:
-    """PART.model.NAME and PART.optim.NAME.KEY -> every weight and optimizer tensor, this rank's shards, not copied."""
+    """PART.model.NAME and PART.optim.NAME.KEY -> every weight and optimizer tensor: this rank's shards, no copies."""
     found = {}
     for part, (module, optimizer) in parts.items():
         for name, parameter in module.named_parameters():
@@ -30,7 +30,7 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
 
 
 def make_optimizer_state(parts: Parts, stored: dict[str, Any]) -> None:
-    """Empty tensors for the optimizer state that a checkpoint has, which an optimizer only makes in its first step."""
+    """Makes empty tensors for the optimizer state in a checkpoint; an optimizer itself makes them in its first step."""
     keys = defaultdict(list)
     for name in stored:
         prefix, _, key = name.rpartition(".")
@@ -38,18 +38,22 @@ def make_optimizer_state(parts: Parts, stored: dict[str, Any]) -> None:
     for part, (module, optimizer) in parts.items():
         names = {parameter: name for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
-            on_device = group.get("fused") or group.get("capturable")      # where such optimizers keep their step count
+            # Such optimizers keep their step count on the device.
+            on_device = group.get("fused") or group.get("capturable")
             for parameter in group["params"]:
                 prefix = f"{part}.optim.{names[parameter]}"
                 for key in keys[prefix]:
-                    size, dtype = stored[f"{prefix}.{key}"].size, stored[f"{prefix}.{key}"].properties.dtype
-                    optimizer.state[parameter][key] = (
-                        torch.empty_like(parameter.detach(), dtype=dtype) if size == parameter.shape else
-                        torch.empty(size, dtype=dtype, device=parameter.device if on_device else "cpu"))
+                    entry = stored[f"{prefix}.{key}"]
+                    dtype = entry.properties.dtype
+                    if entry.size == parameter.shape:
+                        empty = torch.empty_like(parameter.detach(), dtype=dtype)
+                    else:
+                        empty = torch.empty(entry.size, dtype=dtype, device=parameter.device if on_device else "cpu")
+                    optimizer.state[parameter][key] = empty
 
 
 def get_random_state() -> dict[str, Any]:
-    """Of torch, numpy and random, as JSON. The loop draws from seeds of its own; a fork of it may not."""
+    """The random state of torch, numpy and random, as JSON. The scripts draw from their own seeds; a fork may not."""
     state = {"torch": torch.get_rng_state().tolist(), "numpy": np.random.get_state(legacy=False),
              "random": random.getstate()}
     if torch.cuda.is_available():
@@ -70,15 +74,21 @@ def flags_of(args: Any) -> dict[str, Any]:
     """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
-        nested = value if isinstance(value, dict) else {}
-        flat |= {f"--{name}.{key}": x for key, x in nested.items()} if nested else {f"--{name}": value}
+        if isinstance(value, dict) and value:
+            flat |= {f"--{name}.{key}": nested for key, nested in value.items()}
+        else:
+            flat[f"--{name}"] = value
     plain = json.loads(json.dumps(flat, default=str))
     return {name.replace("_", "-").rstrip("-"): value for name, value in plain.items()}  # async_ is --save.async
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [f"{name} was {before.get(name)}, is {now.get(name)}" for name in sorted(before | now)
-            if before.get(name) != now.get(name)]
+    """The entries that are not the same, in words."""
+    return [
+        f"{name} was {before.get(name)}, is {now.get(name)}"
+        for name in sorted(before | now)
+        if before.get(name) != now.get(name)
+    ]
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -100,7 +110,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, which reads the index of tensors only once."""
+    """DCP's reader. It reads the index of tensors once, and safely."""
 
     metadata: Metadata | None = None
 

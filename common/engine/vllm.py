@@ -29,7 +29,7 @@ from common.engine.sync import Recorder, Recording, checksum, compare_checksums
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_max
 from common.parallel.seeds import seed_of
-from common.tracking.console import say
+from common.tracking.console import print_on_main
 
 VLLM_SUPPORTED = ("0.26", "0.32")
 """Oldest and newest vLLM. The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs it."""
@@ -117,7 +117,7 @@ class VLLMEngine(Engine):
         self._sleep()
         self._first_residue_gb = self._residue_gb
         if self.on_cpu:
-            say(world, "engine on CPUs: sleep() gives the cache's memory back and keeps the engine's weights")
+            print_on_main(world, "engine on CPUs: sleep() gives the cache's memory back and keeps the engine's weights")
 
     def _wake_weights(self) -> dict[str, float]:
         if self.on_cpu:
@@ -177,7 +177,7 @@ class VLLMEngine(Engine):
 
     def _by_loaders(self, why: str) -> None:
         self._recording, self._record = None, False
-        say(self.world, f"weight sync: by vLLM's own loaders at every step, as {why}")
+        print_on_main(self.world, f"weight sync: by vLLM's own loaders at every step, as {why}")
 
     def _wake_cache(self) -> dict[str, float]:
         if not self.on_cpu:

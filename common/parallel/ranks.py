@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,13 +82,18 @@ def all_max(values: Tensor | list[float]) -> Tensor:
     return top
 
 
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`value` of every rank, in the order of ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def all_names(names: set[str]) -> list[str]:
     """The names that any rank has, sorted: the same list on every rank."""
-    shares = [names]
-    if dist.is_initialized():
-        shares = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, names)
-    return sorted(set().union(*shares))
+    return sorted(set().union(*all_gather_objects(names)))
 
 
 def _free_port() -> int:

@@ -54,13 +54,13 @@ def val_line(when: str, metrics: dict[str, float]) -> str:
     return f"validation {when}:  " + "  ".join(results)
 
 
-def say(world: World, text: str) -> None:
+def print_on_main(world: World, text: str) -> None:
     """Rank 0 prints a line."""
     if world.is_main:
         print(text, flush=True)
 
 
-def fail(error: ValueError) -> None:
+def exit_with_error(error: ValueError) -> None:
     """A mistake in flags or files, found by our own checks: the message alone and exit code 2. Others: re-raised."""
     trace = error.__traceback__
     while trace.tb_next is not None:

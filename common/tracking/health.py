@@ -4,7 +4,7 @@ import math
 from collections import defaultdict, deque
 
 
-class Watch:
+class HealthCheck:
     """`look` at each step's metrics in turn; each kind of warning comes at most once in `every` steps, 0: none."""
 
     def __init__(self, every: int):

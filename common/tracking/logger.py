@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from common.parallel.ranks import World
 from common.tracking.console import PlainProgress
-from common.tracking.health import Watch
+from common.tracking.health import HealthCheck
 from common.tracking.profiling import Profiler
 
 
@@ -59,7 +59,7 @@ class Tracker:
         self.on = set(config.to) if world.is_main else set()
         self.run_dir, self.wandb, self.wandb_id, self.board = Path(run_dir), None, state.get("wandb_id"), None
         self.profiler = Profiler(self.run_dir / "profiles", config.profile_steps, world.rank)
-        self.watch = Watch(config.warn_every)
+        self.health = HealthCheck(config.warn_every)
         if not world.is_main:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class Tracker:
         """`line` is what the console shows of it. Every rank calls it."""
         trace = self.profiler.stop(step)
         if "console" in self.on:
-            print(line, *self.watch.look(step, metrics), *([f"profile {trace}"] if trace else []), sep="\n", flush=True)
+            print(line, *self.health.look(step, metrics), *([f"profile {trace}"] if trace else []), sep="\n", flush=True)
         if "jsonl" in self.on:
             with self.jsonl.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")

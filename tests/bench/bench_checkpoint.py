@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from common.checkpoint import state
 from common.checkpoint.manager import Checkpoints, SaveConfig
-from common.checkpoint.signals import Watch
+from common.checkpoint.signals import Watchdog
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, make_optimizer, optimizer_step
@@ -45,7 +45,7 @@ def plain_save(tensors: dict[str, torch.Tensor], file: Path) -> float:
 
 
 def main(args: Args) -> None:
-    world, watch = ranks.init(), Watch(0)
+    world, watch = ranks.init(), Watchdog(0)
     policy = load_policy(str(MODEL), ModelConfig(), world)
     optimizer = make_optimizer(policy, OptimConfig())
     for parameter in policy.parameters():

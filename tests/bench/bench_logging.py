@@ -106,7 +106,7 @@ def main(args: Args) -> None:
         measure(f"responses, every {args.log.rollouts_every} steps", 1 / args.log.rollouts_every, responses)
         measure("metrics of the step", 1.0, numbers)
         metrics = numbers()
-        measure("warnings", 1.0, lambda: tracker.watch.look(1, metrics))
+        measure("warnings", 1.0, lambda: tracker.health.look(1, metrics))
         measure("line and metrics.jsonl", 1.0, lambda: tracker.log(1, metrics, step_line(1, 25, metrics)))
         size = (Path(folder) / "rollouts/step_000005.parquet").stat().st_size
     print("| part | ms a step | share of the step |\n| --- | --- | --- |")

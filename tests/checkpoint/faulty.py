@@ -3,11 +3,14 @@
 FAULT is POINT:COUNT:RANK:ACTION[:DELAY_S]; `write:3:0:kill`: as rank 0 writes its third tensor to disk, it is killed.
 """
 
+import atexit
+import functools
 import importlib
 import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,8 +28,8 @@ POINTS = {
     "log": "common.tracking.logger Tracker.log",
     "save": "common.checkpoint.manager Checkpoints._save",
     "write": "torch.distributed.checkpoint.filesystem _write_item",
-    "checksum": "common.checkpoint.manager crc32",
-    "manifest": "common.checkpoint.manager write_manifest",
+    "checksum": "common.checkpoint.writer crc32",
+    "manifest": "common.checkpoint.writer write_manifest",
     "rename": "pathlib Path.rename",
     "prune": "shutil rmtree",
     "export": "common.checkpoint.export write_hf",
@@ -95,29 +98,33 @@ def run(fault: str, script: str, *flags: str) -> None:
 
 
 def serve() -> None:
-    """Commands as JSON lines on stdin, exit codes on stdout; each runs in a fork of this process, which has imported
-    all that is slow to import and done nothing else."""
+    """Commands as JSON lines on stdin, exit codes on stdout; each runs in forks of this process, one a rank, which has
+    imported all that is slow to import and done nothing else."""
     for name in ("common.checkpoint.manager", "common.engine.base", "common.prompts",
                  "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     for line in sys.stdin:
         command = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for descriptor, name in ((1, "log"), (2, "errors")):
-                mode = os.O_TRUNC if name == "log" else 0
-                os.dup2(os.open(command[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode), descriptor)
-            os.environ.update(command["env"])
-            signal.set_wakeup_fd(-1)
-            run(*command["arguments"])
-            sys.exit(0)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        open(command["log"], "w").close()
+        children = [fork(command, env) for env in command["environments"]]
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
+
+
+def fork(command: dict, env: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in ((1, "log"), (2, "errors")):
+        os.dup2(os.open(command[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(env)
+    signal.set_wakeup_fd(-1)
+    run(*command["arguments"])
+    sys.exit(0)
 
 
 class Server:
-    """`start(fault, script, *flags)` without the seconds that imports take; for runs of one rank."""
+    """`start(log, fault, script, *flags)` without the seconds that imports take, and without torchrun."""
 
     def __init__(self):
         ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -126,17 +133,39 @@ class Server:
             [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
-    def __call__(self, log: Path, *arguments: str, errors: Path | None = None, env: dict | None = None) -> int:
-        """The exit code, minus the signal's number for one that was killed. `errors`: stderr, else it is in the log."""
+    def __call__(
+        self, log: Path, *arguments: str, ranks: int = 1, errors: Path | None = None, env: dict | None = None
+    ) -> int:
+        """The exit code of the first rank that failed, 0 if none did; minus the signal's number for one that was
+        killed. `errors`: stderr, else it is in the log."""
+        environments = [env or {}]
+        if ranks > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            group = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environments = [
+                (env or {}) | {name: str(value) for name, value in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                for rank in range(ranks)
+            ]
         command = {"log": str(log), "errors": str(errors or log), "arguments": [str(x) for x in arguments],
-                   "env": env or {}}
+                   "environments": environments}
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        codes = json.loads(self.process.stdout.readline())
+        return next((code for code in codes if code), 0)
 
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
+
+
+@functools.cache
+def server() -> Server:
+    """One for all tests of this process."""
+    shared = Server()
+    atexit.register(shared.close)
+    return shared
 
 
 if __name__ == "__main__":

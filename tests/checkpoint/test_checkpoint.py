@@ -20,7 +20,7 @@ from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import seeds
-from tests.conftest import launch
+from tests.checkpoint.faulty import server
 from tests.rank_worker import STATE, checkpoints_of, everything, start, train
 
 
@@ -28,7 +28,7 @@ from tests.rank_worker import STATE, checkpoints_of, everything, start, train
 def watch():
     """The real one; afterwards pytest gets its signals back."""
     before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
-    yield signals.Watch(0)
+    yield signals.Watchdog(0)
     signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -145,7 +145,8 @@ def test_other_numbers_of_ranks(model, world, watch, tmp_path):
     run.after_step(STATE, last=True)
     run.close()
     want = everything(policy, optimizer)
-    launch("tests/rank_worker.py", "checkpoints", tmp_path, ranks=2, timeout=170)
+    log = tmp_path / "log"
+    assert server()(log, "none", "tests/rank_worker.py", "checkpoints", tmp_path, ranks=2) == 0, log.read_text()[-3000:]
     results = torch.load(tmp_path / "results.pt")
     assert results["state"] == STATE
     assert_same(results["loaded"], want)
@@ -357,14 +358,14 @@ def test_export_brings_tokenizer_and_chat_template(exported):
 
 def test_export_in_several_files(trained, exported, model, world, tmp_path):
     """Small files with an index, an untied head."""
-    files = export.hf_files(model, trained[0].lm.config, exported[1])
-    export.export(trained[0], files, tmp_path / "model", world, file_gb=2048 / 2**30)
-    files = sorted((tmp_path / "model").glob("*.safetensors"))
-    assert len(files) > 2
-    pairs = [pair for file in files for pair in load_file(file).items()]
+    hf_files = export.hf_files(model, trained[0].lm.config, exported[1])
+    export.export(trained[0], hf_files, tmp_path / "model", world, file_gb=2048 / 2**30)
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 2
+    pairs = [pair for file in shards for pair in load_file(file).items()]
     weights = dict(pairs)
     assert len(pairs) == len(weights)                                   # each in one file only
-    assert all(file.stat().st_size < 2 * 4096 + 53 * 24 * 2 for file in files)
+    assert all(file.stat().st_size < 2 * 4096 + 53 * 24 * 2 for file in shards)
     assert_same(weights, {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
@@ -372,8 +373,8 @@ def test_export_in_several_files(trained, exported, model, world, tmp_path):
 
 def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
     """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
-    files = export.hf_files(model, trained[0].lm.config, exported[1])
-    run = checkpoints_of(tmp_path, world, *trained, watch, files, hf="always", async_=True)
+    hf_files = export.hf_files(model, trained[0].lm.config, exported[1])
+    run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, hf="always", async_=True)
     run.after_step(STATE, last=True, score=0.5)
     run.close()
     folder = tmp_path / "checkpoints/step_000002"

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from common.checkpoint import files
-from tests.checkpoint.faulty import Server
+from tests.checkpoint.faulty import server
 from tests.conftest import launch, make_tiny_llama
 
 TOTAL, PROMPTS, SAMPLES = 4, 2, 4
@@ -70,9 +70,7 @@ def flags(tiny_llama, tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def start():
     """Runs of one rank, in forks of a process that has imported torch and transformers."""
-    server = Server()
-    yield server
-    server.close()
+    return server()
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +143,12 @@ def test_a_run_stopped_before_its_first_step_starts_again(flags, start, in_one_g
     assert_same_run(run, in_one_go)
 
 
-def test_two_ranks_do_what_one_does_and_continue_exactly(flags, in_one_go, tmp_path):
+def test_two_ranks_do_what_one_does_and_continue_exactly(flags, start, in_one_go, tmp_path):
     """The same tokens and rewards in the first step, the same gradient. Then rank 1 is killed as it writes its part of
     step 4's checkpoint, and torchrun starts both again by itself: the run ends as the undisturbed one did."""
     whole, again = tmp_path / "whole", tmp_path / "again"
-    launch("grpo.py", *flags, "--run-dir", whole, ranks=2, timeout=170)
+    log = tmp_path / "log"
+    assert start(log, "none", "grpo.py", *flags, "--run-dir", whole, ranks=2) == 0, log.read_text()[-6000:]
     ours, theirs = metrics(whole)[1], metrics(in_one_go)[1]
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
@@ -174,11 +173,7 @@ def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, t
     for name, faults in {"whole": ["none"], "again": ["log after:4:0:kill", "none"]}.items():
         for fault in faults:
             arguments = (fault, script, *flags, "--run-dir", tmp_path / name)
-            if ranks == 1:
-                code = start(log, *arguments)
-            else:
-                done = launch("tests/checkpoint/faulty.py", *arguments, ranks=ranks, check=False)
-                code = log.write_text(done.stdout + done.stderr) and done.returncode
+            code = start(log, *arguments, ranks=ranks)
             assert (code == 0) == (fault == "none"), log.read_text()[-6000:]
     assert "resumed after step 2" in log.read_text()
     assert all(row["actor/grad_norm"] > 0.01 for row in metrics(tmp_path / "again")[1:])
@@ -202,7 +197,7 @@ def test_with_vllm_a_killed_run_continues_exactly(ranks, tmp_path, smollm):
 def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):
     """From its folder alone, in a process without a group: the bytes that the run's own end wrote, and what loads."""
     alone = shutil.copytree(in_one_go / "checkpoints/step_000004", tmp_path / "step_000004")
-    done = launch("-m", "common.checkpoint.export", "export", alone, tmp_path / "out", timeout=170)
+    done = launch("common/checkpoint/export.py", "export", alone, tmp_path / "out", warm=True)
     assert "step_000004 ->" in done.stdout
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == sorted(path.name for path in (in_one_go / "model").iterdir())

@@ -20,7 +20,7 @@ from common.metrics import Meter, spread
 from common.parallel.ranks import World
 from common.tracking import console, profiling
 from common.tracking.console import step_line
-from common.tracking.health import Watch
+from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.step import memory
 from common.tracking.timer import Timer
@@ -47,7 +47,7 @@ def test_meter_on_one_rank_by_hand():
 
 def test_meter_on_two_ranks_by_hand(tmp_path):
     """Means weigh values, not ranks: (1 + 2 + 3 + 10 + 4) / 5; (5 + 7 + 5) / 3; 3 of 8; (3 + 5 + 4 + 5) / 2."""
-    launch("tests/rank_worker.py", "meters", tmp_path, ranks=2, timeout=170)
+    launch("-m", "tests.rank_worker", "meters", tmp_path, ranks=2, timeout=170)
     found = [torch.load(tmp_path / f"metrics_{rank}.pt") for rank in range(2)]
     assert found[0] == found[1]
     assert found[0] == pytest.approx({
@@ -161,7 +161,7 @@ def test_only_rank_0_writes(tmp_path, capsys):
     tracker.log(1, {"reward": 0.5}, "step one")
     tracker.close()
     assert tracker.state_dict(1) == {"step": 1, "wandb_id": None}
-    console.say(other, "hello")
+    console.print_on_main(other, "hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
@@ -369,7 +369,7 @@ HEALTHY = {"reward/constant_group_frac": 0.6, "actor/ppo_kl": 1e-4, "actor/entro
     ({"reward/timeout_frac": 0.25, "reward/error_frac": 0.125}, "37.5% of the samples have no reward.*--reward"),
 ])
 def test_each_failure_is_told_in_words(change, words):
-    watch = Watch(every=5)
+    watch = HealthCheck(every=5)
     for step in range(10):
         assert watch.look(step, HEALTHY) == []
     (warning,) = watch.look(10, HEALTHY | change)
@@ -379,7 +379,7 @@ def test_each_failure_is_told_in_words(change, words):
 
 
 def test_entropy_collapse_is_told_and_noise_is_not():
-    watch, told = Watch(every=100), []
+    watch, told = HealthCheck(every=100), []
     for step, entropy in enumerate([2.0, 1.0, 0.5, 0.05, 0.6, 0.3, 0.2, 0.1, 0.1, 0.09, 0.08, 0.07, 0.07, 0.06]):
         told += [(step, line) for line in watch.look(step, {"actor/entropy": entropy})]
     ((step, line),) = told                   # .2 .1 .1 .09 .08 is .114, then .088
@@ -387,9 +387,9 @@ def test_entropy_collapse_is_told_and_noise_is_not():
 
 
 def test_a_warning_is_not_repeated_for_some_steps(tmp_path, capsys):
-    watch = Watch(every=3)
+    watch = HealthCheck(every=3)
     assert [len(watch.look(step, {"actor/skipped_steps": 1.0})) for step in range(7)] == [1, 0, 0, 1, 0, 0, 1]
-    assert Watch(every=0).look(1, {"actor/skipped_steps": 1.0}) == []
+    assert HealthCheck(every=0).look(1, {"actor/skipped_steps": 1.0}) == []
     tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
     for step in (1, 2):
         tracker.log(step, {"actor/skipped_steps": 1.0}, f"line {step}")
@@ -411,7 +411,7 @@ def test_an_error_of_another_library_keeps_its_traceback():
         json.loads("{")                                                 # a ValueError too
     except ValueError as error:
         with pytest.raises(json.JSONDecodeError):
-            console.fail(error)
+            console.exit_with_error(error)
 
 
 def test_ranks_say_who_they_are(monkeypatch, capsys):
@@ -421,7 +421,7 @@ def test_ranks_say_who_they_are(monkeypatch, capsys):
         find_files([])
     except ValueError as error:
         with pytest.raises(SystemExit) as stop:
-            console.fail(error)
+            console.exit_with_error(error)
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("[rank 3] error: no data files given")
 

@@ -1,0 +1,112 @@
+"""Writing one checkpoint: all ranks together, each in a thread of its own, while training may go on."""
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from common.checkpoint.export import stored_weights, write_hf
+from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
+from common.parallel.ranks import World, all_gather_objects
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. Raised on all ranks, with what each of them saw."""
+
+
+class Writer:
+    """Writes checkpoints into `root` and deletes old ones. All ranks call `write` in the same order."""
+
+    def __init__(
+        self, root: Path, world: World, files: dict[str, bytes], keep: int, keep_best: int, with_hf_weights: bool
+    ):
+        self.root = root
+        self.world = world
+        self.files = files
+        self.keep = keep
+        self.keep_best = keep_best
+        self.with_hf_weights = with_hf_weights
+        self.group = dist.new_group(backend="gloo")             # The writer threads have a process group of their own.
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> Future:
+        """Starts to write a checkpoint. The result is its step; it raises SaveError."""
+        return self.thread.submit(self._write, tensors, manifest, random_state)
+
+    def close(self) -> None:
+        self.thread.shutdown()
+
+    def _write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> int:
+        final = self.root / f"step_{manifest['step']:06d}"
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            self._together(lambda: self.world.is_main and self._make(partial))
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self.group)
+            files = self._together(lambda: self._finish(partial, random_state))
+            manifest["files"] = {name: entry for part in files for name, entry in part.items()}
+            self._together(lambda: self.world.is_main and self._publish(partial, final, manifest))
+        except CheckpointException as error:
+            if self.world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()]
+            raise SaveError(f"{final} could not be written: {'; '.join(reasons)}") from None
+        return manifest["step"]
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work` returns on every rank. If it raises OSError on one rank, all ranks raise what DCP raises then."""
+        try:
+            result = work()
+        except OSError as error:
+            result = error
+        results = all_gather_objects(result, self.group)
+        failures = {rank: (error, None) for rank, error in enumerate(results) if isinstance(error, OSError)}
+        if failures:
+            raise CheckpointException("save", failures)
+        return results
+
+    def _make(self, partial: Path) -> None:
+        for leftover in self.root.glob(".step_*"):              # A killed process leaves such folders.
+            shutil.rmtree(leftover)
+        (partial / "hf").mkdir(parents=True)
+
+    def _finish(self, partial: Path, random_state: dict[str, Any]) -> dict[str, dict[str, int]]:
+        """Writes what this rank writes besides tensors. Returns size and checksum of all its files, now on disk."""
+        (partial / f"__{self.world.rank}_random.json").write_text(json.dumps(random_state))
+        mine = list(partial.glob(f"__{self.world.rank}_*"))
+        if self.world.is_main:
+            weights = stored_weights(partial) if self.with_hf_weights else []
+            write_hf(partial / "hf", weights, self.files, file_gb=4.0)
+            mine.append(partial / ".metadata")
+            mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]
+        for path in mine:
+            sync(path)
+        return {str(path.relative_to(partial)): {"size": path.stat().st_size, "crc32": crc32(path)} for path in mine}
+
+    def _publish(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+        write_manifest(partial, manifest)
+        for folder in (partial / "hf", partial):
+            sync(folder)
+        replaced = final.with_name(f".{final.name}.replaced")   # Only an incomplete checkpoint is ever replaced.
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        sync(self.root)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Keeps the newest checkpoints and those with the best scores; of equal scores the newer ones."""
+        found = complete_checkpoints(self.root.parent)
+        scores = {folder: read_manifest(folder)["score"] for folder in found}
+        ranked = sorted((score, folder) for folder, score in scores.items() if score is not None)
+        best = [folder for _, folder in ranked[len(ranked) - self.keep_best :]]
+        for old in found[: -self.keep]:
+            if old not in best:
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))
