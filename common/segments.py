@@ -1,4 +1,4 @@
-"""Sums and means within sequences, and over all ranks."""
+"""Sums, means and whitening of per-token numbers: within sequences, and over the tokens of all ranks."""
 
 import torch
 from torch import Tensor
