@@ -1,10 +1,8 @@
-"""The two places where packed rows meet big tensors: log-probs from hidden states, and variable-length attention.
+"""Log-probs and entropies from hidden states, without ever holding the logits [N, V].
 
-`linear_logp` never holds `[T, V]`. It walks over tiles of (tokens x vocabulary), keeps the running maximum, sum of
-exponentials and entropy of each token (an online softmax), and recomputes the tiles in backward. The logits are float32
-whatever the input dtype: rounding them to bfloat16 moves a log-prob by up to 0.06 at |z| = 20.
-
-The attention functions see one row of packed sequences and `cu_seq_lens`; sequences never see each other.
+`linear_logp` walks over tiles of (tokens x vocabulary), keeps the running maximum, sum of exponentials and entropy of
+each token (an online softmax), and recomputes the tiles in backward. The logits are float32 whatever the input dtype:
+rounding them to bfloat16 moves a log-prob by up to 0.06 at |z| = 20.
 """
 
 import contextlib
@@ -14,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 CPU_TILE = (512, 4096)        # tokens x vocabulary: 8 MB of logits stay in the cache (2x faster than a 100 MB chunk)
-
 CUDA_TILE_BYTES = 256 << 20
 
 
@@ -43,8 +40,7 @@ def linear_logp(
         raise ValueError("the output head is still sharded: call linear_logp inside the root module's forward")
     tokens, vocab = tile_shape(hidden, weight)
     tile = (chunk_tokens or tokens, chunk_vocab or vocab)
-    settings = temperature, softcap, logit_scale, with_entropy_grad, tile
-    return _LinearLogp.apply(hidden, weight, targets, *settings)
+    return _LinearLogp.apply(hidden, weight, targets, temperature, softcap, logit_scale, with_entropy_grad, tile)
 
 
 def tile_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
@@ -58,13 +54,12 @@ class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, *settings):
         temperature, softcap, logit_scale, with_entropy_grad, tile = settings
-        N = hidden.shape[0]
-        top = hidden.new_full((N,), -1e30, dtype=_accumulate_dtype(hidden))            # [N] running maximum
+        top = hidden.new_full(targets.shape, -1e30, dtype=_accumulate_dtype(hidden))   # [N] running maximum
         total, moment, picked = (torch.zeros_like(top) for _ in range(3))              # sum e, sum e (z - top), z[y]
         with _matmul(hidden, weight) as mm:
             for vocab in _slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
-                for rows in _slices(N, tile[0]):
+                for rows in _slices(hidden.shape[0], tile[0]):
                     z = _logits(mm, mm.operand(hidden[rows]), head, temperature, softcap, logit_scale)   # a tile
                     here, column = _find(targets[rows], vocab)
                     picked[rows] = torch.where(here, z.gather(1, column[:, None])[:, 0], picked[rows])

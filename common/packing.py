@@ -1,4 +1,4 @@
-"""A step's responses -> mini-batches, ranks and micro-batches under a token budget."""
+"""Plan a step: deal its responses to mini-batches, ranks, and micro-batches under a token budget."""
 
 import heapq
 import math
@@ -39,27 +39,37 @@ def partition(costs: np.ndarray, bins: int) -> list[np.ndarray]:
 
 
 def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -> list[np.ndarray]:
-    """`count` micro-batches, dearest first and empty ones last; more where no way was found to fit that many."""
-    over, rest = np.flatnonzero(lengths > max_tokens), np.flatnonzero(lengths <= max_tokens)    # `over`: each alone
-    bins = [rest[items] for items in partition(costs[rest], count - len(over))] if len(rest) else []
-    if any(lengths[items].sum() > max_tokens for items in bins):
-        bins, room = [[] for _ in rest], np.full(len(rest), max_tokens)
+    """`count` micro-batches, the most expensive first and empty ones last; more if so few were not found to suffice.
+
+    An item that is longer than `max_tokens` is alone in its micro-batch."""
+    too_long = np.flatnonzero(lengths > max_tokens)
+    rest = np.flatnonzero(lengths <= max_tokens)
+    bins = [rest[items] for items in partition(costs[rest], count - len(too_long))] if len(rest) else []
+    if any(lengths[items].sum() > max_tokens for items in bins):                                # first-fit decreasing
+        bins = [[] for _ in rest]
+        room = np.full(len(rest), max_tokens)
         for item in rest[np.argsort(-lengths[rest], kind="stable")]:
-            fit = int(np.argmax(room >= lengths[item]))                                         # first-fit decreasing
-            bins[fit].append(item)
-            room[fit] -= lengths[item]
-    bins = [np.sort(np.array(items, dtype=np.int64)) for items in [*bins, *over[:, None]] if len(items)]
-    bins += [over[:0]] * (count - len(bins))
+            first = int(np.argmax(room >= lengths[item]))
+            bins[first].append(item)
+            room[first] -= lengths[item]
+    bins = [np.sort(np.array(items, dtype=np.int64)) for items in [*bins, *too_long[:, None]] if len(items)]
+    bins += [np.zeros(0, dtype=np.int64)] * (count - len(bins))
     return sorted(bins, key=lambda items: (-math.fsum(costs[items]), items.tolist()))
+
+
+def _min_microbatches(lengths: np.ndarray, max_tokens: int) -> int:
+    """A lower bound: each item that is too long by itself, and as few as the tokens of the others allow."""
+    too_long = lengths > max_tokens
+    return int(too_long.sum()) + math.ceil(lengths[~too_long].sum() / max_tokens)
 
 
 @dataclass
 class Plan:
     """Who trains on what, the same on every rank."""
 
-    rank: np.ndarray                                # [S] int64, who trains on each response
+    rank: np.ndarray                                # [S] int64, the rank that trains on each response; -1: none
     minibatches: list[list[list[np.ndarray]]]       # [mini-batch][micro-batch][rank] -> responses, int64; none: a dummy
-    idle: list[np.ndarray]                          # [mini-batch] -> responses that no rank runs: they only count
+    idle: list[np.ndarray]                          # [mini-batch] -> responses in the denominators that no rank runs
 
 
 def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world_size: int, max_tokens: int,
@@ -70,7 +80,7 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one (the caller checks that they do
     not). In each, cost is balanced over ranks, and all ranks get the same number of micro-batches, the fewest found
     that keep to `max_tokens`. Only a sequence longer than that by itself exceeds it, alone in its micro-batch.
-    The i-th micro-batch of a rank is its i-th dearest, because in each one all ranks wait for the slowest.
+    The i-th micro-batch of a rank is its i-th most expensive one, because all ranks wait for the slowest in each.
     With `groups` and `prompt_lengths` [S], a group's responses stay together as far as they fit, and their prompt is
     counted once (--policy.share-prompt). Responses where `trained` [S] is False keep their place in a mini-batch, but
     no rank runs them (rank -1)."""
@@ -83,7 +93,8 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
         raise ValueError(f"response {i}: length {lengths[i]} must be at least 1, cost {costs[i]} finite and at least 0")
 
     trained = np.ones(len(lengths), dtype=bool) if trained is None else np.asarray(trained, dtype=bool)
-    rank_of, minibatches, idle = np.full(len(lengths), -1, dtype=np.int64), [], []
+    rank_of = np.full(len(lengths), -1, dtype=np.int64)
+    minibatches, idle = [], []
     for members in np.array_split(np.random.default_rng(seed).permutation(len(lengths)), num_minibatches):
         members.sort()
         idle.append(members[~trained[members]])
@@ -91,11 +102,11 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
         units = _units(members, lengths, groups, prompt_lengths, max_tokens)                    # what stays together
         tokens = np.array([count for count, _ in units], dtype=np.int64)
         cost = np.array([costs[unit].sum() * count / lengths[unit].sum() for count, unit in units])
-        shares = partition(cost, world_size)                                                    # units, by rank
-        over = [tokens[share] > max_tokens for share in shares]
-        count = max(1, *(int(o.sum() - -tokens[share[~o]].sum() // max_tokens) for share, o in zip(shares, over)))
+        shares = partition(cost, world_size)                                                    # [rank] -> units
+        count = max(1, *(_min_microbatches(tokens[share], max_tokens) for share in shares))
         packed = [_pack(tokens[share], cost[share], count, max_tokens) for share in shares]     # [rank][micro-batch]
-        if (most := max(map(len, packed))) > count:             # then first-fit did not fit, and it fits in `most`
+        most = max(map(len, packed))
+        if most > count:                                        # first-fit needed more; all ranks fit in `most`
             packed = [_pack(tokens[share], cost[share], most, max_tokens) for share in shares]
         planned = [[_members(units, share[items]) for share, items in zip(shares, row)] for row in zip(*packed)]
         for row in planned:
@@ -107,7 +118,7 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
 
 def _units(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray | None, prompt_lengths: np.ndarray | None,
            max_tokens: int) -> list[tuple[int, np.ndarray]]:
-    """(tokens, responses) of what stays together: each response by itself, or a group as far as it fits the budget."""
+    """The (tokens, responses) that stay together: each response by itself, or of a group as many as fit the budget."""
     if groups is None:
         return [(int(lengths[i]), members[n : n + 1]) for n, i in enumerate(members)]
     units: list[tuple[int, list[int]]] = []
@@ -122,5 +133,6 @@ def _units(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray | None, 
     return [(tokens, np.array(unit, dtype=np.int64)) for tokens, unit in units]
 
 
-def _members(units: list[tuple[int, np.ndarray]], chosen: np.ndarray) -> np.ndarray:
-    return np.sort(np.concatenate([units[n][1] for n in chosen])) if len(chosen) else np.zeros(0, dtype=np.int64)
+def _members(units: list[tuple[int, np.ndarray]], numbers: np.ndarray) -> np.ndarray:
+    """The responses of these units, ascending."""
+    return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *(units[number][1] for number in numbers)]))

@@ -1,4 +1,4 @@
-"""Sums and means within sequences, within groups of responses, and over all ranks."""
+"""Sums and means: within sequences, within groups of responses, and over the tokens of all ranks."""
 
 import torch
 from torch import Tensor

@@ -1,15 +1,16 @@
-"""Variable-length attention over packed sequences, which never see each other."""
+"""Attention over packed sequences: one row of tokens, cut by `cu_seq_lens` into sequences that never see each other."""
 
 import functools
-import inspect
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
-CPU_UPCAST_BELOW = 160        # tokens: there sdpa's bfloat16 backward is up to 4x slower than float32's (measured)
+# Tokens. For shorter sequences the backward of sdpa on CPUs takes up to 4x as long in bfloat16 as in float32 (measured)
+CPU_UPCAST_BELOW = 160
 
 
 def packed_sdpa(
@@ -29,7 +30,7 @@ def packed_sdpa(
         key, value, lengths_k = key[:, :, key_rows], value[:, :, key_rows], cu_seq_lens_k.diff().tolist()
     gqa, dtype = query.shape[1] != key.shape[1], query.dtype
     low = dtype == torch.bfloat16 and query.device.type == "cpu"
-    if low and max(lengths_k) < CPU_UPCAST_BELOW:                       # at once: thousands of small casts cost more
+    if low and max(lengths_k) < CPU_UPCAST_BELOW:               # cast all at once: thousands of small casts cost more
         query, key, value = query.float(), key.float(), value.float()
     out = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
@@ -62,7 +63,6 @@ def packed_varlen(
     """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
-    from torch.nn.attention.varlen import varlen_attn
     _check_packed("packed_varlen", query, cu_seq_lens_q, kwargs)
     if softcap is not None or dropout:
         raise ValueError("packed_varlen has neither soft-cap nor dropout: use packed_sdpa")
@@ -70,9 +70,8 @@ def packed_varlen(
     if key_rows is not None:
         k, v = k[key_rows], v[key_rows]                                                 # [K, kv_heads, D]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
-    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}   # torch >= 2.12
     out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), scale=scaling,
-                      window_size=window, **gqa)
+                      window_size=window, enable_gqa=True)
     return out[None], None
 
 
@@ -88,14 +87,17 @@ def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: d
 
 def _causal_mask(length: int, new: int, window: int | None, device) -> Tensor:
     """[new, length], True where the last `new` queries may see a key: their own and the `window - 1` before it."""
-    make = _small_mask if new * length <= 1 << 16 else _small_mask.__wrapped__          # of the same in every layer
-    return make(length, new, window, device)
+    if new * length <= 1 << 16:
+        return _cached_mask(length, new, window, device)        # every layer asks for the same mask
+    return _make_mask(length, new, window, device)
 
 
-@functools.lru_cache(maxsize=256)
-def _small_mask(length: int, new: int, window: int | None, device) -> Tensor:
+def _make_mask(length: int, new: int, window: int | None, device) -> Tensor:
     mask = torch.ones(new, length, dtype=torch.bool, device=device).tril_(length - new)
     return mask if window is None else mask.triu_(length - new + 1 - window)
+
+
+_cached_mask = functools.lru_cache(maxsize=256)(_make_mask)
 
 
 def register_attention() -> None:
@@ -105,15 +107,18 @@ def register_attention() -> None:
 
 
 def choose_attention(
-    device: torch.device | str, config, asked: str = "auto", share_prompt: bool = False,
+    device: torch.device | str, config: PretrainedConfig, requested: str = "auto", share_prompt: bool = False,
 ) -> tuple[str, str]:
-    """The attention that was asked for, or the fastest for this device and model; registered. And the reason."""
+    """The name of the requested attention, or of the fastest one for this device and model, and the reason.
+
+    The attention functions are registered with transformers."""
     register_attention()
-    text = config.get_text_config()
-    softcap = getattr(text, "attn_logit_softcapping", None)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if asked != "auto":
-        return asked, "--policy.attention"
+    if requested != "auto":
+        return requested, "--policy.attention"
+    config = config.get_text_config()
+    fields = config.to_dict()
+    softcap = fields.get("attn_logit_softcapping")
+    head_dim = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
     if torch.device(device).type != "cuda":
         return "packed_sdpa", "no CUDA device: sdpa on each packed sequence"
     if is_flash_attn_2_available() and not share_prompt:

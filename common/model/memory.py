@@ -1,4 +1,4 @@
-"""What the trainer keeps on each GPU."""
+"""GPU memory that the trainer keeps while the engine is awake."""
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig

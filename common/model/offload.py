@@ -1,4 +1,4 @@
-"""Room for the engine: the trainer's tensors in host memory while it is awake, and what stays on the GPU."""
+"""Offload the trainer's weights and optimizer moments to host memory while the engine samples."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,84 +18,95 @@ class OffloadConfig:
 
 
 class Offload:
-    """Moves storages, not tensors: every view of a storage (FSDP2 keeps several) stays valid, and empty while away."""
+    """Offloads the trainer's weights and optimizer moments, as far as the flags ask for it."""
 
     def __init__(self, config: OffloadConfig, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         """`models`: all that live on the GPU, frozen ones too. On CPUs it works and gains nothing."""
         self.config = config
-        self.params = Away(lambda: (p for model in models for p in model.parameters()))
-        self.moments = Away(lambda: (x for opt in optimizers for state in opt.state.values() for x in state.values()))
+        self.params = OffloadedTensors(lambda: (p for model in models for p in model.parameters()))
+        self.moments = OffloadedTensors(
+            lambda: (moment for opt in optimizers for state in opt.state.values() for moment in state.values())
+        )
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.moments.wait())
             optimizer.register_state_dict_pre_hook(lambda *_: self.moments.wait())
 
     @property
     def away_gb(self) -> float:
-        return sum(len(buffer) for away in (self.params, self.moments) for _, buffer in away.gone) / 2**30
+        """GiB that are in host memory and not on the GPU."""
+        return (self.params.num_offloaded_bytes() + self.moments.num_offloaded_bytes()) / 2**30
 
     def optimizer_out(self) -> None:
         if self.config.optimizer:
-            self.moments.out()
+            self.moments.to_host()
 
     def params_out(self) -> None:
         if self.config.params:
-            self.params.out()
+            self.params.to_host()
 
     def back(self) -> None:
-        """Weights now, moments by the next `optimizer.step()`."""
+        """Bring back the weights now; the moments travel until the next `optimizer.step()`."""
         if self.config.params:
-            self.params.back()
+            self.params.to_device()
             self.params.wait()
         if self.config.optimizer:
-            self.moments.back()
+            self.moments.to_device()
 
 
-class Away:
-    """A set of tensors whose storages can be emptied and filled again."""
+class OffloadedTensors:
+    """Tensors that can be moved to host memory and back.
+
+    It empties and fills their storages and leaves the tensors alone, so every view of a storage (FSDP2 keeps several)
+    stays valid; while it is offloaded, the storage has no bytes."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]):
         self.tensors = tensors
-        self.host: list[Tensor] = []                    # kept between rounds: pinning host memory is slow
-        self.gone: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self.arrived: torch.cuda.Event | None = None
+        self.host: list[Tensor] = []                    # host buffers, kept between rounds: pinning memory is slow
+        self.offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []      # emptied storages and their host buffers
+        self.arrived: torch.cuda.Event | None = None    # when the copies back to the device are done
 
-    def out(self) -> None:
+    def num_offloaded_bytes(self) -> int:
+        return sum(len(buffer) for _, buffer in self.offloaded)
+
+    def to_host(self) -> None:
+        """Copy the storages to host memory and free them."""
         self.wait()
         storages = {}
         for tensor in self.tensors():
             if isinstance(tensor, Tensor) and tensor.numel() > 1:                   # Adam's step counts stay
-                storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-                storages[storage._cdata] = storage
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                storage = local.untyped_storage()
+                storages[storage._cdata] = storage                                  # each storage once
         storages = list(storages.values())
         if [len(buffer) for buffer in self.host] != [storage.nbytes() for storage in storages]:
             pin = any(storage.device.type == "cuda" for storage in storages)
-            self.host = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=pin) for s in storages]
+            self.host = [torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin) for storage in storages]
         for storage, buffer in zip(storages, self.host):
             buffer.copy_(_bytes(storage), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()                    # the copies read what is freed next
         for storage in storages:
             storage.resize_(0)
-        self.gone = list(zip(storages, self.host))
+        self.offloaded = list(zip(storages, self.host))
 
-    def back(self) -> None:
+    def to_device(self) -> None:
         """Start the copies, on a stream of their own on GPUs: `wait` before the first use."""
-        sizes = [(storage, len(buffer)) for storage, buffer in self.gone]
-        for storage, size in sizes:                     # allocated on the caller's stream, which also frees them
-            storage.resize_(size)
-        if self.gone and self.gone[0][0].device.type == "cuda":
+        for storage, buffer in self.offloaded:          # allocated on the caller's stream, which also frees them
+            storage.resize_(len(buffer))
+        if self.offloaded and self.offloaded[0][0].device.type == "cuda":
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for storage, buffer in self.gone:
+                for storage, buffer in self.offloaded:
                     _bytes(storage).copy_(buffer, non_blocking=True)
             self.arrived = stream.record_event()
         else:
-            for storage, buffer in self.gone:
+            for storage, buffer in self.offloaded:
                 _bytes(storage).copy_(buffer)
-        self.gone = []
+        self.offloaded = []
 
     def wait(self) -> None:
+        """Make the current stream wait for the copies that `to_device` started."""
         if self.arrived is not None:
             torch.cuda.current_stream().wait_event(self.arrived)
             self.arrived = None

@@ -1,4 +1,4 @@
-"""The trained models on packed tokens: log-probs of a policy, values of a critic."""
+"""The trained models on packed sequences: log-probs of a policy, values of a critic."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
-from common.model.gather import _Gather, saved_buffers
+from common.model.gather import saved_buffers, unshard_parameters
 from common.model.shared_prompts import share_prompts
 
 
@@ -35,13 +35,13 @@ class ModelConfig:
 
 
 class PackedModel(nn.Module):
-    """A transformer on packed tokens. Sharded as a whole, so its head is unsharded while `forward` runs."""
+    """A transformer on packed sequences. FSDP2 shards it as a whole, so its head is unsharded while `forward` runs."""
 
     def __init__(self):
         super().__init__()
         self.share_prompt = False
-        self.version = 0  # of the weights: grows with every optimizer step, so the engine knows when it is stale
-        self.skipped_in_a_row = 0  # optimizer steps whose gradient norm was not finite
+        self.version = 0  # grows with every optimizer step, so the engine knows when its weights are stale
+        self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The positions [N] of the tokens that the policy sampled, and the hidden states [N, H] that predict them.
@@ -51,12 +51,17 @@ class PackedModel(nn.Module):
         sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
         if self.share_prompt:
             shared = share_prompts(batch)
-            tokens, positions = batch.tokens[shared.run], batch.position_ids[shared.run]
-            before, cu_seqlens, cu_seqlens_k = shared.row[sampled - 1], shared.cu_seqlens, shared.cu_seqlens_k
-            extra = {"key_rows": shared.key_rows}
+            tokens = batch.tokens[shared.run]
+            positions = batch.position_ids[shared.run]
+            before = shared.row[sampled - 1]
+            cu_seqlens, cu_seqlens_k = shared.cu_seqlens, shared.cu_seqlens_k
+            key_rows = {"key_rows": shared.key_rows}
         else:
-            tokens, positions, before, extra = batch.tokens, batch.position_ids, sampled - 1, {}
+            tokens = batch.tokens
+            positions = batch.position_ids
+            before = sampled - 1
             cu_seqlens = cu_seqlens_k = batch.cu_seqlens
+            key_rows = {}
         hidden = backbone(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -65,14 +70,14 @@ class PackedModel(nn.Module):
             max_length_q=batch.max_seqlen,
             max_length_k=batch.max_seqlen,
             use_cache=False,
-            **extra,
-        ).last_hidden_state[0]                                                                  # [T, H]
+            **key_rows,
+        ).last_hidden_state[0]                                          # [tokens that run, H]
         return sampled, hidden[before]
 
     def free_unsharded(self) -> None:
-        """Free the unsharded weights, which FSDP2 would keep until a backward. (FSDP2's `reshard` is of one module.)"""
+        """Free the unsharded weights, which FSDP2 would keep until a backward pass."""
         for module in self.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule):                      # `reshard` acts on one module, not on its children
                 module.reshard()
 
 
@@ -110,23 +115,9 @@ class Policy(PackedModel):
         """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once;
         then, as stored, the buffers that belong to a checkpoint.
 
-        Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size). The next
-        bucket travels while the caller reads this one, so at most two buckets and one tensor exist beside the shards.
-        All ranks must iterate to the end, in step.
+        At most two buckets of `bucket_mb` exist beside the shards. All ranks must iterate to the end, in step.
         """
-        arriving, bucket, size = None, [], 0
-        dtype = dtype or self.lm.dtype
-        for name, parameter in self.lm.named_parameters():
-            bucket.append((name, parameter))
-            size += parameter.numel() * dtype.itemsize
-            if size >= bucket_mb * 2**20:
-                arriving, ready = _Gather(bucket, dtype), arriving
-                if ready is not None:
-                    yield from ready.tensors()
-                bucket, size = [], 0
-        for ready in (arriving, _Gather(bucket, dtype) if bucket else None):
-            if ready is not None:
-                yield from ready.tensors()
+        yield from unshard_parameters(self.lm.named_parameters(), dtype or self.lm.dtype, bucket_mb)
         yield from saved_buffers(self.lm).items()
 
 

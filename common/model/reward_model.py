@@ -7,7 +7,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from common.batch import Batch
 from common.model.loading import SCORED, load_critic, read_config
-from common.model.offload import Away
+from common.model.offload import OffloadedTensors
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_max
 from common.prompts import Prompt
@@ -56,9 +56,9 @@ class RewardModel:
         self.weight, self.max_tokens, self.world = config.weight, config.max_tokens, world
         self.tokenizer = _tokenizer(config, model_config)
         self.model = load_critic(config.path, model_config, world, frozen=True)
-        self.away = Away(self.model.parameters) if config.offload else None
-        if self.away is not None:
-            self.away.out()
+        self.weights = OffloadedTensors(self.model.parameters) if config.offload else None
+        if self.weights is not None:
+            self.weights.to_host()
 
     def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         """One score per response. All ranks call this together, each with its own responses (or none)."""
@@ -68,7 +68,8 @@ class RewardModel:
             )
             for prompt, text in zip(prompts, texts)
         ]
-        # a critic's value of a token is read before it: one token more, and it is read at the conversation's end
+        # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
+        # end of the conversation.
         rows = [Batch.build([tokens], [[0]], index=[i]) for i, tokens in enumerate(conversations)]
         groups, room = [], 0
         for row in rows:
@@ -79,13 +80,13 @@ class RewardModel:
             room -= len(row.tokens)
         dummy = Batch.build([[0]], [[0]])
         scores = []
-        if self.away is not None:
-            self.away.back()
-            self.away.wait()
+        if self.weights is not None:
+            self.weights.to_device()
+            self.weights.wait()
         for number in range(int(all_max([len(groups)])[0])):                    # as many on every rank
             batch = Batch.cat(groups[number] if number < len(groups) else [dummy])
             values = self.model.score(batch.to(self.world.device))[batch.mask.to(self.world.device)]
             scores += values.tolist() if number < len(groups) else []
-        if self.away is not None:
-            self.away.out()
+        if self.weights is not None:
+            self.weights.to_host()
         return scores

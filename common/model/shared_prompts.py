@@ -1,4 +1,4 @@
-"""The prompt of a group once per micro-batch."""
+"""A layout of packed sequences in which the responses to a prompt share it: the prompt runs once per micro-batch."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,18 +10,19 @@ from common.batch import Batch
 
 
 class SharedPrompts(NamedTuple):
-    """A layout in which equal prompts appear once: their tokens, then each response as a segment of its own."""
+    """Which tokens run, and what they see. Each different prompt is a segment, and so is each response after it."""
 
-    run: Tensor  # [T'] the tokens of the batch to run
+    run: Tensor  # [T'] positions in the batch of the tokens that run
     row: Tensor  # [T] where in `run` each token of the batch is found
-    cu_seqlens: Tensor  # [segments + 1], of the queries
-    key_rows: Tensor  # [K] rows of `run` that the segments' queries see: a response's prompt, then its own
-    cu_seqlens_k: Tensor  # [segments + 1], of `key_rows`
+    cu_seqlens: Tensor  # [segments + 1] int32, where each segment begins in `run`
+    key_rows: Tensor  # [K] rows of `run` that a segment's queries see: those of its prompt, then its own
+    cu_seqlens_k: Tensor  # [segments + 1] int32, where each segment's keys begin in `key_rows`
 
 
 def share_prompts(batch: Batch) -> SharedPrompts:
-    tokens, bounds, device = batch.tokens.tolist(), batch.cu_seqlens.tolist(), batch.tokens.device
-    first = torch.where(batch.mask, batch.position_ids, len(tokens)).tolist()
+    """The layout of a batch. A prompt is what stands before the first token that the policy sampled."""
+    device = batch.tokens.device
+    tokens, mask = batch.tokens.tolist(), batch.mask.tolist()
     begins: dict[tuple[int, ...], int] = {}                             # prompt -> its first row in `run`
     run, row, ends, key_rows, key_ends = [], [], [0], [], [0]
 
@@ -31,8 +32,8 @@ def share_prompts(batch: Batch) -> SharedPrompts:
         ends.append(len(run))
         key_ends.append(len(key_rows))
 
-    for start, end in pairwise(bounds):
-        split = start + min(end - start, *first[start:end])             # where the policy's first token is
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        split = next((t for t in range(start, end) if mask[t]), end)    # where the policy's first token is
         prompt = tuple(tokens[start:split])
         if prompt not in begins:
             begins[prompt] = len(run)
@@ -42,7 +43,10 @@ def share_prompts(batch: Batch) -> SharedPrompts:
         if split < end:
             row += range(len(run), len(run) + end - split)
             add_segment(split, end, prefix)
-    rows = (torch.tensor(x, device=device) for x in (run, row, key_rows))
-    cu_seqlens, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends, key_ends))
-    run, row, key_rows = rows
-    return SharedPrompts(run, row, cu_seqlens, key_rows, cu_seqlens_k)
+    return SharedPrompts(
+        run=torch.tensor(run, device=device),
+        row=torch.tensor(row, device=device),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
+        key_rows=torch.tensor(key_rows, device=device),
+        cu_seqlens_k=torch.tensor(key_ends, dtype=torch.int32, device=device),
+    )

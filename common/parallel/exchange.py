@@ -1,18 +1,18 @@
-"""Responses and their numbers on their way between ranks."""
+"""Send responses, and a few numbers of each, from rank to rank."""
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.batch import Batch, _offsets
+from common.batch import Batch, offsets
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.ProcessGroup | None = None) -> Batch:
-    """Send response i of this rank's batch to rank `destination[i]` [S_local]; what arrives here, sorted by index.
+    """Send response i of this rank's batch to rank `destination[i]` [S_local]. Returns what arrives, sorted by index.
 
-    After the sizes, one message from each rank to each. A rank may bring or get nothing; ranks that bring responses
-    must bring the same fields. Without a process group it only sorts."""
+    Ranks first tell each other their fields and sizes; then one message goes from each rank to each. A rank may bring
+    or get nothing; ranks that bring responses must bring the same fields. Without a process group it only sorts."""
     destination = torch.as_tensor(destination, dtype=torch.int64).cpu()
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     if destination.shape != (len(batch),) or ((destination < 0) | (destination >= world_size)).any():
@@ -20,35 +20,47 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
     if world_size == 1:
         return batch.sort()
     counts = torch.bincount(destination, minlength=world_size).tolist()
-    parts = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]     # by rank
-    outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in parts]   # [to][column]
-    columns = tuple((name, tensor.dtype) for name, (tensor, _) in batch.present().items())
-    brought = [None] * world_size
-    dist.all_gather_object(brought, columns if len(batch) else None, group=group)
-    brought = set(brought) - {None} or {columns}
-    if len(brought) > 1:
-        raise ValueError(f"exchange: ranks bring different fields {brought}; fill an optional one on all ranks or none")
-    columns = brought.pop()
+    by_rank = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
+    outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_rank]  # [rank][field]
+    fields = tuple((name, tensor.dtype) for name, (tensor, _) in batch.present().items())
+    fields = _common_fields(fields if len(batch) else None, fields, world_size, group)
+
+    # the sizes: how many numbers each field has in the message to each rank
     home = batch.tokens.device
     wire = "cuda" if dist.get_backend(group) == "nccl" else home                    # NCCL takes no CPU tensors
-    send = [[len(column) for column in row] if len(batch) else [0] * (1 + len(columns)) for row in outgoing]
-    receive = torch.empty(world_size, 1 + len(columns), dtype=torch.int64, device=wire)
-    dist.all_to_all_single(receive, torch.tensor(send, device=wire), group=group)
-    receive, totals = receive.tolist(), receive.sum(1).tolist()
-    # As float64, which holds lengths, token ids, float32 and flags exactly, so that all fit in one message.
-    sent = torch.cat([column.double() for row in outgoing for column in row]).to(wire)
-    received = sent.new_empty(sum(totals))
-    dist.all_to_all_single(received, sent, totals, [sum(row) for row in send], group=group)
+    no_responses = [0] * (1 + len(fields))
+    sizes_out = [[len(column) for column in message] if len(batch) else no_responses for message in outgoing]
+    sizes_in = torch.empty(world_size, 1 + len(fields), dtype=torch.int64, device=wire)
+    dist.all_to_all_single(sizes_in, torch.tensor(sizes_out, device=wire), group=group)
+    totals_in = sizes_in.sum(1).tolist()
+    totals_out = [sum(sizes) for sizes in sizes_out]
+
+    # the messages, as float64: it holds lengths, token ids, float32 and flags exactly, so all fit in one message
+    sent = torch.cat([column.double() for message in outgoing for column in message]).to(wire)
+    received = sent.new_empty(sum(totals_in))
+    dist.all_to_all_single(received, sent, totals_in, totals_out, group=group)
     arrived = []
-    for message, row in zip(received.to(home).split(totals), receive):
-        lengths, *values = message.split(row)
-        values = {name: value.to(dtype) for (name, dtype), value in zip(columns, values)}
-        arrived.append(Batch(**values, cu_seqlens=_offsets(lengths)))
+    for message, sizes in zip(received.to(home).split(totals_in), sizes_in.tolist()):
+        lengths, *columns = message.split(sizes)
+        values = {name: column.to(dtype) for (name, dtype), column in zip(fields, columns)}
+        arrived.append(Batch(**values, cu_seqlens=offsets(lengths)))
     return Batch.cat(arrived).sort()
 
 
+def _common_fields(brought: tuple | None, fields: tuple, world_size: int, group: dist.ProcessGroup | None) -> tuple:
+    """The (name, dtype) of the fields that the ranks with responses bring; ValueError unless they bring the same."""
+    by_rank = [None] * world_size
+    dist.all_gather_object(by_rank, brought, group=group)
+    different = set(by_rank) - {None} or {fields}
+    if len(different) > 1:
+        raise ValueError(
+            f"exchange: ranks bring different fields {different}; fill an optional one on all ranks or none"
+        )
+    return different.pop()
+
+
 def gather_numbers(numbers: Tensor, index: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """A few numbers a response, from all ranks to all: [S_local, k] and index [S_local] -> float64 [S, k] by index.
+    """Give all ranks a few numbers of every response: [S_local, k] and index [S_local] -> float64 [S, k] by index.
 
     Raises ValueError, the same on every rank, unless the indices are 0 .. S-1 once each and all numbers are finite."""
     rows = torch.cat([index[:, None].double(), numbers.double()], dim=1)            # [S_local, 1 + k]

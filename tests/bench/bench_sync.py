@@ -17,7 +17,6 @@ import tyro
 from common.engine import vllm_cpu
 from common.engine.base import Engine, RolloutConfig
 from common.engine.make import make_engine
-from common.model.gather import all_gather
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks
@@ -98,7 +97,7 @@ def plain_copies(numel: int, bucket: int, dtype: torch.dtype, world: ranks.World
         for _ in range(round(numel / bucket) or 1):
             mine.copy_(masters)
             if world.size > 1:
-                all_gather(whole, mine)
+                torch.distributed.all_gather_single(whole, mine)
             into.copy_(whole if world.size > 1 else mine)
 
     work()                                                              # touch the pages

@@ -31,7 +31,6 @@ def samples(draw, min_size: int = 1) -> list[dict]:
         mask = draw(st.lists(st.booleans(), min_size=len(response), max_size=len(response)))
         logp = [-(number + 1) / 8 - j / 64 for j in range(len(response))]       # exact in float32
         rows.append({"prompt": prompt, "response": response, "mask": mask, "logp": logp})
-        rows[-1]["truncated"] = draw(st.booleans())
     for row, index in zip(rows, draw(st.permutations(range(len(rows))))):
         row["index"] = index
     return rows
@@ -39,10 +38,8 @@ def samples(draw, min_size: int = 1) -> list[dict]:
 
 def build(rows: list[dict]) -> Batch:
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    batch = Batch.build(columns["prompt"], columns["response"], rollout_logps=columns["logp"], masks=columns["mask"],
-                        index=columns["index"], truncated=columns["truncated"])
-    batch.reward = torch.tensor([row["index"] / 4 for row in rows])
-    return batch
+    return Batch.build(columns["prompt"], columns["response"], rollout_logps=columns["logp"], masks=columns["mask"],
+                       index=columns["index"])
 
 
 def expected(row: dict) -> dict:
@@ -50,8 +47,7 @@ def expected(row: dict) -> dict:
     logp = [value if keep else 0.0 for value, keep in zip(row["logp"], row["mask"])]
     blank = len(row["prompt"])
     return {"tokens": row["prompt"] + row["response"], "mask": [False] * blank + row["mask"],
-            "rollout_logp": [0.0] * blank + logp, "index": row["index"], "reward": row["index"] / 4,
-            "truncated": row["truncated"]}
+            "rollout_logp": [0.0] * blank + logp, "index": row["index"]}
 
 
 def unpack(batch: Batch) -> list[dict]:
@@ -59,7 +55,7 @@ def unpack(batch: Batch) -> list[dict]:
     ends = batch.cu_seqlens.tolist()[1:]
     for i, end in enumerate(ends):
         row = {name: getattr(batch, name)[start:end].tolist() for name in ("tokens", "mask", "rollout_logp")}
-        rows.append(row | {name: getattr(batch, name)[i].item() for name in ("index", "reward", "truncated")})
+        rows.append(row | {"index": batch.index[i].item()})
         start = end
     assert start == len(batch.tokens)
     return rows
@@ -116,24 +112,21 @@ def test_build_defaults():
     batch = Batch.build([[1, 2], [3]], [[4], []])
     assert batch.mask.tolist() == [False, False, True, False]           # the empty response has no mask
     assert batch.index.tolist() == [0, 1]
-    assert batch.rollout_logp is batch.truncated is batch.reward is None
+    assert batch.rollout_logp is batch.value is None
     assert Batch.empty().present().keys() == batch.present().keys()
     assert len(Batch.empty()) == 0
     assert Batch.empty().max_seqlen == 0
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"prompts": [], "responses": []}, "0 responses"),
-    ({"prompts": [[1]]}, "1 prompts for 2 responses"),
+    ({"prompts": [[1]]}, "argument 2 is longer"),
     ({"prompts": [[1], []]}, "sample 1: the prompt is empty"),
     ({"rollout_logps": [[-1.0, -1.0], [-1.0, -1.0]]}, "sample 1: 2 rollout_logps for 1 response tokens"),
     ({"masks": [[True], [True]]}, "sample 0: 1 masks for 2 response tokens"),
     ({"rollout_logps": [[-1.0, -1.0], [math.nan]]}, "sample 1, token 1: rollout log-prob is nan"),
     ({"rollout_logps": [[-1.0, -math.inf], [-1.0]]}, "sample 0, token 2: rollout log-prob is -inf"),
     ({"responses": [[5, -6], [7]]}, "sample 0, token 2: token id is -6"),
-    ({"index": [3, 3]}, r"distinct numbers from 0, got \[3, 3\]"),
-    ({"index": [0, -1]}, "distinct numbers from 0"),
-    ({"truncated": [True]}, "1 truncated for 2 responses"),
+    ({"index": [3]}, r"Batch.index has shape \[1\], must be \[2\]: one per response"),
 ])
 def test_build_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -147,8 +140,8 @@ def test_tool_output_needs_no_logp():
 
 def test_batch_refuses_shapes_and_mixed_fields():
     batch = Batch.build([[1], [2]], [[5, 6], [7]])
-    with pytest.raises(ValueError, match=r"Batch.reward has shape \[5\], must be \[2\]: one per response"):
-        Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, reward=torch.zeros(5))
+    with pytest.raises(ValueError, match=r"Batch.value has shape \[2\], must be \[5\]: one per token"):
+        Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, value=torch.zeros(2))
     other = batch.select([0])
     other.old_logp = torch.zeros(3)
     with pytest.raises(ValueError, match=r"different fields.*old_logp"):
@@ -158,7 +151,7 @@ def test_batch_refuses_shapes_and_mixed_fields():
 def test_microbatch_picks_by_global_number():
     batch = Batch.build([[1], [2], [3]], [[5, 6], [7], [8]], index=[9, 4, 2]).sort()
     assert batch.microbatch(np.array([9, 2])).tokens.tolist() == [1, 5, 6, 3, 8]
-    with pytest.raises(ValueError, match=r"responses \[3\] are not in this batch"):
+    with pytest.raises(AssertionError, match="was not exchanged by the plan"):
         batch.microbatch(np.array([4, 3]))
     dummy = batch.microbatch(np.array([], dtype=np.int64))
     assert dummy.index.tolist() == [-1]

@@ -292,7 +292,7 @@ def test_packed_varlen_hands_the_kernel_the_keys_of_a_shared_prompt(window, monk
             out.append(torch.tensor(heads, dtype=q.dtype).transpose(0, 1))
         return torch.cat(out)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop)
+    monkeypatch.setattr("common.model.attention.varlen_attn", loop)
     torch.manual_seed(0)
     batch = Batch.build([[5, 6, 7]] * 3 + [[8, 9]] * 2, [[1, 2], [], [3], [4, 5, 6], [7]])
     shared = share_prompts(batch)

@@ -14,7 +14,7 @@ from common.losses import set_token_weights
 from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers
 
-FIELDS = ("tokens", "mask", "index", "rollout_logp", "value", "reward", "truncated", "cu_seqlens")
+FIELDS = ("tokens", "mask", "index", "rollout_logp", "value", "cu_seqlens")
 
 
 def make_step(seed: int, num_responses: int) -> Batch:
@@ -23,10 +23,8 @@ def make_step(seed: int, num_responses: int) -> Batch:
     prompts = [[rng.randrange(2**31) for _ in range(rng.randint(1, 5))] for _ in range(num_responses)]
     responses = [[rng.randrange(2**31) for _ in range(rng.choice([0, 1, 3, 9]))] for _ in range(num_responses)]
     batch = Batch.build(prompts, responses, rollout_logps=[[rng.uniform(-9, 0) for _ in row] for row in responses],
-                        masks=[[rng.random() < 0.7 for _ in row] for row in responses],
-                        truncated=[rng.random() < 0.5 for _ in responses])
+                        masks=[[rng.random() < 0.7 for _ in row] for row in responses])
     batch.value = torch.tensor([rng.gauss(0, 1) * 10.0 ** rng.randint(-30, 30) for _ in batch.tokens])
-    batch.reward = torch.tensor([rng.gauss(0, 1) for _ in responses])
     return batch
 
 
@@ -47,10 +45,10 @@ def check_round_trip(rank: int, world_size: int, seed: int) -> None:
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed))]
     local = whole.select(mine) if len(mine) or seed % 2 else Batch.empty()
 
-    reward = torch.zeros(0) if local.reward is None else local.reward
-    gathered = gather_numbers(torch.stack([local.lengths, reward], dim=1), local.index)
+    reward = torch.tensor([rng.gauss(0, 1) for _ in range(num_responses)])
+    gathered = gather_numbers(torch.stack([local.lengths, reward[local.index]], dim=1), local.index)
     assert gathered.dtype == torch.float64
-    assert torch.equal(gathered, torch.stack([whole.lengths.double(), whole.reward.double()], dim=1))
+    assert torch.equal(gathered, torch.stack([whole.lengths.double(), reward.double()], dim=1))
 
     lengths = gathered[:, 0].long().numpy()
     plan = plan_step(lengths, lengths.astype(float), min(2, num_responses), world_size, 12, seed)
