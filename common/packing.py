@@ -2,40 +2,25 @@
 
 import heapq
 import math
-from bisect import insort
 from dataclasses import dataclass
 
 import numpy as np
 
 
 def partition(costs: np.ndarray, bins: int) -> list[np.ndarray]:
-    """Karmarkar-Karp: `bins` sets of items of nearly equal cost, the dearest set first, items ascending.
+    """Greedy: most expensive item first, into the emptiest bin (LPT, Graham 1969). `bins` sets of items of nearly equal
+    cost, the most expensive set first, items ascending.
 
-    The largest differencing method (1982): of all partial solutions, `bins` sums each, merge the two of largest spread,
-    largest sum onto smallest, until one is left. Its spread is at most the largest item's cost."""
-    # A partial solution is the ascending list of (sum, node) of its filled bins. Nodes below len(costs) are items, each
-    # other one joins two: a merge touches only the bins it changes, and members are read off the tree at the end.
-    costs, joins = np.asarray(costs, dtype=np.float64).tolist(), []
-    heap = [(-cost if bins > 1 else 0.0, item, [(cost, item)]) for item, cost in enumerate(costs)]
-    heapq.heapify(heap)
-    for serial in range(len(costs), 2 * len(costs) - 1):
-        big, small = sorted((heapq.heappop(heap)[2], heapq.heappop(heap)[2]), key=len, reverse=True)
-        overlap = max(len(big) + len(small) - bins, 0)
-        changed = small[overlap:]
-        for (sum_a, a), (sum_b, b) in zip(big[:overlap], reversed(small[:overlap])):
-            changed.append((sum_a + sum_b, len(costs) + len(joins)))
-            joins.append((a, b))
-        del big[:overlap]
-        for entry in changed:                                   # mostly one: an item into the emptiest bin
-            insort(big, entry)
-        heapq.heappush(heap, ((big[0][0] if len(big) == bins else 0.0) - big[-1][0], serial, big))
-    bin_of = [0] * (len(costs) + len(joins))
-    for number, (_, node) in enumerate(reversed(heap[0][2]) if heap else ()):
-        bin_of[node] = number
-    for node, (a, b) in reversed(list(enumerate(joins, len(costs)))):
-        bin_of[a] = bin_of[b] = bin_of[node]
-    bin_of = np.array(bin_of[:len(costs)], dtype=np.int64)
-    return np.split(bin_of.argsort(kind="stable"), np.bincount(bin_of, minlength=bins).cumsum()[:-1])
+    The largest sum is at most 4/3 - 1/(3 bins) of the least possible; the spread is at most the largest item's cost."""
+    costs = np.asarray(costs, dtype=np.float64)
+    heap = [(0.0, number) for number in range(bins)]            # (sum, bin)
+    members: list[list[int]] = [[] for _ in range(bins)]
+    for item in np.argsort(-costs, kind="stable").tolist():
+        total, number = heap[0]
+        members[number].append(item)
+        heapq.heapreplace(heap, (total + float(costs[item]), number))
+    falling = sorted(heap, key=lambda entry: (-entry[0], entry[1]))
+    return [np.sort(np.array(members[number], dtype=np.int64)) for _, number in falling]
 
 
 def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -> list[np.ndarray]:

@@ -101,7 +101,10 @@ class Tracker:
         """`line` is what the console shows of it. Every rank calls it."""
         trace = self.profiler.stop(step)
         if "console" in self.on:
-            print(line, *self.health.look(step, metrics), *([f"profile {trace}"] if trace else []), sep="\n", flush=True)
+            lines = [line, *self.health.look(step, metrics)]
+            if trace is not None:
+                lines.append(f"profile {trace}")
+            print(*lines, sep="\n", flush=True)
         if "jsonl" in self.on:
             with self.jsonl.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")

@@ -248,7 +248,8 @@ def test_local_denominators_would_be_noticed(run, expected):
 def test_a_denominator_per_micro_batch_would_be_noticed(run, expected):
     found = errors(run, expected, "main", "each")
     assert len(found) == 2
-    assert all(error > 0.02 for error in found.values()), found
+    # The closer two micro-batches are in tokens, the smaller the mistake: 0.013 on 4 ranks, whose plan is nearly even.
+    assert all(error > 1_000 * TOLERANCE for error in found.values()), found
 
 
 def test_weights_unshard_to_what_was_loaded(run, model):
