@@ -229,7 +229,8 @@ def main(args: Args) -> None:
         kl_in_reward.coef = state["kl_coef"]
     elif val_set is not None:
         engine.wake(policy)
-        with tracker.progress("validation", len(engine.deal(len(val_set))) * (1 + args.eval_n)) as scoring.advance:
+        num_local = len(engine.local_prompts(len(val_set)))
+        with tracker.progress("validation", num_local * (1 + args.eval_n)) as scoring.advance:
             metrics = evaluate(args, engine, scoring, val_set)
         engine.sleep()
         tracker.log(0, metrics, val_line("before training", metrics))
@@ -244,7 +245,7 @@ def main(args: Args) -> None:
 
         # 1 rollout: scoring starts as each response ends
         metrics = engine.wake(policy) | checkpoints.metrics()
-        with timer("gen"), tracker.progress("rollout", len(engine.deal(P)) * G) as scoring.advance:
+        with timer("gen"), tracker.progress("rollout", len(engine.local_prompts(P)) * G) as scoring.advance:
             seed, stop = (args.seed, step), checkpoints.stopping
             asked = Asked(engine, scoring, train_set, sampler.take(P), G, sampling, *seed, stop=stop)
         metrics |= engine.sleep()
@@ -349,7 +350,7 @@ def main(args: Args) -> None:
         # 6 log, validate, save
         done, last = step + 1, step + 1 == args.total_steps
         if val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
-            num_asked = len(engine.deal(len(val_set))) * (1 + args.eval_n)
+            num_asked = len(engine.local_prompts(len(val_set))) * (1 + args.eval_n)
             with timer("testing"), tracker.progress("validation", num_asked) as scoring.advance:
                 engine.wake(policy)
                 metrics |= evaluate(args, engine, scoring, val_set)

@@ -144,7 +144,7 @@ class Asked:
         is), sampling ends; then do not `collect`.
         """
         self.scoring, self.texts = scoring, {}
-        self.requests = [(p, g) for p in engine.deal(len(rows)) for g in range(num_samples)]
+        self.requests = [(p, g) for p in engine.local_prompts(len(rows)) for g in range(num_samples)]
         self.index = [p * num_samples + g for p, g in self.requests]
         self.rows = [rows[p] for p, _ in self.requests]
         self.prompts = [data[row] for row in self.rows]
