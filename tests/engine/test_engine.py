@@ -240,7 +240,7 @@ def test_extra_arguments_reach_vllm_as_python_values():
         ({"tp": 2}, r"world size 1 must be a multiple of --rollout.tp 2"),
         ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
         ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
-        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a cut distribution"),
+        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a filtered distribution"),
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
         ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),

@@ -14,6 +14,7 @@ import torch
 
 from common.engine.base import Sampling
 from common.engine.sync import ROW, checksum, fill_with_nan, nan_parameters
+from common.seeds import seed_of
 from tests.conftest import ROOT, launch
 from tests.engine import engine_models
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start
@@ -270,7 +271,7 @@ def test_oversampling_keeps_the_first_to_end_and_aborts_the_rest(kind, awake, wo
     engine, policy = engine_of(kind, awake, world, tmp_path)
     ends = tuple(range(0, 512, 12))                                     # a response ends after 12 tokens or so
     prompts, seeds, seen = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4, list(range(8)), {}
-    extra = [seeds.seed_of(0, "extra", 0), seeds.seed_of(0, "extra", 1)]
+    extra = [seed_of(0, "extra", 0), seed_of(0, "extra", 1)]
     engine.wake(policy)
     every = engine.generate([PROMPTS[0]] * 6, [0, 1, 2, 3, *extra], Sampling(1.0, 60, stop_token_ids=ends))
     engine.config.oversample = 0.5
