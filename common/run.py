@@ -213,7 +213,7 @@ class Run:
 
     def sample(self, rows: Sequence[int], num_samples: int, sampling: Sampling, *seed: int | str) -> PendingRollout:
         """Sample responses to these rows; scoring of each one starts as it ends."""
-        num_responses = len(self.engine.deal(len(rows))) * num_samples
+        num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
         with self.timer("gen"), self.progress("rollout", num_responses):
             return start_rollout(
                 self.engine, self.scoring, self.train_set, rows, num_samples, sampling, (self.args.seed, *seed),
@@ -311,7 +311,7 @@ class Run:
     def _validate(self) -> dict[str, float]:
         """Validation results of the policy as it is. The engine sleeps before and after."""
         args = self.args
-        num_responses = len(self.engine.deal(len(self.val_set))) * (1 + args.eval_n)
+        num_responses = len(self.engine.local_prompts(len(self.val_set))) * (1 + args.eval_n)
         with self.progress("validation", num_responses):
             self.engine.wake(self.policy)
             metrics = evaluate(

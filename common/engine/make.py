@@ -1,4 +1,4 @@
-"""Which engine: its flags checked, then the engine itself."""
+"""Checks the flags of the engine and starts it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,61 +12,61 @@ from common.parallel.ranks import World
 
 
 def check_rollout(
-    config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int, corrected: bool = False
+    config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int,
+    has_correction: bool = False,
 ) -> int:
-    """Refuse what cannot work, before anything heavy. Returns the longest sequence, prompt and response, in tokens.
+    """Refuse what cannot work, before anything heavy. Returns the maximum length of a sequence (prompt and response) in
+    tokens.
 
-    `corrected`: the script multiplies its losses by p_trainer / p_engine (untruncated below 1).
+    `has_correction`: the script multiplies its losses by p_trainer / p_engine (untruncated below 1).
     """
     if config.temperature <= 0:
         raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
-    for name in ("top_p", "val_top_p"):
-        if not 0 < getattr(config, name) <= 1:
-            raise ValueError(f"--rollout.{name.replace('_', '-')} {getattr(config, name)} must be in (0, 1]")
-    cuts = [f"--rollout.top-p {config.top_p}"] * (config.top_p < 1) + [f"--rollout.top-k {config.top_k}"] * (
-        config.top_k > 0) + [f"--rollout.min-p {config.min_p}"] * (config.min_p > 0)
-    if cuts and not corrected:
+    if not 0 < config.top_p <= 1:
+        raise ValueError(f"--rollout.top-p {config.top_p} must be in (0, 1]")
+    if not 0 < config.val_top_p <= 1:
+        raise ValueError(f"--rollout.val-top-p {config.val_top_p} must be in (0, 1]")
+    filters = []
+    if config.top_p < 1:
+        filters.append(f"--rollout.top-p {config.top_p}")
+    if config.top_k > 0:
+        filters.append(f"--rollout.top-k {config.top_k}")
+    if config.min_p > 0:
+        filters.append(f"--rollout.min-p {config.min_p}")
+    if filters and not has_correction:
         raise ValueError(
-            f"{' and '.join(cuts)}: responses then come from a cut distribution q, the trainer's log-probs are of the "
-            f"whole p, and the gradient is biased unless losses are multiplied by p / q: turn on the engine "
-            f"correction, or leave these to validation (--rollout.val-top-p, ...)"
+            f"{' and '.join(filters)}: responses then come from a filtered distribution q, the trainer's log-probs are "
+            f"of the unfiltered p, and the gradient is biased unless losses are multiplied by p / q: turn on the "
+            f"engine correction, or use these in validation only (--rollout.val-top-p, ...)"
         )
     if config.oversample < 0:
         raise ValueError(f"--rollout.oversample {config.oversample} must be at least 0")
     if config.tp < 1 or world.size % config.tp:
         raise ValueError(f"world size {world.size} must be a multiple of --rollout.tp {config.tp}")
-    longest = max_prompt_length + config.max_response_length
-    if longest > hf_config.max_position_embeddings:
+    max_sequence_length = max_prompt_length + config.max_response_length
+    if max_sequence_length > hf_config.max_position_embeddings:
         raise ValueError(
             f"the longest prompt ({max_prompt_length} tokens) and --rollout.max-response-length "
             f"{config.max_response_length} exceed the model's context of {hf_config.max_position_embeddings} tokens: "
             f"lower --rollout.max-response-length or --data.max-prompt-length"
         )
     if config.engine == "vllm":
-        from common.engine.vllm import check_vllm
+        from common.engine.vllm_checks import check_vllm
 
         check_vllm(config, hf_config, world)
     else:
         from common.engine.hf import check_hf
 
         check_hf(config)
-    return longest
+    return max_sequence_length
 
 
 def make_engine(
-    model: str,
-    hf_config: PretrainedConfig,
-    config: RolloutConfig,
-    model_config: ModelConfig,
-    world: World,
-    probe: Sequence[Sequence[int]],
-    stop_token_ids: list[int],
-    max_model_len: int,
-    seed: int,
-    trainer_gb: float = 0.0,
+    model: str, hf_config: PretrainedConfig, config: RolloutConfig, model_config: ModelConfig, world: World,
+    probe: Sequence[Sequence[int]], stop_token_ids: list[int], max_model_len: int, seed: int, trainer_gb: float = 0.0,
 ) -> Engine:
-    """The engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from it.
-    `trainer_gb`: what the trainer keeps on each GPU while the engine is awake (`offload.resident_gb`)."""
+    """Start the engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from
+    it. `trainer_gb`: memory that the trainer keeps on each GPU while the engine is awake (`memory.resident_gb`)."""
     if config.engine == "hf":
         from common.engine.hf import HFEngine
 

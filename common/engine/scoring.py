@@ -57,7 +57,7 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
     `seed`, its prompt's place in `rows` and its number in the group, and on nothing else. When `stop()` turns true,
     sampling ends early; then the result must not be collected.
     """
-    prompts = {group: data[rows[group]] for group in engine.deal(len(rows))}
+    prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
     samples = [
         Sample(group * num_samples + number, group, rows[group], prompt)
         for group, prompt in prompts.items() for number in range(num_samples)

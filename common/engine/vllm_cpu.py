@@ -1,5 +1,5 @@
-"""What vLLM's CPU build needs from us: packed weights that follow a sync, a cache that gives memory back, segments of
-its own. Written for vLLM 0.32, whose internals it names."""
+"""Additions to vLLM's CPU build: packed weights follow a sync, the cache gives its memory back, and each job's shared
+memory has its own name. Written for vLLM 0.32, whose internals it names."""
 
 import contextlib
 import ctypes
@@ -8,49 +8,66 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 
 @contextlib.contextmanager
-def before_packing(see: Callable[[nn.Module], None]) -> Iterator[None]:
-    """`see(layer)` at the last moment at which a linear layer's weights can be read: before vLLM packs them."""
+def before_packing(read: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `read(layer)` right before vLLM packs a linear layer's weights: afterwards they can no longer be read."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     pack = UnquantizedLinearMethod.process_weights_after_loading
 
-    def see_and_pack(self, layer: nn.Module) -> None:
-        see(layer)
+    def read_and_pack(self: Any, layer: nn.Module) -> None:
+        read(layer)
         pack(self, layer)
 
-    UnquantizedLinearMethod.process_weights_after_loading = see_and_pack
+    UnquantizedLinearMethod.process_weights_after_loading = read_and_pack
     try:
         yield
     finally:
         UnquantizedLinearMethod.process_weights_after_loading = pack
 
 
-def pack(layer: nn.Module) -> None:
-    """A linear layer's weights, just written, into the form that the CPU kernels read; the originals are dropped."""
-    layer.quant_method.process_weights_after_loading(layer)
+@contextlib.contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """torch fills newly allocated floating-point memory with NaN: a reload of vLLM loads into new tensors."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
+
+
+def packed_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that are empty because only their packed copies are kept."""
+    return {name for name, parameter in model.named_parameters() if not parameter.numel()}
+
+
+def loaded_parameters(layer: nn.Module) -> set[str]:
+    """Names of a layer's parameters without any NaN."""
+    return {f"{layer.prefix}.{name}" for name, p in layer.named_parameters() if not p.isnan().any()}
 
 
 def pack_rest(model: nn.Module) -> None:
-    """What a reload of vLLM 0.32 leaves unpacked though its CPU kernels read packed copies. A tied output head has no
-    tensor of its own in the reload and keeps the old copy; the experts of a mixture are packed at the first load only.
-    """
+    """Pack what a reload of vLLM 0.32 does not, although its CPU kernels read packed copies: a tied output head, which
+    has no tensor of its own in the reload, and the experts of a mixture, which are packed at the first load only."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
-            pack(module)
+            module.quant_method.process_weights_after_loading(module)
         elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def give_back_cache(worker: Any) -> None:
-    """On CPUs: the kernel takes the cache's pages and gives zeros when they are touched again."""
+    """The operating system takes the cache's pages and gives zeros when they are used again."""
     libc = ctypes.CDLL(None, use_errno=True)
     for tensor in worker.model_runner.kv_caches:
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -61,8 +78,8 @@ def give_back_cache(worker: Any) -> None:
 
 @contextlib.contextmanager
 def own_segment_name() -> Iterator[None]:
-    """On CPUs vLLM names the shared memory of a group after its ranks alone, so a second job on the machine, or what a
-    killed one left behind, stops the start: put a name into it that the job's ranks share and no other job has."""
+    """vLLM names the shared memory of a group after its ranks alone, so that a second job on the machine, or what a
+    killed job left behind, stops the start. Add a name that the ranks of this job share and no other job has."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     name = [uuid.uuid4().hex[:12]]

@@ -132,8 +132,6 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     again = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12), on_finish=lambda i, _: finished.append(i))
     engine.sleep()
     engine.close()
-    if kind == "vllm":
-        assert engine._recording.is_proven                              # after the first, loads were recorded copies
     return {
         "logp": [before[0], after[0]],
         "greedy": [before[1], after[1]],

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, Sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
-from common.engine.vllm import parse_extra
+from common.engine.vllm_checks import parse_extra
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
@@ -240,7 +240,7 @@ def test_extra_arguments_reach_vllm_as_python_values():
         ({"tp": 2}, r"world size 1 must be a multiple of --rollout.tp 2"),
         ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
         ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
-        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a cut distribution"),
+        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a filtered distribution"),
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
         ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),
@@ -258,9 +258,9 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    monkeypatch.setattr("common.engine.vllm._installed", lambda name: ["0.11.2"])
+    monkeypatch.setattr("common.engine.vllm_checks._installed", lambda name: ["0.11.2"])
     with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range 0.26 to 0.32"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
-    monkeypatch.setattr("common.engine.vllm._installed", lambda name: [])
+    monkeypatch.setattr("common.engine.vllm_checks._installed", lambda name: [])
     with pytest.raises(ValueError, match=r"vLLM is not installed: install a version from 0.26 to 0.32"):
         check_rollout(RolloutConfig(), hf_config, world, 200)

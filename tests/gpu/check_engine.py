@@ -125,7 +125,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
             freed.append(awake["sleep/used_awake_gb"] - engine.sleep()["sleep/used_after_gb"])
         row |= {f"sleep {level} s": statistics.median(sleeps), f"wake {level} s": statistics.median(wakes),
                 f"sleep {level} freed GiB": statistics.median(freed)}
-    syncs = [measure_sync(engine, policy) for _ in range(5)][2:]  # the first two record and compare all
+    syncs = [measure_sync(engine, policy) for _ in range(5)][2:]  # the first two are slower
     row |= {f"sync {name}": statistics.median(x[name] for x in syncs) for name in ("sync_s", "gb_per_s", "ratio")}
     residues, used = [], []
     for _ in range(args.cycles):
