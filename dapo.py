@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.metrics import spread
-from common.rollout import Rollout, check_sizes
+from common.rollout import Rollout, check_sizes, check_skipped
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std, is_constant
 from common.tracking.console import exit_with_error
@@ -148,7 +148,7 @@ def main(args: Args) -> None:
             rewards = rollout.scores + penalty                                                  # [S] NaN: no reward
             if args.mask_truncated:
                 rollout.in_loss &= ~rollout.truncated
-            in_update = torch.ones_like(rollout.in_loss)                                        # [S]
+            in_update = rollout.in_loss                                                         # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
                 rollout, in_update, args.minibatches_per_step, args.max_tokens_per_gpu, step
@@ -164,6 +164,7 @@ def main(args: Args) -> None:
             # 4 advantages
             rewards = torch.where(rejected, torch.nan, rewards)
             advantages = group_advantages(rewards, rollout.group, args.norm_by_std)   # [S]
+            check_skipped(advantages, in_update, rollout)
             for microbatch in chain(*minibatches):
                 per_response = advantages.float().to(run.world.device)[microbatch.index]
                 microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask  # [T]
@@ -196,14 +197,13 @@ def main(args: Args) -> None:
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= spread("critic/advantages", advantages)
             metrics |= {
-                "reward/constant_group_frac": 1 - len(trainable) / sampled.num_groups,
                 "reward/overlong_penalty": float(penalty.mean()),
                 "rollout/gen_batches": num_gen_batches,
                 "rollout/surplus_groups": len(trainable) - rollout.num_groups,
                 "rollout/score_all_groups": float(sampled.scores.nanmean()),
             }
             run.script_state["surplus"] = surplus.state_dict()
-            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step)
+            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step, sampled)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.metrics import spread
-from common.rollout import check_sizes
+from common.rollout import check_sizes, check_skipped
 from common.run import Run, RunArgs
-from common.segments import group_lead, group_mean, group_std, is_constant
+from common.segments import group_lead, group_mean, group_std
 from common.selection import SELECTED, select
 from common.tracking.console import exit_with_error
 
@@ -129,10 +129,10 @@ def main(args: Args) -> None:
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
             rewards = rollout.scores                                                            # [S] NaN: no reward
-            constant = is_constant(rewards, rollout.group)                                      # [S] advantage 0
+            advantages = ADVANTAGES[args.advantage](rewards, rollout.group, args.norm_by_std)   # [S]
             all_run = args.run_zero_advantage or args.kl_loss_coef or args.entropy_coef
             all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED
-            in_update = torch.ones_like(constant) if all_run else ~constant                     # [S]
+            in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
                 rollout, in_update, args.minibatches_per_step, args.max_tokens_per_gpu, step
@@ -152,6 +152,7 @@ def main(args: Args) -> None:
             # 4 advantages
             rewards = torch.where(rejected, torch.nan, rewards)
             advantages = ADVANTAGES[args.advantage](rewards, rollout.group, args.norm_by_std)   # [S]
+            check_skipped(advantages, in_update, rollout)
             for microbatch in chain(*minibatches):
                 per_response = advantages.float().to(run.world.device)[microbatch.index]
                 microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask  # [T]
@@ -189,7 +190,6 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= spread("critic/advantages", advantages)
-            metrics["reward/constant_group_frac"] = float(constant.double().mean())
             run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step)
 
 

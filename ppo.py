@@ -18,7 +18,6 @@ from functools import partial
 from itertools import chain
 from typing import Literal
 
-import torch
 import tyro
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -80,7 +79,7 @@ class Args(RunArgs):
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: kl_reward_coef moves so that the KL stays near --kl-target (Ziegler et al. 2019, sec. 2.2)."""
     kl_target: float = 0.1
-    """Mean KL per token, in nats, that the adaptive controller aims at."""
+    """KL that the adaptive controller aims at: nats per token, averaged over each response, then over responses."""
     kl_horizon: float = 10000.0
     """Responses over which the adaptive controller corrects a relative error of 1."""
     kl_loss_coef: float = 0.0
@@ -147,7 +146,7 @@ def main(args: Args) -> None:
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
             rewards = rollout.scores                                                            # [S] NaN: no reward
-            in_update = torch.ones(len(rollout), dtype=torch.bool)                              # [S]
+            in_update = rollout.in_loss                                                         # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
                 rollout, in_update, args.minibatches_per_step, args.max_tokens_per_gpu, step
@@ -175,7 +174,7 @@ def main(args: Args) -> None:
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     reward = reward - kl_in_reward.coef * kl
-                    run.meter.mean("actor/reward_kl_penalty", kl, batch.mask)
+                    losses.log_kl_penalty(run.meter, kl, batch)
                 advantage, returns = losses.gae(reward, batch.value, batch.mask, batch.cu_seqlens, args.gamma, args.lam)
                 explained_variance = losses.explained_variance(batch.value, returns, batch.mask)
                 advantage = whiten(advantage, batch.mask)
@@ -226,7 +225,7 @@ def main(args: Args) -> None:
                             loss = loss - args.entropy_coef * entropy
                         (run.world.size * (loss * microbatch.weight).sum()).backward()          # FSDP averages: undo it
                         run.microbatch_done(microbatch, stats, logp, entropy)
-                    run.optimizer_step("actor", policy, optimizer, args.optim, step)
+                    run.optimizer_step("actor", policy, optimizer, args.optim, step, args.critic_warmup_steps)
 
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)

@@ -24,7 +24,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.metrics import spread
-from common.rollout import check_sizes, scatter_fields, sum_per_response
+from common.rollout import check_sizes, check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, group_sum, is_constant, whiten
 from common.tracking.console import exit_with_error
@@ -118,9 +118,11 @@ def length_weighted_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, gr
 
 
 def scaled_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
-    """GPG (Chu et al. 2025, arXiv 2504.02546): alpha (R_i - group mean), alpha = responses / non-zero rewards."""
-    num_nonzero = (rewards.nan_to_num() != 0).sum().clamp(min=1)
-    return rewards.numel() / num_nonzero * (rewards - group_mean(rewards, group))
+    """GPG (Chu et al. 2025, arXiv 2504.02546): alpha (R_i - group mean). alpha is the number of scored responses over
+    the number of those whose group has unequal rewards."""
+    is_scored = rewards.isfinite()                                                              # [S]
+    num_unequal = (is_scored & ~is_constant(rewards, group)).sum().clamp(min=1)
+    return is_scored.sum() / num_unequal * (rewards - group_mean(rewards, group))
 
 
 class Baseline(NamedTuple):
@@ -174,10 +176,10 @@ def main(args: Args) -> None:
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
             rewards = rollout.scores                                                            # [S] NaN: no reward
-            constant = is_constant(rewards, rollout.group)                                      # [S] advantage 0
+            advantages = baseline.function(rewards, rollout.group, rollout.response_lengths, greedy).nan_to_num()
             all_run = args.run_zero_advantage or args.kl_reward_coef or args.entropy_coef
-            all_run = all_run or correction.needs_old_logp() or baseline.whiten or baseline.greedy
-            in_update = torch.ones_like(constant) if all_run else ~constant                     # [S]
+            all_run = all_run or correction.needs_old_logp() or baseline.whiten
+            in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
                 rollout, in_update, args.minibatches_per_step, args.max_tokens_per_gpu, step
@@ -202,11 +204,12 @@ def main(args: Args) -> None:
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     penalty = -args.kl_reward_coef * kl * batch.mask
-                    run.meter.mean("actor/reward_kl_penalty", kl, batch.mask)
+                    losses.log_kl_penalty(run.meter, kl, batch)
                 if not baseline.per_token:                              # then it is a part of the response's reward
                     rewards = rewards + sum_per_response(batch, penalty, len(rollout))          # [S]
                     penalty = torch.zeros_like(penalty)
                 advantages = baseline.function(rewards, rollout.group, rollout.response_lengths, greedy).nan_to_num()
+                check_skipped(advantages, in_update, rollout)
                 reward = losses.on_last_token(advantages.float()[batch.index], batch.mask, batch.cu_seqlens) + penalty
                 gamma = args.gamma if baseline.per_token else 1.0
                 no_value = torch.zeros_like(reward)
@@ -242,7 +245,6 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= spread("critic/advantages", advantages)
-            metrics["reward/constant_group_frac"] = float(constant.double().mean())
             run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step)
 
 

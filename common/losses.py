@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from common.batch import Batch
+from common.metrics import Meter
 from common.parallel.ranks import all_sum
 from common.segments import expand, moments, segment_mean, segment_sum
 
@@ -273,6 +275,14 @@ class KLController:
     def update(self, kl: float, num_responses: int) -> None:
         if self.target is not None:
             self.coef *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * num_responses / self.horizon
+
+
+def log_kl_penalty(meter: Meter, kl: Tensor, batch: Batch) -> None:
+    """Add the KL [T] in the reward to `meter`: the mean over responses of each one's mean, as verl has it. The adaptive
+    controller aims at this number."""
+    per_response = segment_mean(kl, batch.mask, batch.cu_seqlens)                       # [S]
+    has_tokens = segment_sum(batch.mask.float(), batch.cu_seqlens) > 0
+    meter.mean("actor/reward_kl_penalty", per_response, has_tokens)
 
 
 def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:

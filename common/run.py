@@ -201,6 +201,7 @@ class Run:
             self.tracker.begin(step + 1)
             self.timer = Timer(self.tracker.run_dir, self.watchdog.phase)
             self.meter = Meter()
+            self.num_sampled_tokens = 0.0
             self.record = Record(args.log, self.tracker.run_dir, step + 1)
             self.metrics: dict[str, float] = self.checkpoints.metrics()
             yield step
@@ -224,7 +225,9 @@ class Run:
         """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step."""
         self.checkpoints.check()
         with self.timer("reward"):
-            return pending.collect(self.meter if meter is None else meter)
+            rollout = pending.collect(self.meter if meter is None else meter)
+        self.num_sampled_tokens += float(rollout.response_lengths.sum())
+        return rollout
 
     def greedy_scores(self, rows: Sequence[int], *seed: int | str) -> Tensor:
         """The score [P] of the greedy response to each of these rows."""
@@ -271,18 +274,20 @@ class Run:
         self._count_microbatch()
 
     def optimizer_step(self, name: str, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig,
-                       step: int) -> None:
-        """One guarded step at the learning rate of `step`; the rate, the gradient norm and skipped steps are logged."""
-        lr = learning_rate(config, step, self.args.total_steps)
+                       step: int, first_step: int = 0) -> None:
+        """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
+        gradient norm and skipped steps are logged."""
+        lr = learning_rate(config, step - first_step, self.args.total_steps - first_step)
         self.metrics[f"{name}/lr"] = lr
         grad_norm = optimizer_step(model, optimizer, lr, config)
         self.meter.mean(f"{name}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
         self.meter.total(f"{name}/skipped_steps", not math.isfinite(grad_norm), per=self.world.size)
 
     def finish(self, step: int, rollout: Rollout, minibatches: list[Minibatch], rewards: Tensor,
-               metrics: dict[str, float], num_epochs: int) -> None:
+               metrics: dict[str, float], num_epochs: int, sampled: Rollout | None = None) -> None:
         """End a step: validate when it is time to, log, save. `rewards` [S]: what the update was made from; `metrics`:
-        the script's own; `num_epochs`: passes of the policy's update over `minibatches`."""
+        the script's own; `num_epochs`: passes of the policy's update over `minibatches`; `sampled`: all that was
+        sampled for the step, if that is more than `rollout`."""
         args = self.args
         done = step + 1
         last = done == args.total_steps
@@ -290,7 +295,8 @@ class Run:
             with self.timer("testing"):
                 self.metrics |= self._validate()
         self.metrics |= step_metrics(
-            self.meter, self.timer, self.world, rollout, minibatches, max_prompt_length=args.data.max_prompt_length,
+            self.meter, self.timer, self.world, rollout, sampled or rollout, minibatches,
+            num_sampled_tokens=self.num_sampled_tokens, max_prompt_length=args.data.max_prompt_length,
             max_response_length=args.rollout.max_response_length, peak_flops=self.peak_flops,
             update_flops=train_flops(self.update_lengths, self.hf_config) * num_epochs,
         )

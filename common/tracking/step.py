@@ -6,22 +6,26 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from common.metrics import Meter, spread
 from common.parallel.ranks import World
 from common.rollout import Minibatch, Rollout
+from common.segments import is_constant
 from common.tracking.timer import Timer
 
 PER_TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
-def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, minibatches: list[Minibatch], *,
-                 max_prompt_length: int, max_response_length: int, update_flops: float, peak_flops: float,
-                 ) -> dict[str, float]:
+def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sampled: Rollout,
+                 minibatches: list[Minibatch], *, num_sampled_tokens: float, max_prompt_length: int,
+                 max_response_length: int, update_flops: float, peak_flops: float) -> dict[str, float]:
     """The step's metrics; the only place where its meter is reduced. All ranks call this together.
 
-    `minibatches`: this rank's micro-batches. `update_flops`: what the update computed on all ranks. `peak_flops`: what
-    one rank's chip can do in a second (`profiling.peak_flops`).
+    `rollout`: what the update was made from. `sampled`: all responses of the step; lengths, truncation and constant
+    groups are theirs. `num_sampled_tokens`: response tokens that the phase "gen" made. `minibatches`: this rank's
+    micro-batches. `update_flops`: what the update computed on all ranks. `peak_flops`: what one rank's chip can do in a
+    second (`profiling.peak_flops`).
     """
     lengths = (rollout.prompt_lengths + rollout.response_lengths).double()                      # [S]
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
@@ -31,8 +35,8 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, min
         meter.max(name, torch.tensor(value))
     metrics = meter.reduce() | timer.metrics()
     for name, values, limit in (
-        ("prompt_length", rollout.prompt_lengths, max_prompt_length),
-        ("response_length", rollout.response_lengths, max_response_length),
+        ("prompt_length", sampled.prompt_lengths, max_prompt_length),
+        ("response_length", sampled.response_lengths, max_response_length),
     ):
         metrics |= spread(name, values)
         metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
@@ -44,13 +48,14 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, min
         "global_seqlen/mean": sum(as_sampled) / world.size,
     }
     num_tokens = float(lengths.sum())
-    num_sampled = float(rollout.response_lengths.sum())
     for phase, seconds in timer.seconds.items():
         if phase in PER_TOKEN_PHASES:
-            metrics[f"timing_per_token_ms/{phase}"] = 1000 * seconds / (num_sampled if phase == "gen" else num_tokens)
+            count = num_sampled_tokens if phase == "gen" else num_tokens
+            metrics[f"timing_per_token_ms/{phase}"] = 1000 * seconds / count
     metrics |= {
-        "rollout/truncated_frac": float(rollout.truncated.double().mean()),
-        "rollout/tokens_per_s": num_sampled / timer.seconds["gen"],
+        "rollout/truncated_frac": float(sampled.truncated.double().mean()),
+        "reward/constant_group_frac": constant_group_frac(sampled.scores, sampled.group),
+        "rollout/tokens_per_s": num_sampled_tokens / timer.seconds["gen"],
         "perf/total_num_tokens": int(num_tokens),
         "perf/time_per_step": metrics["timing_s/step"],
         "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
@@ -59,6 +64,12 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, min
         achieved = update_flops / timer.seconds["update_actor"] / world.size
         metrics |= {"perf/update_tflops": achieved / 1e12, "perf/mfu/actor": achieved / peak_flops}
     return metrics
+
+
+def constant_group_frac(scores: Tensor, group: Tensor) -> float:
+    """The share of groups in which no two scores [S] differ, lost ones (NaN) left out."""
+    constant = is_constant(scores, group)
+    return len(group[constant].unique()) / max(len(group.unique()), 1)
 
 
 def memory(world: World) -> dict[str, float]:
