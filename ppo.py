@@ -174,7 +174,7 @@ def main(args: Args) -> None:
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     reward = reward - kl_in_reward.coef * kl
-                    losses.log_kl_penalty(run.meter, kl, batch)
+                    run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
                 advantage, returns = losses.gae(reward, batch.value, batch.mask, batch.cu_seqlens, args.gamma, args.lam)
                 explained_variance = losses.explained_variance(batch.value, returns, batch.mask)
                 advantage = whiten(advantage, batch.mask)
@@ -230,6 +230,8 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= {"critic/vf_explained_var": explained_variance, "actor/kl_coef": kl_in_reward.coef}
+            kl_in_reward.update(run.metrics.get("actor/reward_kl_penalty", 0.0), P * G)
+            run.script_state["kl_coef"] = kl_in_reward.coef
             run.finish(step, rollout, minibatches, rewards, metrics, actor_epochs)
 
 

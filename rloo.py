@@ -204,7 +204,7 @@ def main(args: Args) -> None:
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     penalty = -args.kl_reward_coef * kl * batch.mask
-                    losses.log_kl_penalty(run.meter, kl, batch)
+                    run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
                 if not baseline.per_token:                              # then it is a part of the response's reward
                     rewards = rewards + sum_per_response(batch, penalty, len(rollout))          # [S]
                     penalty = torch.zeros_like(penalty)

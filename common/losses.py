@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.metrics import Meter
 from common.parallel.ranks import all_sum
 from common.segments import expand, moments, segment_mean, segment_sum
 
@@ -277,12 +276,12 @@ class KLController:
             self.coef *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * num_responses / self.horizon
 
 
-def log_kl_penalty(meter: Meter, kl: Tensor, batch: Batch) -> None:
-    """Add the KL [T] in the reward to `meter`: the mean over responses of each one's mean, as verl has it. The adaptive
-    controller aims at this number."""
-    per_response = segment_mean(kl, batch.mask, batch.cu_seqlens)                       # [S]
-    has_tokens = segment_sum(batch.mask.float(), batch.cu_seqlens) > 0
-    meter.mean("actor/reward_kl_penalty", per_response, has_tokens)
+def mean_kl(kl: Tensor, batch: Batch) -> float:
+    """The KL [T] in the reward, averaged over each response and then over the responses of all ranks, as in verl. The
+    adaptive controller aims at this number."""
+    per_response = segment_mean(kl.double(), batch.mask, batch.cu_seqlens)              # [S]
+    has_tokens = segment_sum(batch.mask.double(), batch.cu_seqlens) > 0
+    return moments(per_response[has_tokens])[1]
 
 
 def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
