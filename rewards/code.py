@@ -129,7 +129,7 @@ def judge(program: str, kind: str, given: str, wanted: object, limits: sandbox.L
     return "passed"
 
 
-def no_handle(value: object) -> int:
+def no_handle(value: object) -> None:
     raise TypeError(f"{type(value).__name__} is no JSON data")
 
 

@@ -47,6 +47,8 @@ CONTAINERS = {
     "deque": (collections.deque, collections.deque.__iter__, collections.deque),
     "dict": (dict, dict.items, dict),
     "bytes": (bytes, bytes.__iter__, bytes),
+    "bytearray": (bytearray, bytearray.__iter__, bytearray),
+    "range": (range, lambda value: (value.start, value.stop, value.step), lambda items: range(*items)),
 }
 # name: (type, the type from its text)
 TEXTS = {
@@ -59,8 +61,8 @@ TEXTS = {
 
 
 def pack(value, refer):
-    """A value as JSON: None, bool, int, float and str as they are, all else [kind, ...]; `refer` numbers what is no
-    data. A subclass of a container or number is packed as its base."""
+    """A value as JSON: None, bool, int, float and str as they are, all else [kind, ...], what is no data as `refer`
+    has it. A subclass of a container or number is packed as its base."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     for name, (base, items, _) in CONTAINERS.items():
@@ -69,9 +71,7 @@ def pack(value, refer):
     for name, (base, _) in TEXTS.items():
         if isinstance(value, base):
             return [name, str(value)]
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return pack(value.tolist(), refer)
-    return ["handle", refer(value)]
+    return refer(value)
 
 
 def unpack(data, resolve):
@@ -114,9 +114,11 @@ def serve(program: str) -> None:
     names = load(program, "solution")
     objects = []
 
-    def refer(value) -> int:
+    def refer(value) -> list:
+        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+            return pack(value.tolist(), refer)
         objects.append(value)
-        return len(objects) - 1
+        return ["handle", len(objects) - 1]
 
     def call_named(name, arguments):
         """A function, or the method of class Solution; the result as plain JSON data."""
@@ -245,10 +247,10 @@ class Client:
                     replace(mine, unpack(changed, self.resolve))
         return unpack(reply["value"], self.resolve)
 
-    def refer(self, value) -> int:
+    def refer(self, value) -> list:
         if type(value) is not Handle:
             raise CannotSend(f"a {type(value).__name__} cannot be given to the program")
-        return value._number
+        return ["handle", value._number]
 
     def resolve(self, number):
         return Handle(self, int(number))
@@ -265,11 +267,10 @@ def replace(mine, changed) -> None:
         mine.update(changed)
 
 
-def names_to_ask(case: str, known: set) -> list:
+def names_to_ask(tree: ast.Module, known: set) -> list:
     """The names of an assertion that the program may define. One that Python or IMPORTS defines too (`sum`, `all`)
     counts as the program's only where that cannot decide the verdict: compared with a literal, `sum(1, 2) == 3`, or
     given to a function of the assertion, `check(sum)`. Else `all(...)` would be the program's opinion of itself."""
-    tree = ast.parse(case)
     used = collections.Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     harmless = collections.Counter()
@@ -291,10 +292,15 @@ def is_literal(node) -> bool:
 
 
 def judge(program: str) -> None:
-    """Exit code 0 if the assertions hold, 1 if not, CANNOT_JUDGE if they need what cannot pass."""
+    """Exit code 0 if the assertions hold, 1 if not, CANNOT_JUDGE if they are no Python or need what cannot pass."""
     import ctypes
 
     case = sys.stdin.read()
+    try:
+        tree = ast.parse(case)
+    except SyntaxError as error:
+        print(error, file=sys.stderr)
+        sys.exit(CANNOT_JUDGE)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of this user may look into this one
     here = os.path.dirname(os.path.abspath(sys.argv[0]))
@@ -308,7 +314,7 @@ def judge(program: str) -> None:
         try:
             client = Client(process)
             known = vars(module).keys() | vars(builtins).keys()
-            vars(module).update(client.request("names", names_to_ask(case, known)))
+            vars(module).update(client.request("names", names_to_ask(tree, known)))
             exec(compile(case, "case.py", "exec"), vars(module))
         except CannotSend as error:
             print(error, file=sys.stderr)

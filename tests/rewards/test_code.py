@@ -115,40 +115,63 @@ def test_attacks_through_the_pool_are_scored_and_not_errors(monkeypatch, tmp_pat
     assert {"loop", "fork"} <= set(timeouts)
 
 
-# each is put before a wrong `def f(x)`; the truth is `assert f(1) == 2` and an assertion that f(2) is 3
+# programs that do not compute f, for `assert f(1) == 2` and `assert f(2) == 3`
 FAKES = {
     "exec is print": "exec = print",
     "exec does nothing": "def exec(*a): pass",
-    "builtins.exec": "import builtins\nbuiltins.exec = builtins.compile = print",
+    "compile empties the case": "def compile(*a): return 'pass'",
     "an == that is always true": "class Yes:\n    def __eq__(self, other): return True\ndef f(x): return Yes()",
     "an int with such an ==": "class Yes(int):\n    def __eq__(self, other): return True\n"
                               "    __hash__ = int.__hash__\ndef f(x): return Yes(0)",
     "mock.ANY": "from unittest import mock\ndef f(x): return mock.ANY",
-    "the caller's frame": "import sys\nfor depth in (1, 2, 3):\n    try: print('\\n' + sys._getframe(depth).f_locals"
-                          "['secret'])\n    except Exception: pass\nsys.exit(0)",
-    "standard input again": "import os\nprint('\\n' + os.pread(0, 100, 0).decode())\nos._exit(0)",
-    "at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef check(*a): pass",
+    "the caller's variables": "import os, sys\nprint('\\n' + sys._getframe(1).f_locals['secret'], flush=True)\n"
+                              "os._exit(0)",
+    "the caller's constants": "import re, sys\ntext = str(sys._getframe(1).f_code.co_consts)\n"
+                              "def f(x): return int(re.search(rf'assert f.{x}. == (.)', text)[1])",
+    "standard input again": "import os\nprint('\\n' + os.pread(0, 100, 0).decode(), flush=True)\nos._exit(0)",
+    "at exit": "import atexit, os, sys\nframe = sys._getframe(1)\natexit.register(lambda: (print('\\n' + "
+               "frame.f_locals['secret'], flush=True), os._exit(0)))",
+    "main.py": "import re\ntext = open('/box/main.py').read()\n"
+               "def f(x): return int(re.search(rf'assert f.{x}. == (.)', text)[1])",
+    "another thread": "import os, sys, threading, time\nframe = sys._getframe(1)\ndef late():\n    "
+                      "print('\\n' + frame.f_locals['secret'], flush=True)\n    os._exit(0)\n"
+                      "def f(x):\n    late()",
     "exit code 0": "import os\nos._exit(0)",
-    "the expected values": "import re\ntext = open('/box/main.py').read()\n"
-                           "def f(x): return int(re.search(rf'assert f.{x}. == (.)', text)[1])",
-    "no AssertionError": "import builtins\nbuiltins.AssertionError = SystemExit\nAssertionError = SystemExit",
-    "a trace function": "import sys\ndef trace(frame, event, arg):\n    if 'case' in frame.f_code.co_filename: "
-                        "raise SystemExit(0)\n    return trace\nsys.settrace(trace)",
-    "check that only prints": "import sys\nsecret = sys.stdin.readline()\nprint('\\n' + secret)\nsys.exit(0)",
-    "killing the judge": "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)",
-    "looking into the judge": "import ctypes, os\nlibc = ctypes.CDLL(None)\nassert libc.ptrace(16, os.getppid(), 0, 0) "
-                              "== 0\n",
-    "json.dumps": "import json\njson.dumps = lambda *a, **k: '{\"value\": 2}'",
+    "killing the judge": "import os, signal\ndef f(x): os.kill(os.getppid(), signal.SIGTERM)",
+    "the judge's files": "import glob, os, re\ntext = ''.join(open(name, errors='replace').read() for name in "
+                         "glob.glob('/box/*') + glob.glob('/proc/*/fd/*'))\n"
+                         "def f(x): return int(re.search(rf'assert f.{x}. == (.)', text)[1])",
 }
-WRONG = "def f(x): return -1\n"
 
 
 @needs_isolation
 @pytest.mark.parametrize("fake", FAKES)
 def test_assertions_cannot_be_faked(fake):
-    program = FAKES[fake] if "def f(" in FAKES[fake] else WRONG + FAKES[fake] + "\n"
-    truth = {"functional": "import math\nassert f(1) == 2\nassert math.isclose(f(2), 3)"}
-    assert code.compute_score("mbpp", f"```python\n{program}\n```", truth, timeout_s=20, total_s=60)["score"] == 0.0
+    truth = {"functional": "assert f(1) == 2\nassert f(2) == 3"}
+    result = code.compute_score("mbpp", f"```python\n{FAKES[fake]}\n```", truth, timeout_s=20, total_s=60)
+    assert result["score"] == 0.0
+
+
+@needs_isolation
+def test_the_judge_cannot_be_looked_into():
+    """ptrace and process_vm_readv are refused, and starting a process is; the program says so itself."""
+    program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def tries():
+    number = {"x86_64": 310, "aarch64": 270}[os.uname().machine]
+    errors = []
+    parent = os.getppid()
+    for call in (lambda: libc.ptrace(16, parent, 0, 0), lambda: libc.syscall(number, parent, 0, 0, 0, 0, 0)):
+        assert call() == -1
+        errors.append(ctypes.get_errno())
+    try:
+        os.fork()
+    except PermissionError:
+        return errors
+"""
+    assert code.compute_score("mbpp", program, {"functional": "assert tries() == [1, 1]"}, timeout_s=20,
+                              total_s=60)["score"] == 1.0
 
 
 @needs_isolation
@@ -175,7 +198,8 @@ def depth(node): return 1 + depth(node.left) if node else 0
 def sort_in_place(values): values.sort()
 def three(): yield from (1, 2, 3)
 def types(x): return {"list": [1.5, None], "tuple": Pair(1, 2), "set": {1}, "dict": Counter("aab"), "b": b"x",
-                      "complex": 1j, "bool": True, "big": 10 ** 5000}[x]
+                      "complex": 1j, "bool": True, "range": range(3), "array": __import__("numpy").arange(3),
+                      "big": 10 ** 5000}[x]
 def fail(x): raise ValueError("no")
 class Solution:
     def twice(self, x): return 2 * x
@@ -195,6 +219,7 @@ assert values == [1, 2, 3]
 assert list(three()) == [1, 2, 3] and next(three()) == 1
 assert types("list") == [1.5, None] and types("tuple") == (1, 2) and types("set") == {1}
 assert types("dict") == {"a": 2, "b": 1} and types("b") == b"x" and types("complex") == 1j
+assert types("range") == range(3) and types("array") == [0, 1, 2]
 assert types("bool") is True and types("big") == 10 ** 5000
 assert Solution().twice(x=4) == 8
 try:
@@ -222,9 +247,12 @@ def test_programs_are_imported_as_modules():
 
 @needs_isolation
 def test_an_assertion_that_cannot_be_judged_is_an_error_and_no_score():
-    with pytest.raises(RuntimeError, match="function cannot be given to the program"):
-        code.compute_score("mbpp", "def f(g): return g(1)", {"functional": "assert f(lambda x: x) == 1"},
-                           timeout_s=20, total_s=60)
+    for case, message in (("assert f(lambda x: x) == 1", "function cannot be given to the program"),
+                          ("assert f(1) ==", "invalid syntax")):
+        with pytest.raises(RuntimeError, match=f"cannot be judged: .*{message}"):
+            code.compute_score("mbpp", "def f(g): return g(1)", {"functional": case}, timeout_s=20, total_s=60)
+    hostile = "def f(g): raise SyntaxError('assertion')"   # the program cannot make itself such an error
+    assert code.compute_score("mbpp", hostile, {"functional": "f(1)"}, timeout_s=20, total_s=60)["score"] == 0.0
 
 
 @needs_isolation

@@ -302,18 +302,19 @@ sys.path.insert(0, {str(ROOT)!r})
 from rewards.runtime import sandbox
 libc.syscall(keyctl, 1, None)
 key = libc.syscall(add, b"user", b"rewards-test", b"secret", 6, SESSION)
-assert key > 0 and search() == key, ctypes.get_errno()
+if key < 0 or search() != key:
+    sys.exit("no keyrings: errno " + str(ctypes.get_errno()))
 print(sandbox.run({KEYS!r} + "print(search(), libc.syscall(add, b'user', b'left', b'x', 1, SESSION))").stdout)
-assert libc.syscall(keyctl, 10, SESSION, b"user", b"left", 0) == -1
+print(libc.syscall(keyctl, 10, SESSION, b"user", b"left", 0))
 sys.path.insert(0, {str(ROOT)!r} + "/rewards/runtime")
 import jail
 jail.leave_keyring()
 print(search(), ctypes.get_errno())
 """
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
-    if "AssertionError" in done.stderr:
-        pytest.skip(f"no keyrings here: {done.stderr[-100:]}")
-    assert done.stdout.split() == ["-1", "-1", "-1", "126"]  # ENOKEY
+    if done.stderr.startswith("no keyrings"):
+        pytest.skip(done.stderr)
+    assert done.stdout.split() == ["-1"] * 4 + ["126"], done  # ENOKEY
 
 
 @needs_isolation

@@ -63,7 +63,7 @@ print(weak("while True: print('x' * 1000)", limits=small).exit_code)
 print(weak("open('f', 'w').write('x'); print(open('f').read())", limits=small).stdout)
 print(weak("import os, signal; os.kill(0, 9)", limits=small).exit_code)
 print(weak(COUNT_FORKS, limits=small, forks=True).stdout)
-print(weak(COUNT_FORKS, limits=small).stderr[-70:])
+print("PermissionError" in weak(COUNT_FORKS, limits=small).stderr)
 """
 
 
@@ -92,7 +92,7 @@ def test_rlimits_alone_as_an_ordinary_user():
     assert lines[3] not in ("0", "None")
     assert lines[4:6] == ["x", "137"]
     assert 3 <= int(lines[6]) <= 8
-    assert "PermissionError" in lines[7]
+    assert lines[7] == "True"
 
 
 @needs_user
