@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -51,7 +52,7 @@ def lookup(data_sources: Iterable[str], kwargs: str = "{}") -> dict[str, Callabl
     if unknown:
         raise ValueError(f"no reward for data_source {', '.join(map(repr, unknown))}; the table in rewards/__init__.py "
                          f"knows {', '.join(sorted(TABLE))}; give your own with --reward.function path/to/file.py:name")
-    prepare(functions.values(), parse_kwargs(kwargs))
+    prepare(functions.values(), resolve(parse_kwargs(kwargs)))
     return functions
 
 
@@ -81,6 +82,20 @@ def parse_kwargs(text: str) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise ValueError(f"--reward.kwargs {text} must be a JSON object, e.g. '{{\"method\": \"flexible\"}}'")
     return kwargs
+
+
+def resolve(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with each {"env": NAME} replaced by that environment variable. To be called where they are
+    used, so that what is written down (config.json, logs) has the variable's name and not its value."""
+    values = {}
+    for key, value in kwargs.items():
+        if isinstance(value, dict) and value.keys() == {"env"}:
+            if value["env"] not in os.environ:
+                raise ValueError(f"--reward.kwargs {key}: the environment variable {value['env']} is not set; set it "
+                                 f"where the trainer starts")
+            value = os.environ[value["env"]]
+        values[key] = value
+    return values
 
 
 def load_reward(spec: str) -> Callable:

@@ -3,56 +3,45 @@
 ground_truth is a JSON text or dict in one of verl's forms:
   {"inputs": [...], "outputs": [...]}                     each input to standard input, each output expected there
   {"inputs": [...], "outputs": [...], "fn_name": "f"}     a call: a list of arguments, or text with one JSON a line
-  {"assert_case": ["assert f(1) == 2", ...]}              code run after the program, one case each
+  {"assert_case": ["assert f(1) == 2", ...]}              code that calls the program's functions, one case each
   {"functional": "assert f(1) == 2\n..."}                 the same as one case
-The expected outputs never enter the sandbox. Assertions must, and run in the program's own process: it cannot pass by
-ending early, but one that takes its caller apart could.
+The program runs as a script in the first form, so its main block runs; in the others it is imported as a module. It
+never sees an expected value and never shares a process with the verdict: outputs and results of calls are compared
+here, assertions run in a second process of the sandbox that gets nothing but data from the program (harness.py).
 """
 
 import contextlib
 import json
 import math
-import re
-import secrets
 import sys
 import time
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
 
-from rewards.runtime import sandbox
+from rewards.runtime import harness, sandbox
 
-IMPORTS = """
-import bisect, collections, copy, datetime, functools, heapq, io, itertools, json, operator, random, re, string, sys
-from math import *
-from collections import *
-from itertools import *
-from functools import *
-from heapq import *
-from bisect import *
-from typing import *
-from builtins import *
-import math
-"""  # what such tasks take for granted
-# the solution's source is data here, so that its __future__ imports stay legal
-SOLUTION = IMPORTS + "exec(compile({program!r}, 'solution.py', 'exec'))\n"
-CALL = SOLUTION + """
-function = globals().get({name!r}) or Solution().{name}
-print("\\n" + json.dumps(function(*json.loads(sys.stdin.read())), default=list))
-"""
-ASSERT = IMPORTS + """
-def check(secret):
-    exec(compile({program!r}, 'solution.py', 'exec'), globals())
-    exec(compile({case!r}, 'case.py', 'exec'), globals())
-    print("\\n" + secret)
-check(sys.stdin.readline())
-"""
+HARNESS = Path(harness.__file__).read_text()
+MARGIN = 1 << 16  # characters that an output may be longer than twice the expected one (a result: 20 times) to be read
 
 
 def extract_program(solution_str: str) -> str:
     """The last ```python block, else the last block of any language, else all; a block may lack its end."""
     for opening in ("```python", "```py", "```"):
-        blocks = re.findall(re.escape(opening) + r"[^\n]*\n(.*?)(?:```|\Z)", solution_str, flags=re.DOTALL)
-        if blocks:
-            return blocks[-1]
+        found = last_block(solution_str, opening)
+        if found is not None:
+            return found
     return solution_str
+
+
+def last_block(text: str, opening: str) -> str | None:
+    """The lines between the last `opening` line and the next ```, each character read once."""
+    block = None
+    start = text.find(opening)
+    while start >= 0 and (begin := text.find("\n", start) + 1):
+        end = text.find("```", begin)
+        block = text[begin:end] if end >= 0 else text[begin:]
+        start = text.find(opening, end + 3) if end >= 0 else -1
+    return block
 
 
 def cases_of(ground_truth: str | dict) -> list[tuple[str, str, object]]:
@@ -62,15 +51,21 @@ def cases_of(ground_truth: str | dict) -> list[tuple[str, str, object]]:
         return [("assert", truth["functional"], None)]
     if any(truth.get("assert_case") or []):
         return [("assert", case, None) for case in truth["assert_case"]]
-    inputs, outputs = truth.get("inputs", []), truth.get("outputs", [])
+    inputs = truth.get("inputs", [])
+    outputs = truth.get("outputs", [])
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; the rule is "
                          f"as many of both and at least one, or assert_case, or functional")
     if not truth.get("fn_name"):
         return [("stdin", text_of(given), text_of(wanted)) for given, wanted in zip(inputs, outputs)]
-    return [(f"call {truth['fn_name']}", json.dumps(
-        [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given), wanted)
-        for given, wanted in zip(inputs, outputs)]
+    return [(f"call {truth['fn_name']}", json.dumps(arguments_of(given)), wanted)
+            for given, wanted in zip(inputs, outputs)]
+
+
+def arguments_of(given: object) -> list:
+    if isinstance(given, str):
+        return [json.loads(line) for line in given.splitlines() if line.strip()]
+    return given
 
 
 def integer(digits: str) -> int | str:
@@ -91,9 +86,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, cont
     isolated = sandbox_fusion_url or sandbox.isolation(allow_weak_sandbox)
     program = extract_program(solution_str)
     cases = cases_of(ground_truth)[:max_cases]
-    start, passed, pred = time.monotonic(), 0, "passed"
+    start = time.monotonic()
+    passed = 0
+    pred = "passed"
     for case in cases:
-        limits = sandbox.Limits(min(timeout_s, max(0.1, total_s - (time.monotonic() - start))), memory_mb)
+        left_s = total_s - (time.monotonic() - start)
+        limits = sandbox.Limits(min(timeout_s, max(0.1, left_s)), memory_mb)
         verdict = judge(program, *case, limits, sandbox_fusion_url, isolated)
         passed += verdict == "passed"
         if verdict != "passed":
@@ -107,57 +105,71 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, cont
 
 def judge(program: str, kind: str, given: str, wanted: object, limits: sandbox.Limits, url: str | None,
           isolated: bool) -> str:
-    """"passed" or what went wrong in one case."""
+    """"passed" or what went wrong in one case. RuntimeError where there is no verdict."""
     kind, _, name = kind.partition(" ")
-    if kind == "assert":
-        wanted = secrets.token_hex()
-        program, given = ASSERT.format(program=program, case=given), wanted
-    elif kind == "call":
-        program = CALL.format(program=program, name=name)
-    result = (sandbox.run_remote(url, program, given, limits) if url
-              else sandbox.run(program, given, limits, isolated))
+    role = {"stdin": "run", "call": "serve", "assert": "judge"}[kind]
+    main = f"{HARNESS}\n\nmain({role!r}, {program!r})\n"
+    if kind == "call":
+        arguments = ["list", *(harness.pack(value, no_handle) for value in json.loads(given, parse_int=integer))]
+        given = json.dumps(["list", "call_named", name, arguments]) + "\n"
+    if url:
+        result = sandbox.run_remote(url, main, given, limits)
+    else:
+        result = sandbox.run(main, given, limits, isolated, forks=kind == "assert")
     if result.exit_code is None:
         return "timeout"
+    if kind == "assert" and result.exit_code == harness.CANNOT_JUDGE:
+        raise RuntimeError(f"this assertion cannot be judged: {result.stderr[-300:].strip()}")
     if result.exit_code != 0:
         return f"exit code {result.exit_code}"
     if kind == "stdin":
         return "passed" if same_text(result.stdout, wanted) else "wrong answer"
-    last = result.stdout.rstrip().rpartition("\n")[2]
-    if kind == "assert":
-        return "passed" if last == wanted else "ended before the assertions"
-    return "passed" if same_value(last, wanted) else "wrong answer"
+    if kind == "call":
+        return "passed" if same_value(result.stdout, wanted) else "wrong answer"
+    return "passed"
 
 
-def same_value(text: str, wanted: object) -> bool:
-    """A returned value against the expected one, a JSON text or a value; APPS wraps some in a list."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return False
+def no_handle(value: object) -> None:
+    raise TypeError(f"{type(value).__name__} is no JSON data")
+
+
+def same_value(reply: str, wanted: object) -> bool:
+    """The program's reply to a call against the expected value, a JSON text or a value; APPS wraps some in a list."""
     if isinstance(wanted, str):
-        with contextlib.suppress(ValueError):  # a bare string is itself
-            wanted = json.loads(wanted)
-    wanted = json.loads(json.dumps(wanted))    # tuples to lists, keys to text: as the value went
+        with contextlib.suppress(ValueError):        # a bare string is itself
+            wanted = json.loads(wanted, parse_int=integer)
+    text = json.dumps(wanted)
+    wanted = json.loads(text, parse_int=integer)     # tuples to lists, keys to text: as the value went
+    if len(reply) > 20 * len(text) + MARGIN:
+        return False
+    try:
+        value = harness.unpack(json.loads(reply, parse_int=integer)["value"], no_handle)
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return False  # whatever a program writes is an answer
     return value == wanted or [value] == wanted or same_number(str(value), str(wanted))
 
 
 def same_text(text: str, wanted: str) -> bool:
     """Equal lines but for white space at ends; or equal words, of which decimal fractions may differ by 1e-6."""
+    if len(text) > 2 * len(wanted) + MARGIN:
+        return False
     lines, wanted_lines = ([line.strip() for line in x.strip().splitlines()] for x in (text, wanted))
     if lines == wanted_lines:
         return True
-    words, wanted_words = text.split(), wanted.split()
+    words = text.split()
+    wanted_words = wanted.split()
     return len(words) == len(wanted_words) and all(
         a == b or same_number(a, b) for a, b in zip(words, wanted_words))
 
 
 def same_number(text: str, wanted: str) -> bool:
-    """Decimal fractions within 1e-6, absolute or relative; integers must be equal as text."""
-    if not any(mark in text + wanted for mark in ".e"):
-        return False
+    """Decimal fractions within 1e-6, absolute or relative. Where one is written as an integer, the values are equal."""
+    fractions = [any(mark in number for mark in ".e") for number in (text, wanted)]
     try:
-        return math.isclose(float(text), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
-    except ValueError:
+        if all(fractions):
+            return math.isclose(float(text), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+        return any(fractions) and Decimal(text) == Decimal(wanted)
+    except (ValueError, InvalidOperation):
         return False
 
 

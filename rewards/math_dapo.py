@@ -1,12 +1,18 @@
 r"""DAPO's score for math_dapo and aime*: the last "Answer: ..." of a response, +1 if it equals the truth, else -1.
 
-Answers are compared as text after Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1), as verl does.
+Without an "Answer:" line the last \boxed{} that stands in the last 100 characters counts, as in verl 0.9.1. Answers are
+compared as text after Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1), as verl does; a boxed one too,
+which verl compares as it is written.
 """
 
 import re
+from numbers import Real
+
+from rewards.math import last_boxed
 
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-TAIL = 300  # characters searched, as in verl: an answer stands at the end
+TAIL = 300      # characters searched, as in verl: an answer stands at the end
+BOX_TAIL = 100  # for a box without an "Answer:" line
 WORDS = ("square ways integers dollars mph inches hours km units sue points feet minutes digits cents degrees cm gm "
          r"pounds meters meals edges students childrentickets multiples \ldots \dots \text{s} \text{.} \text{}^2 "
          r"\text{}^3 \text{} \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " + '"').split()
@@ -29,8 +35,23 @@ def normalise(answer: str) -> str:
     return answer.replace(",", "") if answer.replace(",", "").isdigit() else answer
 
 
+def truths_of(ground_truth: object) -> list[str]:
+    """The texts that count as right: of a text or number itself, of a list (or array) each of its entries."""
+    if isinstance(ground_truth, str):
+        return [normalise(ground_truth)]
+    if isinstance(ground_truth, Real) and not isinstance(ground_truth, bool):
+        number = float(ground_truth)
+        return [str(int(ground_truth)) if number.is_integer() else str(number)]
+    entries = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise ValueError(f"ground_truth {ground_truth!r:.100} must be a text, a number or a list of them")
+    return [text for entry in entries for text in truths_of(entry)]
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+    truths = truths_of(ground_truth)
     found = ANSWER.findall(solution_str[-TAIL:])
-    pred = normalise(found[-1]) if found else "[INVALID]"
-    acc = pred == normalise(str(ground_truth))
+    answer = found[-1] if found else last_boxed(solution_str[-BOX_TAIL:])
+    pred = "[INVALID]" if answer is None else normalise(answer)
+    acc = pred in truths
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}

@@ -4,15 +4,22 @@ Three processes: this one (waits), pid 1 of the jail (waits), the program. With 
 pid, network, ipc and host name spaces: it sees the system's and Python's folders read-only, four devices and one
 writable folder, /box, which is a tmpfs. No /proc, /sys, home or network; what is outside has no name there, so it
 cannot be opened or signalled. Root becomes nobody first, as the kernel does not bind uid 0 by RLIMIT_NPROC. All end
-in a user namespace of their own, which cannot be nested. The rlimits hold with and without isolation.
+in a user namespace of their own, which cannot be nested, and with an empty session keyring.
 
-Needs Linux 5.14 (mount_setattr; RLIMIT_NPROC counted in each user namespace), x86-64 or arm64. Not covered: system
-calls are not filtered, and memory is bounded for each process, not for all (the kernel's killer takes them first).
+What holds with and without isolation: the rlimits, the system call filter (syscalls.py), the keyring. As the program
+cannot start processes, the limits of one process are those of all that it does: `memory_mb` of address space, the
+standard output and error (`file_mb` each), and what its `files` descriptors hold in pipes and sockets (1 MB each at
+most). Isolated, also /box: `folder_mb` and `num_files`. A judge of assertions (`forks`) has the same limits beside the
+program's own. What does not hold: without isolation the disk is bounded for each file only, not for their number; and
+a machine with less free memory than all its jails may use can still run out, then the kernel kills jails first.
+
+Needs Linux 5.14 (mount_setattr; RLIMIT_NPROC counted in each user namespace), x86-64 or arm64.
 What goes wrong before the program starts is written to the descriptor `errors`; nothing is once it has started.
 """
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -21,6 +28,9 @@ import resource
 import signal
 import struct
 import sys
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # -I leaves it out
+import syscalls
 
 NOBODY = 65534
 BOX = "/box"
@@ -31,6 +41,8 @@ MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 4096, 16384
 PDEATHSIG, DUMPABLE, NO_NEW_PRIVS = 1, 4, 38                    # prctl
 MOUNT_SETATTR, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, 0x8000, 1, 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+JOIN_SESSION_KEYRING = 1
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,6 +71,14 @@ def write(folder: int, name: str, text: str) -> None:
         file.write(text)
 
 
+def leave_keyring() -> None:
+    """Join a new session keyring, which is empty: the present one holds the trainer's keys."""
+    if libc.syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None) < 0:
+        code = ctypes.get_errno()
+        if code not in (errno.ENOSYS, errno.EPERM):  # no keyrings here, or a container that refuses them to all
+            raise OSError(code, f"no new session keyring: {os.strerror(code)}")
+
+
 def build_root(root: str, spec: dict) -> None:
     """What the program sees, under a tmpfs on the folder `root`; this process moves into it."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -77,19 +97,26 @@ def build_root(root: str, spec: dict) -> None:
         os.symlink(BOX, root + name)
     attributes = struct.pack("4Q", ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
     call("syscall", MOUNT_SETATTR, -1, root.encode(), AT_RECURSIVE, attributes, len(attributes))
-    mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, f"size={spec['folder_mb']}m,mode=1777")
+    bounds = f"size={spec['folder_mb']}m,nr_inodes={spec['num_files']},mode=1777"
+    mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, bounds)
     os.chdir(root)
     call("syscall", PIVOT_ROOT[platform.machine()], b".", b".")
     call("umount2", b".", MNT_DETACH)
 
 
 def set_limits(spec: dict) -> None:
-    megabyte = 1 << 20
     # outside of a user namespace the kernel counts all that the user runs
-    processes = spec["processes"] + (0 if spec["isolated"] else count_tasks())
-    for name, value in (("AS", spec["memory_mb"] * megabyte), ("CPU", math.ceil(spec["timeout_s"]) + 1), ("CORE", 0),
-                        ("FSIZE", spec["file_mb"] * megabyte), ("NOFILE", spec["files"]), ("NPROC", processes)):
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    threads = spec["threads"] + (0 if spec["isolated"] else count_tasks())
+    limits = {
+        resource.RLIMIT_AS: spec["memory_mb"] << 20,
+        resource.RLIMIT_CPU: math.ceil(spec["timeout_s"]) + 1,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: spec["file_mb"] << 20,
+        resource.RLIMIT_NOFILE: spec["files"],
+        resource.RLIMIT_NPROC: threads,
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
 
 
 def count_tasks() -> int:
@@ -124,10 +151,11 @@ def main(spec: dict) -> None:
     die_with_parent()
     if os.getppid() != spec["parent"]:
         os._exit(1)
-    folder, errors = spec["folder"], spec["errors"]
-    with open(f"{folder}/main.py", "rb") as file:
+    with open(spec["program"], "rb") as file:  # a descriptor
         program = file.read()
+    errors = spec["errors"]
     os.set_inheritable(errors, False)
+    leave_keyring()
     proc = os.open("/proc", os.O_PATH)
     with open("/proc/self/oom_score_adj", "w") as file:  # the first to go when memory runs out
         file.write("1000")
@@ -140,14 +168,15 @@ def main(spec: dict) -> None:
         os.close(errors)
         wait_and_exit(child)
     die_with_parent()
+    folder = spec["folder"]
     if spec["isolated"]:  # this is pid 1 of the jail
-        build_root(folder, spec)
+        build_root("/proc", spec)  # a folder that every machine has, and that no folder to show lies in
         folder = BOX
-        with open(f"{BOX}/main.py", "wb") as file:
-            file.write(program)
     elif root:
         os.chown(folder, NOBODY, NOBODY)
     os.chdir(folder)
+    with open("main.py", "wb") as file:
+        file.write(program)
     if root:
         drop_root()
     if spec["isolated"]:
@@ -163,6 +192,9 @@ def main(spec: dict) -> None:
     die_with_parent()
     os.umask(0o077)
     env = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    if spec["forks"]:
+        env["NO_FORKS"] = syscalls.make_filter(forks=False).hex()
+    syscalls.install(syscalls.make_filter(spec["forks"]))
     os.execve(spec["python"], [spec["python"], "-I", "-B", "main.py"], env)
 
 

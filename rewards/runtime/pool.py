@@ -21,11 +21,13 @@ from typing import Any, Literal
 
 from rewards import parse_kwargs
 from rewards.runtime.process import WorkerProcess
-from rewards.runtime.worker import Scorer
+from rewards.runtime.worker import MAX_NAMES, Scorer
 
 log = logging.getLogger(__name__)
 GRACE_S = 1.0  # a batch is killed this long after the deadlines that an `async def` has in the worker itself
 CLOSE_S = 2.0  # closing waits this long for a thread that is just starting its worker
+# names of metrics reward/NAME that are no reward function's
+RESERVED = ("error_frac", "timeout_frac", "constant_group_frac", "model", "overlong_penalty", "overlong_punishment")
 
 
 @dataclass
@@ -35,26 +37,28 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """One factor per --reward.function, summed; none: 1 each."""
     kwargs: str = "{}"
-    """Further keyword arguments, a JSON object, e.g. '{"method": "flexible"}': each function gets those it names."""
+    """Further keyword arguments, a JSON object, e.g. '{"method": "flexible"}': each function gets those it names. For a
+    secret name an environment variable, '{"key": {"env": "MY_KEY"}}': its value is read by the workers only."""
     num_workers: int = 4
     """Worker processes per rank; 0 scores in the trainer's own process (for pdb), without deadline."""
     concurrency: int = 32
     """Most samples that a worker gets at once if a function is `async def` or batched; it gets what is queued."""
     timeout_s: float = 10.0
     """Seconds one sample may take before its worker is killed and replaced."""
-    on_error: Literal["zero", "drop", "stop"] = "zero"
-    """A sample without a score (exception, timeout, crash, not a finite number): reward 0, left out (NaN), or stop."""
+    on_error: Literal["drop", "zero", "stop"] = "drop"
+    """A sample without a score (exception, timeout, crash, not a finite number): left out (NaN), reward 0, or stop."""
     max_error_frac: float = 0.5
-    """Stop when more than this share of one step's samples has no score."""
+    """Stop when more than this share of one step's samples, of all ranks together, has no score."""
 
 
 @dataclass
 class Scores:
     """What `RewardPool.results` returns, one entry per sample in ascending order of index."""
     index: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  # NaN: dropped
+    scores: list[float] = field(default_factory=list)  # NaN: no score, and left out
     extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys
     failures: list[str | None] = field(default_factory=list)  # "exception", "invalid", "crash" or "timeout"
+    first_failure: str = ""  # the traceback, or what else is known, of the first sample without a score
     wait_s: float = 0.0  # how long `results` had to wait: the scoring time that generation did not hide
 
     @property
@@ -75,7 +79,7 @@ class RewardPool:
     """
 
     def __init__(self, function: str | Sequence[str] | None = None, weights: Sequence[float] = (), kwargs: str = "{}",
-                 num_workers: int = 4, concurrency: int = 32, timeout_s: float = 10.0, on_error: str = "zero",
+                 num_workers: int = 4, concurrency: int = 32, timeout_s: float = 10.0, on_error: str = "drop",
                  max_error_frac: float = 0.5):
         function = (function,) if isinstance(function, str) else tuple(function or ())
         if weights and len(weights) != len(function):
@@ -99,6 +103,7 @@ class RewardPool:
         self.num_ready = 0
         self.closed = False
         self.logged: set[str] = set()
+        self.names = {"acc", "pred"}  # keys of reward dicts that are kept
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self.workers: dict[threading.Thread, WorkerProcess] = {}
         self.scorer = Scorer(*self.scorer_args) if num_workers == 0 else None
@@ -123,7 +128,8 @@ class RewardPool:
         self.jobs.put((index, request))
 
     def results(self) -> Scores:
-        """Scores of everything submitted since the last call. Raises RuntimeError where the flags say stop."""
+        """Scores of everything submitted since the last call. Failures are counted, see `check_error_frac`; with
+        --reward.on-error stop the first one raises RuntimeError."""
         start = time.monotonic()
         with self.changed:
             self.changed.wait_for(lambda: not self.pending or self.broken)
@@ -138,20 +144,31 @@ class RewardPool:
             if failure:
                 scores.scores.append(0.0 if self.on_error == "zero" else math.nan)
                 scores.extras.append({})
-                self.report(index, failure, reply["text"])
+                scores.first_failure = scores.first_failure or reply["text"]
+                self.report(index, reply)
             else:
                 scores.scores.append(reply["score"])
-                scores.extras.append(reply["extra"])
-        failed_frac = sum(kind is not None for kind in scores.failures) / max(len(scores.index), 1)
-        if failed_frac > self.max_error_frac:
-            raise RuntimeError(f"{failed_frac:.0%} of the samples have no reward ({scores.num_errors} errors, "
-                               f"{scores.num_timeouts} timeouts of {len(scores.index)}), more than "
-                               f"--reward.max-error-frac {self.max_error_frac}; the log has the first of each kind")
+                scores.extras.append(self.keep_names(reply["extra"]))
         return scores
 
-    def report(self, index: int, failure: str, text: str) -> None:
-        kind = text.strip().splitlines()[-1].partition(":")[0] if failure == "exception" else failure
-        if kind not in self.logged:
+    def keep_names(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """A reward dict without the names that the trainer's own metrics have, and those beyond the first MAX_NAMES."""
+        kept = {}
+        for name, value in extra.items():
+            if name in RESERVED or (name not in self.names and len(self.names) >= MAX_NAMES):
+                if "names" not in self.logged:
+                    self.logged.add("names")
+                    log.warning("key %r of a reward dict is left out (logged once): at most %d names are kept, and %s "
+                                "are the trainer's own", name, MAX_NAMES, ", ".join(RESERVED))
+                continue
+            self.names.add(name)
+            kept[name] = value
+        return kept
+
+    def report(self, index: int, reply: dict) -> None:
+        kind = reply.get("kind", reply["failure"])
+        text = reply["text"]
+        if kind not in self.logged and len(self.logged) < MAX_NAMES:
             self.logged.add(kind)
             log.error("reward of sample %d failed (%s; more of this kind are only counted):\n%s", index, kind, text)
         if self.on_error == "stop":
@@ -226,3 +243,12 @@ class RewardPool:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def check_error_frac(num_failed: int, num_scored: int, limit: float, first_failure: str) -> None:
+    """Raises RuntimeError if more than the share `limit` (--reward.max-error-frac) of a step's samples has no score.
+    The numbers are those of all ranks; `first_failure` is this rank's Scores.first_failure."""
+    if num_failed > limit * num_scored:
+        raise RuntimeError(f"{num_failed / num_scored:.0%} of the samples have no reward ({num_failed} of {num_scored} "
+                           f"on all ranks), more than --reward.max-error-frac {limit:g}. The first of this rank:\n"
+                           f"{first_failure or 'none; see the other ranks'}")

@@ -1,8 +1,9 @@
 """Runs model-written Python programs so that they can neither hurt nor outlive this process.
 
-Local: a jail (jail.py) with no network, an empty environment, one writable folder in memory, rlimits and a deadline.
-Where the system gives no namespaces only the rlimits are left: that is refused unless `allow_weak` is given, and the
-log says what is open. Remote: a server with SandboxFusion's HTTP interface (POST /run_code).
+Local: a jail (jail.py) with no network, an empty environment, one writable folder in memory, rlimits, a filter of
+system calls and a deadline. Where the system gives no namespaces, network and files are open: that is refused unless
+`allow_weak` is given, and the log names what is open.
+Remote: a server with SandboxFusion's HTTP interface (POST /run_code), which must isolate the programs itself.
 """
 
 import contextlib
@@ -27,11 +28,12 @@ log = logging.getLogger(__name__)
 class Limits:
     """Of one program."""
     timeout_s: float = 4.0  # wall clock; the kernel ends it at one second more of CPU time
-    memory_mb: int = 1024   # of each process: `processes` of them can use as many times as much
-    processes: int = 16     # and threads; two are the jail's own
+    memory_mb: int = 1024   # address space
+    threads: int = 16       # two are the jail's own; no program starts processes
     file_mb: int = 16       # each file, standard output too
     folder_mb: int = 64     # all files together (isolated only)
-    files: int = 64         # open at once in one process
+    num_files: int = 1000   # in that folder (isolated only)
+    files: int = 64         # open at once
 
 
 @dataclass(frozen=True)
@@ -41,37 +43,70 @@ class Result:
     stderr: str
 
 
-def run(program: str, stdin: str = "", limits: Limits = Limits(), isolated: bool = True) -> Result:
-    """Run Python source. Raises RuntimeError if the jail cannot be built; whatever the program does is a Result."""
-    with (tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as given,
-          tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr):
-        Path(folder, "main.py").write_bytes(program.encode(errors="replace"))
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
-        errors, errors_end = os.pipe()
-        with open(errors, "rb") as failures:
+class MachineFailure(RuntimeError):
+    """The machine failed and not the program: there is no result."""
+
+
+def run(program: str, stdin: str = "", limits: Limits = Limits(), isolated: bool = True, forks: bool = False) -> Result:
+    """Run Python source. Whatever the program does is a Result. Raises MachineFailure, after a second try, if the jail
+    cannot be built or the kernel killed processes for want of memory meanwhile. `forks`: it may start processes, which
+    have to restrict themselves (harness.judge)."""
+    try:
+        return run_once(program, stdin, limits, isolated, forks)
+    except MachineFailure as error:
+        log.info("a program runs a second time: %s", error)
+        return run_once(program, stdin, limits, isolated, forks)
+
+
+def run_once(program: str, stdin: str, limits: Limits, isolated: bool, forks: bool) -> Result:
+    kills = count_memory_kills()
+    with contextlib.ExitStack() as stack:
+        try:
+            # memory and no disk: a full one would look like a failure of the program
+            source, given, stdout, stderr = (
+                stack.enter_context(open(os.memfd_create(name), "w+b")) for name in ("main.py", "in", "out", "err"))
+            folder = None if isolated else stack.enter_context(tempfile.TemporaryDirectory())
+            source.write(program.encode(errors="replace"))
+            given.write(stdin.encode(errors="replace"))
+            for file in (source, given):
+                file.seek(0)
+            errors, errors_end = os.pipe()
+            failures = stack.enter_context(open(errors, "rb"))
             jail = asdict(limits) | interpreter(isolated) | {
-                "parent": os.getpid(), "errors": errors_end, "folder": os.path.realpath(folder), "isolated": isolated}
+                "parent": os.getpid(), "program": source.fileno(), "errors": errors_end, "folder": folder,
+                "isolated": isolated, "forks": forks}
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(Path(__file__).with_name("jail.py")), json.dumps(jail)], env={},
-                    stdin=given, stdout=stdout, stderr=stderr, pass_fds=[errors_end], start_new_session=True)
+                    stdin=given, stdout=stdout, stderr=stderr, pass_fds=[source.fileno(), errors_end],
+                    start_new_session=True)
             finally:
                 os.close(errors_end)
-            try:
-                code = process.wait(limits.timeout_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also after its end: without isolation some may be left
-                process.wait()
-            if failure := failures.read():
-                raise RuntimeError(f"no sandbox: {failure.decode(errors='replace')}")
+        except OSError as error:
+            raise MachineFailure(f"no sandbox: {type(error).__name__}: {error}") from error
+        try:
+            code = process.wait(limits.timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also after its end: without isolation some may be left
+            process.wait()
+        if failure := failures.read():
+            raise MachineFailure(f"no sandbox: {failure.decode(errors='replace')}")
+        if code != 0 and count_memory_kills() > kills:
+            raise MachineFailure(f"the machine ran out of memory while a program ran (exit code {code})")
         for file in (stdout, stderr):
             file.seek(0)
-        return Result(128 - code if code and code < 0 else code, *(file.read().decode(errors="replace")
-                                                                 for file in (stdout, stderr)))
+        texts = [file.read().decode(errors="replace") for file in (stdout, stderr)]
+        return Result(128 - code if code and code < 0 else code, *texts)
+
+
+def count_memory_kills() -> int:
+    """Processes that the kernel has killed on this machine for want of memory."""
+    with open("/proc/vmstat") as file:
+        counts = dict(line.split() for line in file)
+    return int(counts.get("oom_kill", 0))
 
 
 def interpreter(isolated: bool) -> dict:
@@ -93,8 +128,8 @@ def isolation(allow_weak: bool = False) -> bool:
     except RuntimeError as error:
         files = ("read what all users may, write into folders open to all" if os.geteuid() == 0 else
                  "read and change all that this user may, signal all its processes, the trainer too")
-        weak = (f"model-written code cannot be isolated here ({error}): only rlimits and a deadline would hold. It "
-                f"could use the network, {files}, and leave processes behind")
+        weak = (f"model-written code cannot be isolated here ({error}): only rlimits, a filter of system calls and a "
+                f"deadline would hold. It could use the network, {files}, and fill the disk")
     if not allow_weak:
         raise RuntimeError(f"{weak}. Run where user namespaces are allowed (Linux 5.14), or give a server, "
                            f"--reward.kwargs '{json.dumps({'sandbox_fusion_url': 'http://HOST:8080/run_code'})}', "

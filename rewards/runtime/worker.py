@@ -2,15 +2,16 @@
 
 Requests are length-prefixed pickles on fd 0, replies JSON lines on fd 1; reward functions may read and print freely.
 The first request is Scorer's arguments, its reply {"concurrency"}; each further one is a list of samples, pickled one
-by one, and its reply a list with {"score", "extra"} of each, or {"failure", "text"} if the sample has no score.
+by one, and its reply a list with {"score", "extra"} of each, or {"failure", "text"} if the sample has no score; "kind"
+beside them is the exception's name.
 """
 
 import ctypes
 import faulthandler
 import functools
 import inspect
+import itertools
 import json
-import math
 import numbers
 import os
 import pickle
@@ -22,9 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rewards import find, load_reward, prepare, takes
+from rewards import find, load_reward, prepare, resolve, takes
 
 Sample = tuple[str, str, Any, dict | None]  # data_source, solution_str, ground_truth, extra_info
+MAX_SCORE = 1e9     # larger ones would make sums and squares of float32 infinite
+MAX_NUMBER = 1e100  # the other numbers of a reward dict: larger ones would make their mean infinite
+MAX_NAMES = 64      # keys of a reward dict, beside its score
+MAX_NAME = 100      # characters
+MAX_TEXT = 10_000   # characters of a text in a reward dict, and of a traceback
 
 
 class Reward:
@@ -45,8 +51,8 @@ class Reward:
     def score(self, sample: Sample) -> dict:
         try:
             return self.reply(wait(self.call(sample)))
-        except (Exception, SystemExit):
-            return {"failure": "exception", "text": traceback.format_exc()}
+        except (Exception, SystemExit) as error:
+            return failure_of(error)
 
     def call(self, sample: Sample) -> Any:
         data_source, solution_str, ground_truth, extra_info = sample
@@ -63,10 +69,10 @@ class Reward:
             if len(results) != len(samples):
                 raise ValueError(f"{self.name} returned {len(results)} scores for {len(samples)} samples")
             return [self.reply(result) for result in results]
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
             if len(samples) > 1:
                 return [self.score_batch([sample])[0] for sample in samples]
-            return [{"failure": "exception", "text": traceback.format_exc()}]
+            return [failure_of(error)]
 
     async def gather(self, samples: list[Sample], timeout_s: float | None) -> list[dict]:
         """All samples of an `async def` at once, each with its own deadline."""
@@ -76,20 +82,21 @@ class Reward:
             try:
                 async with asyncio.timeout(timeout_s) as deadline:
                     return self.reply(await self.call(sample))
-            except (Exception, SystemExit):
-                kind = "timeout" if deadline.expired() else "exception"
-                return {"failure": kind, "text": traceback.format_exc()}
+            except (Exception, SystemExit) as error:
+                failure = failure_of(error)
+                return {"failure": "timeout", "text": failure["text"]} if deadline.expired() else failure
 
         return await asyncio.gather(*map(one, samples))
 
     def reply(self, result: Any) -> dict:
-        values = result if isinstance(result, dict) else {"score": result}
-        values = {str(key): plain(value) for key, value in values.items()}
-        score = values.pop("score", "no key 'score'")
-        if isinstance(score, str) or not math.isfinite(score):
-            return {"failure": "invalid", "text": f"{self.name} returned {result!r:.500}; the rule is a finite number "
-                                                  f"or a dict with such a 'score'"}
-        return {"score": score, "extra": values}
+        values = dict(result) if isinstance(result, dict) else {"score": result}
+        score = plain(values.pop("score", "no key 'score'"))
+        if isinstance(score, str) or not abs(score) <= MAX_SCORE:
+            return {"failure": "invalid",
+                    "text": f"{self.name} returned {result!r:.500}; the rule is a finite number of at most "
+                            f"{MAX_SCORE:g} in size, or a dict with such a 'score'"}
+        first = itertools.islice(values.items(), MAX_NAMES)
+        return {"score": score, "extra": {str(key)[:MAX_NAME]: metric_or_text(value) for key, value in first}}
 
 
 class Scorer:
@@ -97,9 +104,11 @@ class Scorer:
 
     def __init__(self, function: Sequence[str], weights: Sequence[float], kwargs: dict[str, Any],
                  timeout_s: float | None):
-        self.weights, self.kwargs, self.timeout_s = list(weights) or [1.0] * len(function), kwargs, timeout_s
+        self.weights = list(weights) or [1.0] * len(function)
+        self.kwargs = resolve(kwargs)
+        self.timeout_s = timeout_s
         functions = [load_reward(spec) for spec in function]
-        taken = prepare(functions, kwargs) if functions else []
+        taken = prepare(functions, self.kwargs) if functions else []
         names = [f"{Path(spec.partition(':')[0]).stem}.{spec.partition(':')[2]}" for spec in function]
         self.rewards = [Reward(*three) for three in zip(names, functions, taken)]
         self.concurrent = any(reward.concurrent for reward in self.rewards)
@@ -116,7 +125,7 @@ class Scorer:
         if source not in self.table:
             function = find(source)
             if function is None:
-                return {"failure": "exception", "text": f"LookupError: no reward for data_source {source!r}"}
+                return failure_of(LookupError(f"no reward for data_source {source!r}"))
             kwargs = {key: value for key, value in self.kwargs.items() if takes(function, key)}
             self.table[source] = Reward(source, function, kwargs)
         return self.table[source]([sample], self.timeout_s)[0]
@@ -127,6 +136,9 @@ class Scorer:
             if "failure" in reply:
                 return reply
         total = sum(weight * reply["score"] for weight, reply in zip(self.weights, replies))
+        if not abs(total) <= MAX_SCORE:
+            return {"failure": "invalid",
+                    "text": f"the weighted sum of the rewards is {total}; the rule is at most {MAX_SCORE:g} in size"}
         if len(replies) == 1:
             return {"score": total, "extra": replies[0]["extra"]}
         extra = {}
@@ -158,6 +170,20 @@ def plain(value: Any) -> float | str:
     return float(value) if isinstance(value, numbers.Real) else str(value)
 
 
+def metric_or_text(value: Any) -> float | str:
+    """A number that can be averaged as float, anything else as text."""
+    value = plain(value)
+    return value if isinstance(value, float) and abs(value) <= MAX_NUMBER else str(value)[:MAX_TEXT]
+
+
+def failure_of(error: BaseException) -> dict:
+    """The exception's name and its traceback, whose middle is left out if it is long."""
+    text = "".join(traceback.format_exception(error))
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT // 2]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-MAX_TEXT // 2:]}"
+    return {"failure": "exception", "kind": type(error).__name__, "text": text}
+
+
 def main() -> None:
     if sys.platform == "linux":  # die with the trainer even inside an endless loop, and before it if memory runs out
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -176,10 +202,16 @@ def main() -> None:
             try:
                 scorer = Scorer(*request)
                 reply = {"concurrent": scorer.concurrent}
-            except (Exception, SystemExit):
-                reply = {"failure": "start", "text": traceback.format_exc()}
+            except (Exception, SystemExit) as error:
+                reply = failure_of(error) | {"failure": "start"}
         else:
-            reply = scorer([pickle.loads(sample) for sample in request])
+            samples = [pickle.loads(sample) for sample in request]
+            try:
+                reply = scorer(samples)
+            except KeyboardInterrupt as error:  # a reward function raised it: nobody interrupts a worker
+                if len(samples) > 1:
+                    raise  # the pool scores them again one by one
+                reply = [failure_of(error)]
         replies.write(json.dumps(reply).encode() + b"\n")
 
 

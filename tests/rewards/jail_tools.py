@@ -11,7 +11,7 @@ import pytest
 
 from rewards.runtime.sandbox import Limits, run
 
-SMALL = Limits(timeout_s=5, memory_mb=200, processes=8, file_mb=1, folder_mb=2, files=16)
+SMALL = Limits(timeout_s=5, memory_mb=200, threads=8, file_mb=1, folder_mb=2, files=16)
 
 
 @functools.cache
@@ -35,9 +35,9 @@ def jails(parent: int) -> list[int]:
     return found
 
 
-def output(program: str, stdin: str = "", limits: Limits = SMALL) -> list[str]:
+def output(program: str, stdin: str = "", limits: Limits = SMALL, forks: bool = False) -> list[str]:
     """Lines that a program prints in the jail; it must end well."""
-    result = run(program, stdin, limits)
+    result = run(program, stdin, limits, forks=forks)
     assert result.exit_code == 0, result.stderr
     return result.stdout.splitlines()
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 
@@ -29,6 +30,16 @@ def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
         os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "sys.exit":
         sys.exit(1)
+    if solution_str == "interrupt":
+        raise KeyboardInterrupt
+    if solution_str == "long":
+        raise ValueError("x" * (20 << 20))
+    if solution_str == "daemon":  # leaves its process group, and would write a file later
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(2); open({extra_info['file']!r}, 'w')"],
+                         start_new_session=True)
+    if solution_str == "temporary":
+        tempfile.mkdtemp(prefix="left_by_a_reward_")
+        os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "raise":
         raise KeyError("no such answer")
     if solution_str == "other":

@@ -39,13 +39,13 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
      CALL, 1.0, "passed"),
     ("```python\nclass Solution:\n    def f(self, a, b): return a + [b]\n```", CALL, 1.0, "passed"),
     ("```python\ndef f(a, b): return a\n```", CALL, 0.0, "wrong answer"),
-    ("```python\ndef g(a, b): return a\n```", CALL, 0.0, "exit code 1"),
+    ("```python\ndef g(a, b): return a\n```", CALL, 0.0, "wrong answer"),
     ("```python\ndef f(x): return x + 1\n```", {"functional": "assert f(1) == 2\nassert f(2) == 3"}, 1.0, "passed"),
     ("```python\ndef f(x): return 2\n```", {"functional": "assert f(1) == 2\nassert f(2) == 3"}, 0.0, "exit code 1"),
     ("```python\ndef f(x): return 2\n```", ASSERT, 0.5, "exit code 1"),
     ("```python\ndef f(x): return x + 1\n```", ASSERT | {"inputs": ["", ""], "outputs": [None, None]}, 1.0, "passed"),
-    ("```python\nimport sys; sys.exit(0)\n```", {"functional": "assert False"}, 0.0, "ended before the assertions"),
-    ("```python\nimport os; os._exit(0)\n```", {"functional": "assert False"}, 0.0, "ended before the assertions"),
+    ("```python\nimport sys; sys.exit(0)\n```", {"functional": "assert False"}, 0.0, "exit code 1"),
+    ("```python\nimport os; os._exit(0)\n```", {"functional": "assert False"}, 0.0, "exit code 1"),
 ])
 def test_code_scores_cases_worked_by_hand(response, truth, score, pred):
     result = code.compute_score("apps", response, truth, timeout_s=1.0 if pred == "timeout" else 20.0, total_s=60.0)
@@ -59,8 +59,13 @@ def test_code_all_or_nothing_and_the_number_of_cases(monkeypatch):
     assert code.compute_score("apps", three, SUMS, continuous=False, max_cases=1)["score"] == 1.0
     assert code.compute_score("apps", ADD, SUMS, continuous=False)["score"] == 1.0
     deadlines = []
-    monkeypatch.setattr(sandbox, "run", lambda program, given, limits, isolated: deadlines.append(limits.timeout_s) or
-                        time.sleep(0.2) or sandbox.Result(0 if len(deadlines) < 4 else None, "3", ""))
+
+    def slow(program, given, limits, isolated, forks):
+        deadlines.append(limits.timeout_s)
+        time.sleep(0.2)
+        return sandbox.Result(0 if len(deadlines) < 4 else None, "3", "")
+
+    monkeypatch.setattr(sandbox, "run", slow)
     result = code.compute_score("apps", three, {"inputs": [""] * 9, "outputs": ["3"] * 9}, timeout_s=2, total_s=2.1)
     assert result == {"score": 3 / 9, "acc": False, "pred": "timeout", "case_timeout": True}
     assert deadlines[0] == 2                               # of the case
@@ -93,7 +98,7 @@ def test_attacks_through_the_pool_are_scored_and_not_errors(monkeypatch, tmp_pat
     (tmp_path / "small.py").write_text(
         "from rewards import code; from rewards.runtime import sandbox\n"
         "import functools\n"
-        "code.sandbox.Limits = functools.partial(sandbox.Limits, processes=8, file_mb=1, folder_mb=1)\n"
+        "code.sandbox.Limits = functools.partial(sandbox.Limits, threads=8, file_mb=1, folder_mb=1)\n"
         "compute_score = code.compute_score\n")
     with RewardPool(f"{tmp_path}/small.py", num_workers=2, timeout_s=20,
                     kwargs='{"timeout_s": 2.5, "memory_mb": 200}') as pool:
@@ -108,3 +113,186 @@ def test_attacks_through_the_pool_are_scored_and_not_errors(monkeypatch, tmp_pat
     assert results.scores == [0.0] * len(ATTACKS)
     timeouts = [name for name, extra in zip(ATTACKS, results.extras) if extra["case_timeout"]]
     assert {"loop", "fork"} <= set(timeouts)
+
+
+# programs that do not compute f, for `assert f(1) == 2` and `assert f(2) == 3`
+FAKES = {
+    "exec is print": "exec = print",
+    "exec does nothing": "def exec(*a): pass",
+    "compile empties the case": "def compile(*a): return 'pass'",
+    "an == that is always true": "class Yes:\n    def __eq__(self, other): return True\ndef f(x): return Yes()",
+    "an int with such an ==": "class Yes(int):\n    def __eq__(self, other): return True\n"
+                              "    __hash__ = int.__hash__\ndef f(x): return Yes(0)",
+    "mock.ANY": "from unittest import mock\ndef f(x): return mock.ANY",
+    "the caller's variables": "import os, sys\nprint('\\n' + sys._getframe(1).f_locals['secret'], flush=True)\n"
+                              "os._exit(0)",
+    "the caller's constants": "import re, sys\ntext = str(sys._getframe(1).f_code.co_consts)\n"
+                              "def f(x): return int(re.search(rf'assert f.{x}. == (.)', text)[1])",
+    "standard input again": "import os\nprint('\\n' + os.pread(0, 100, 0).decode(), flush=True)\nos._exit(0)",
+    "at exit": "import atexit, os, sys\nframe = sys._getframe(1)\natexit.register(lambda: (print('\\n' + "
+               "frame.f_locals['secret'], flush=True), os._exit(0)))",
+    "main.py": "import re\ntext = open('/box/main.py').read()\n"
+               "def f(x): return int(re.search(rf'assert f.{x}. == (.)', text)[1])",
+    "another thread": "import os, sys, threading, time\nframe = sys._getframe(1)\ndef late():\n    "
+                      "print('\\n' + frame.f_locals['secret'], flush=True)\n    os._exit(0)\n"
+                      "def f(x):\n    late()",
+    "exit code 0": "import os\nos._exit(0)",
+    "killing the judge": "import os, signal\ndef f(x): os.kill(os.getppid(), signal.SIGTERM)",
+    "the judge's files": "import glob, os, re\ntext = ''.join(open(name, errors='replace').read() for name in "
+                         "glob.glob('/box/*') + glob.glob('/proc/*/fd/*'))\n"
+                         "def f(x): return int(re.search(rf'assert f.{x}. == (.)', text)[1])",
+}
+
+
+@needs_isolation
+@pytest.mark.parametrize("fake", FAKES)
+def test_assertions_cannot_be_faked(fake):
+    truth = {"functional": "assert f(1) == 2\nassert f(2) == 3"}
+    result = code.compute_score("mbpp", f"```python\n{FAKES[fake]}\n```", truth, timeout_s=20, total_s=60)
+    assert result["score"] == 0.0
+
+
+@needs_isolation
+def test_the_judge_cannot_be_looked_into():
+    """ptrace and process_vm_readv are refused, and starting a process is; the program says so itself."""
+    program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def tries():
+    number = {"x86_64": 310, "aarch64": 270}[os.uname().machine]
+    errors = []
+    parent = os.getppid()
+    for call in (lambda: libc.ptrace(16, parent, 0, 0), lambda: libc.syscall(number, parent, 0, 0, 0, 0, 0)):
+        assert call() == -1
+        errors.append(ctypes.get_errno())
+    try:
+        os.fork()
+    except PermissionError:
+        return errors
+"""
+    assert code.compute_score("mbpp", program, {"functional": "assert tries() == [1, 1]"}, timeout_s=20,
+                              total_s=60)["score"] == 1.0
+
+
+@needs_isolation
+def test_names_of_python_decide_no_assertion():
+    """`isclose`, `all`, `len` and `set` of the program are not taken, but a function that has to be called `sum` is."""
+    program = "def isclose(*a): return True\nall = any = isclose\ndef set(x): return 0\ndef f(x): return [x]\n" \
+              "def sum(a, b): return 7 if b else 8\n"
+    cases = ["assert isclose(1, 2)", "assert all([False])", "assert set(f(1)) == set([2, 3])", "assert any(f(0))",
+             "assert sum(1, 2) == 7", "def check(candidate):\n    assert candidate(1, 0) == 8\ncheck(sum)"]
+    result = code.compute_score("mbpp", program, {"assert_case": cases}, timeout_s=20, total_s=60)
+    assert result["score"] == 2 / 6
+
+
+RIGHT = '''
+import json as function
+import unittest
+from collections import Counter, namedtuple
+Pair = namedtuple("Pair", "a b")
+json = 3
+class Node:
+    """A tree."""
+    def __init__(self, value): self.value, self.left = value, None
+def depth(node): return 1 + depth(node.left) if node else 0
+def sort_in_place(values): values.sort()
+def three(): yield from (1, 2, 3)
+def types(x): return {"list": [1.5, None], "tuple": Pair(1, 2), "set": {1}, "dict": Counter("aab"), "b": b"x",
+                      "complex": 1j, "bool": True, "range": range(3), "array": __import__("numpy").arange(3),
+                      "big": 10 ** 5000}[x]
+def fail(x): raise ValueError("no")
+class Solution:
+    def twice(self, x): return 2 * x
+if __name__ == "__main__":
+    n = int(input())
+    unittest.main()
+'''
+CASES = """
+import datetime
+assert depth(None) == 0
+root = Node(4)
+root.left = Node(3)
+assert depth(root) == 2 and root.left.value == 3 and isinstance(root, Node)
+values = [3, 1, 2]
+assert sort_in_place(values) is None
+assert values == [1, 2, 3]
+assert list(three()) == [1, 2, 3] and next(three()) == 1
+assert types("list") == [1.5, None] and types("tuple") == (1, 2) and types("set") == {1}
+assert types("dict") == {"a": 2, "b": 1} and types("b") == b"x" and types("complex") == 1j
+assert types("range") == range(3) and types("array") == [0, 1, 2]
+assert types("bool") is True and types("big") == 10 ** 5000
+assert Solution().twice(x=4) == 8
+try:
+    fail(1)
+except ValueError as error:
+    assert str(error) == "no"
+else:
+    assert False
+"""
+
+
+@needs_isolation
+def test_programs_are_imported_as_modules():
+    """A main block with input(), unittest.main() or sys.exit() does not run; helpers may have any name."""
+    result = code.compute_score("mbpp", RIGHT, {"assert_case": [CASES, CASES + "assert Solution().twice(1) == 3"]},
+                                timeout_s=20, total_s=60)
+    assert result["score"] == 0.5
+    for end in ("import sys\nif __name__ == '__main__':\n    sys.exit(f(int(input())))", "function = json = 7",
+                "import json\njson.dumps = lambda *a, **k: '3'"):
+        program = f"def f(a, b): return (*a, b)\n{end}\n"
+        assert code.compute_score("apps", program, CALL, timeout_s=20, total_s=60)["score"] == 1.0, end
+    script = "def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()\n"
+    assert code.compute_score("apps", script, SUMS, timeout_s=20, total_s=60)["score"] == 1.0
+
+
+@needs_isolation
+def test_an_assertion_that_cannot_be_judged_is_an_error_and_no_score():
+    for case, message in (("assert f(lambda x: x) == 1", "function cannot be given to the program"),
+                          ("assert f(1) ==", "invalid syntax")):
+        with pytest.raises(RuntimeError, match=f"cannot be judged: .*{message}"):
+            code.compute_score("mbpp", "def f(g): return g(1)", {"functional": case}, timeout_s=20, total_s=60)
+    hostile = "def f(g): raise SyntaxError('assertion')"   # the program cannot make itself such an error
+    assert code.compute_score("mbpp", hostile, {"functional": "f(1)"}, timeout_s=20, total_s=60)["score"] == 0.0
+
+
+@needs_isolation
+def test_hostile_output_is_a_wrong_answer():
+    """Neither an error nor a cost: deep nesting, megabytes of lines, numbers that no float holds."""
+    call = {"inputs": [[1]], "outputs": [3], "fn_name": "f"}
+    write = "import os\nfor d in range(3, 9):\n    try: os.write(d, b'%s')\n    except OSError: pass\nos._exit(0)"
+    for text in ("[' * 0 + b'[' * 100000 + b'\\n", '{"value": ["handle", 3]}\\n', '{}\\n', '3\\n',
+                 '{"value": ["tuple", 1, ["list"]]}\\n', '{"value": ["Decimal", "x"]}\\n', "7" * 9000 + "\\n"):
+        result = code.compute_score("apps", write % text, call, timeout_s=20, total_s=60)
+        assert result["score"] == 0.0, text
+    start = time.process_time()
+    assert not code.same_text("1\n" * (8 << 20), "1\n" * 100)
+    assert not code.same_value('{"value": ["list"' + ", 1" * (4 << 20) + "]}", [1])
+    assert not code.same_value("[" * 100_000, [1])
+    assert time.process_time() - start < 0.5
+
+
+def test_extract_program_takes_no_time():
+    start = time.process_time()
+    for text in ("```python" * 20_000, "```python\n" * 20_000, "```\n" * 50_000, "```python " * 20_000 + "\n",
+                 "`" * 200_000):
+        code.extract_program(text)
+    assert time.process_time() - start < 0.5
+    assert code.extract_program("```\na\n```\n```py\nb\n```\n```python\nc\n```\n```python x\nd") == "d"
+    assert code.extract_program("```cpp\na\n```") == "a\n"
+    assert code.extract_program("```") == "```"
+
+
+@pytest.mark.parametrize(("text", "wanted", "same"), [
+    ("1000000500.0", "1000000007", False),
+    ("1000000500", "1000000007.0", False),
+    ("1000000007.0", "1000000007", True),
+    ("3", "3.0", True),
+    ("0.3333334", "0.3333333", True),
+    ("2.9999999", "3.0", True),
+    ("2.99", "3.0", False),
+    ("1e3", "1000", True),
+    ("nan", "3", False),
+    ("10000000000000001", "10000000000000000.0", False),
+])
+def test_numbers_in_outputs(text, wanted, same):
+    assert code.same_text(text, wanted) == same

@@ -83,7 +83,7 @@ def server():
 def score(server, *responses, num_workers=0, timeout_s=15.0, concurrency=32, warm=False, **kwargs):
     """num_workers 0 where nothing runs at once: it saves the library's import, seconds."""
     kwargs = {"base_url": f"http://127.0.0.1:{server.server_port}/v1", "model": "judge-7b"} | kwargs
-    with RewardPool(FILE, num_workers=num_workers, timeout_s=timeout_s, max_error_frac=1.0, concurrency=concurrency,
+    with RewardPool(FILE, num_workers=num_workers, timeout_s=timeout_s, on_error="zero", concurrency=concurrency,
                     kwargs=json.dumps(kwargs)) as pool:
         if warm:
             pool.submit(0, "any", "4", "42")

@@ -38,7 +38,8 @@ class SandboxFusion(http.server.BaseHTTPRequestHandler):
             answer = {"status": "SandboxError", "message": "no pods", "compile_result": None, "run_result": failed}
         else:
             result = run(body["code"], body["stdin"],
-                         Limits(timeout_s=body["run_timeout"], memory_mb=body["memory_limit_MB"], processes=8))
+                         Limits(timeout_s=body["run_timeout"], memory_mb=body["memory_limit_MB"], threads=8),
+                         forks=True)
             status = "TimeLimitExceeded" if result.exit_code is None else "Finished"
             answer = {"status": "Success" if result.exit_code == 0 else "Failed", "message": "", "compile_result": None,
                       "run_result": {"status": status, "execution_time": 0.1, "return_code": result.exit_code,

@@ -7,6 +7,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rewards import TABLE, countdown, find, lookup, math, math_dapo, reasoning_gym
@@ -62,6 +63,13 @@ def test_math_answers(answer, truth, same_text, same):
     assert math.equal(answer, truth) == same
 
 
+def test_math_takes_no_time_for_a_hostile_answer():
+    start = time.process_time()
+    for answer in ("." + "0" * 20_000 + "5", "1" + " " * 200_000, "{" * 200_000, "\\frac" * 50_000):
+        assert math.compute_score("math", r"\boxed{" + answer + "}", "7")["score"] == 0.0
+    assert time.process_time() - start < 0.5
+
+
 def test_math_score_and_its_extras():
     score = {"data_source": "lighteval/MATH", "ground_truth": r"\boxed{\frac12}", "format_score": 0.1}
     assert math.compute_score(solution_str=r"\boxed{0.5}", **score) == {"score": 1.0, "acc": True, "pred": "0.5"}
@@ -79,7 +87,7 @@ def test_math_library_stays_unloaded_where_the_text_decides():
 def test_math_time_bomb_is_a_counted_timeout(tmp_path):
     """A tower of powers that no computer evaluates; the next sample is fine."""
     (tmp_path / "loaded.py").write_text("import math_verify\nfrom rewards.math import compute_score\n")
-    with RewardPool(str(tmp_path / "loaded.py"), num_workers=1, timeout_s=4, max_error_frac=1.0) as pool:
+    with RewardPool(str(tmp_path / "loaded.py"), num_workers=1, timeout_s=4, on_error="zero") as pool:
         pool.submit(0, "lighteval/MATH", r"\boxed{9^{9^{9^{9^{9}}}} \cdot \frac{1}{3}}", "7")
         pool.submit(1, "lighteval/MATH", r"\boxed{14/2}", "7")
         results = pool.results()
@@ -93,7 +101,18 @@ def test_math_time_bomb_is_a_counted_timeout(tmp_path):
     ("Answer: 33\nAnswer: 34", "34", "34", True),
     ("Answer: 34\nAnswer: 33", "34", "33", False),
     ("The answer is 34", "34", "[INVALID]", False),
-    (r"\boxed{34}", "34", "[INVALID]", False),
+    (r"\boxed{34}", "34", "34", True),                      # no "Answer:" line: the last box, as in verl 0.9.1
+    (r"\boxed{33} and \boxed{1,034}.", "1034", "1034", True),
+    (r"\boxed{34} Answer: 33", "34", "33", False),
+    (r"\boxed{34}" + "." * 100, "34", "[INVALID]", False),  # beyond the last 100 characters
+    (r"\boxed{34", "34", "[INVALID]", False),
+    ("Answer: 34", ["34"], "34", True),
+    ("Answer: 34", ["33", 34.0], "34", True),
+    ("Answer: 34", np.array(["34"]), "34", True),
+    ("Answer: 34", 34.0, "34", True),
+    ("Answer: 34", np.int64(34), "34", True),
+    ("Answer: 0.5", 0.5, "0.5", True),
+    ("Answer: 34", ["33", "35"], "34", False),
     (r"Answer: \boxed{34}", "34", "34", True),
     ("Answer: 1,234", "1234", "1234", True),
     ("Answer: x = 12", "12", "12", True),
@@ -111,6 +130,12 @@ def test_math_dapo_minerva_answers(response, truth, pred, correct):
     assert result["score"] == (1.0 if correct else -1.0)
     if len(response) < 300:
         assert result["pred"] == pred
+
+
+def test_math_dapo_refuses_a_truth_that_it_cannot_compare():
+    for truth in ([], None, {"answer": "34"}, True):
+        with pytest.raises(ValueError, match="must be a text, a number or a list"):
+            math_dapo.compute_score("math_dapo", "Answer: 34", truth)
 
 
 @pytest.mark.parametrize(("answer", "numbers", "target", "score"), [

@@ -1,0 +1,327 @@
+"""What runs inside the sandbox around a model-written program; the text of this file is the beginning of its main.py.
+
+    run     the program as a script that reads standard input
+    serve   the program as a module; calls of its functions come as JSON lines on standard input, replies go back
+    judge   assertions (on standard input) in a process of their own, which starts `serve` and calls the program there
+
+The program never shares a process with the expected values or with the verdict. Between the processes only data
+passes: a reply is rebuilt from JSON as exactly a list, tuple, int, ..., so no object of the program, with an `==` of
+its own, is ever compared. What is no data (a class, a generator) stays in the program's process, and `judge` has a
+`Handle` of it, which equals nothing but itself. What the program can still do is answer the calls, rightly or wrongly.
+"""
+
+import ast
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import operator
+import os
+import subprocess
+import sys
+import types
+from json import dumps, loads
+
+IMPORTS = """
+import bisect, collections, copy, datetime, functools, heapq, io, itertools, json, operator, random, re, string, sys
+from math import *
+from collections import *
+from itertools import *
+from functools import *
+from heapq import *
+from bisect import *
+from typing import *
+from builtins import *
+import math
+"""  # what such tasks take for granted
+CANNOT_JUDGE = 90         # exit code of `judge` where an assertion needs what cannot pass between the processes
+MAX_REPLY = 32 << 20      # characters
+MISSING = object()
+# name: (type, its items, the type from its items)
+CONTAINERS = {
+    "list": (list, list.__iter__, list),
+    "tuple": (tuple, tuple.__iter__, tuple),
+    "set": (set, set.__iter__, set),
+    "frozenset": (frozenset, frozenset.__iter__, frozenset),
+    "deque": (collections.deque, collections.deque.__iter__, collections.deque),
+    "dict": (dict, dict.items, dict),
+    "bytes": (bytes, bytes.__iter__, bytes),
+    "bytearray": (bytearray, bytearray.__iter__, bytearray),
+    "range": (range, lambda value: (value.start, value.stop, value.step), lambda items: range(*items)),
+}
+# name: (type, the type from its text)
+TEXTS = {
+    "complex": (complex, complex),
+    "Fraction": (fractions.Fraction, fractions.Fraction),
+    "Decimal": (decimal.Decimal, decimal.Decimal),
+    "datetime": (datetime.datetime, datetime.datetime.fromisoformat),
+    "date": (datetime.date, datetime.date.fromisoformat),
+}
+
+
+def pack(value, refer):
+    """A value as JSON: None, bool, int, float and str as they are, all else [kind, ...], what is no data as `refer`
+    has it. A subclass of a container or number is packed as its base."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    for name, (base, items, _) in CONTAINERS.items():
+        if isinstance(value, base):
+            return [name, *(pack(item, refer) for item in items(value))]
+    for name, (base, _) in TEXTS.items():
+        if isinstance(value, base):
+            return [name, str(value)]
+    return refer(value)
+
+
+def unpack(data, resolve):
+    """The value that was packed, of exactly a built-in type. Raises for data that `pack` does not make."""
+    if not isinstance(data, list):
+        return data
+    name, *items = data
+    if name == "handle":
+        return resolve(*items)
+    if name in TEXTS:
+        return TEXTS[name][1](*items)
+    return CONTAINERS[name][2](unpack(item, resolve) for item in items)
+
+
+# --------------------------------------------------------------------------- the program's process
+
+def load(program: str, name: str) -> dict:
+    """Execute the program as a module of this name; what it defined."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(IMPORTS, vars(module))
+    before = dict(vars(module))
+    exec(compile(program, "solution.py", "exec"), vars(module))
+    return {key: value for key, value in vars(module).items() if before.get(key, MISSING) is not value}
+
+
+def run(program: str) -> None:
+    load(program, "__main__")
+
+
+def serve(program: str) -> None:
+    """Answer requests [operation, operand, ...] until standard input ends."""
+    refuse_forks(os.environ.pop("NO_FORKS", ""))
+    requests = os.fdopen(os.dup(0))
+    replies = os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    sys.set_int_max_str_digits(0)
+    names = load(program, "solution")
+    objects = []
+
+    def refer(value) -> list:
+        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+            return pack(value.tolist(), refer)
+        objects.append(value)
+        return ["handle", len(objects) - 1]
+
+    def call_named(name, arguments):
+        """A function, or the method of class Solution; the result as plain JSON data."""
+        if name in names:
+            function = names[name]
+        elif "Solution" in names:
+            function = getattr(names["Solution"](), name)
+        else:
+            raise NameError(f"the program defines neither {name} nor Solution")
+        return loads(dumps(function(*arguments), default=to_list))
+
+    operations = {
+        "names": lambda wanted: {name: names[name] for name in wanted if name in names},
+        "call_named": call_named,
+        "call": lambda function, args, kwargs: function(*args, **kwargs),
+        "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem,
+        "iter": iter, "next": next, "len": len, "bool": bool, "str": str, "repr": repr, "isinstance": isinstance,
+    }
+    for line in requests:
+        try:
+            operation, *operands = unpack(loads(line), objects.__getitem__)
+            reply = {"value": pack(operations[operation](*operands), refer)}
+            if operation == "call":  # a function may change its arguments
+                reply["arguments"] = [pack(value, refer) for value in operands[1]]
+        except BaseException as error:
+            reply = {"error": type(error).__name__, "text": str(error)[:1000]}
+        replies.write(dumps(reply) + "\n")
+        replies.flush()
+
+
+def to_list(value):
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def refuse_forks(code: str) -> None:
+    """Install the system call filter that the jail gives, in hexadecimal digits."""
+    if code:
+        import ctypes
+        import struct
+
+        buffer = ctypes.create_string_buffer(bytes.fromhex(code))
+        program = struct.pack("HxxxxxxP", len(code) // 16, ctypes.addressof(buffer))
+        if ctypes.CDLL(None).prctl(22, 2, program) != 0:  # PR_SET_SECCOMP
+            raise OSError("the kernel takes no seccomp filter")
+
+
+# --------------------------------------------------------------------------- the process of the verdict
+
+class CannotSend(BaseException):
+    """An assertion gives the program something that is no data."""
+
+
+class Handle:
+    """Something in the program's process. Each operation is a request to it."""
+
+    def __init__(self, client, number):
+        vars(self).update(_client=client, _number=number)
+
+    def __call__(self, *args, **kwargs):
+        return self._client.request("call", self, args, kwargs)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._client.request("getattr", self, name)
+
+    def __setattr__(self, name, value):
+        self._client.request("setattr", self, name, value)
+
+    def __getitem__(self, key):
+        return self._client.request("getitem", self, key)
+
+    def __setitem__(self, key, value):
+        self._client.request("setitem", self, key, value)
+
+    def __iter__(self):
+        return self._client.request("iter", self)
+
+    def __next__(self):
+        return self._client.request("next", self)
+
+    def __len__(self):
+        return self._client.request("len", self)
+
+    def __bool__(self):
+        return self._client.request("bool", self)
+
+    def __str__(self):
+        return self._client.request("str", self)
+
+    def __repr__(self):
+        return self._client.request("repr", self)
+
+    def __instancecheck__(self, value):
+        return self._client.request("isinstance", value, self)
+
+    def __eq__(self, other):
+        return type(other) is Handle and other._number == self._number
+
+    def __hash__(self):
+        return self._number
+
+
+class Client:
+    """Sends requests to the program's process."""
+
+    def __init__(self, process):
+        self.process = process
+
+    def request(self, operation, *operands):
+        message = [pack(operand, self.refer) for operand in operands]
+        self.process.stdin.write(dumps(["list", operation, *message]).encode() + b"\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline(MAX_REPLY)
+        if not line.endswith(b"\n"):
+            raise RuntimeError(f"the program ended, or its reply is longer than {MAX_REPLY}")
+        reply = loads(line)
+        if "error" in reply:
+            kind = vars(builtins).get(reply["error"])
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise kind(reply["text"])
+        if operation == "call":
+            for mine, changed in zip(operands[1], reply["arguments"]):
+                if isinstance(mine, (list, dict, set)):
+                    replace(mine, unpack(changed, self.resolve))
+        return unpack(reply["value"], self.resolve)
+
+    def refer(self, value) -> list:
+        if type(value) is not Handle:
+            raise CannotSend(f"a {type(value).__name__} cannot be given to the program")
+        return ["handle", value._number]
+
+    def resolve(self, number):
+        return Handle(self, int(number))
+
+
+def replace(mine, changed) -> None:
+    """Give a list, dict or set of the assertions the content that the program left in its copy."""
+    if type(changed) is not type(mine) or changed == mine:
+        return
+    if isinstance(mine, list):
+        mine[:] = changed
+    else:
+        mine.clear()
+        mine.update(changed)
+
+
+def names_to_ask(tree: ast.Module, known: set) -> list:
+    """The names of an assertion that the program may define. One that Python or IMPORTS defines too (`sum`, `all`)
+    counts as the program's only where that cannot decide the verdict: compared with a literal, `sum(1, 2) == 3`, or
+    given to a function of the assertion, `check(sum)`. Else `all(...)` would be the program's opinion of itself."""
+    used = collections.Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    harmless = collections.Counter()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[wanted]):
+                harmless[name] += is_literal(wanted)
+            case ast.Call(func=ast.Name(id=name), args=args) if name in defined:
+                harmless.update(arg.id for arg in args if isinstance(arg, ast.Name))
+    return [name for name in used if name not in known or used[name] == harmless[name]]
+
+
+def is_literal(node) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True
+
+
+def judge(program: str) -> None:
+    """Exit code 0 if the assertions hold, 1 if not, CANNOT_JUDGE if they are no Python or need what cannot pass."""
+    import ctypes
+
+    case = sys.stdin.read()
+    try:
+        tree = ast.parse(case)
+    except SyntaxError as error:
+        print(error, file=sys.stderr)
+        sys.exit(CANNOT_JUDGE)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of this user may look into this one
+    here = os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.path[:] = [folder for folder in sys.path if folder not in ("", here)]
+    sys.set_int_max_str_digits(0)
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    exec(IMPORTS, vars(module))
+    command = [sys.executable, "-I", "-B", os.path.abspath(sys.argv[0]), "serve"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            client = Client(process)
+            known = vars(module).keys() | vars(builtins).keys()
+            vars(module).update(client.request("names", names_to_ask(tree, known)))
+            exec(compile(case, "case.py", "exec"), vars(module))
+        except CannotSend as error:
+            print(error, file=sys.stderr)
+            sys.exit(CANNOT_JUDGE)
+        finally:
+            process.kill()
+
+
+def main(role: str, program: str) -> None:
+    {"run": run, "serve": serve, "judge": judge}[sys.argv[1] if sys.argv[1:] else role](program)
