@@ -12,11 +12,11 @@ from common.engine.base import Engine, Response, Sampling
 from common.metrics import Meter
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import World, all_names
+from common.parallel.ranks import World, all_names, all_sum
 from common.parallel.seeds import seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from rewards import lookup
-from rewards.runtime.pool import RewardConfig, RewardPool, Scores
+from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
 
 
 def _nothing() -> None:
@@ -35,6 +35,7 @@ class Scoring:
         self.advance: Callable[[], None] = _nothing
         """Called as each response ends, for a progress bar."""
         self.pool = None if model_config.alone else RewardPool(**vars(config))
+        self.max_error_frac = config.max_error_frac
 
     def load_model(self, config: RewardModelConfig, model_config: ModelConfig, world: World) -> None:
         if config.path:
@@ -91,7 +92,7 @@ class PendingRollout:
         """Wait for the scores. All ranks call this together.
 
         Adds to `meter` reward/error_frac, reward/timeout_frac, and reward/NAME for the numbers that a reward function
-        returned besides its score.
+        returned besides its score. Raises RuntimeError on all ranks if too many samples have no score.
         """
         mine = [sample for sample in self.samples if sample.response is not None]
         scores = Scores([], [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
@@ -99,6 +100,8 @@ class PendingRollout:
             scores = self.scoring.pool.results()
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
             sample.score, sample.extras = score, extras
+        num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
+        check_error_frac(int(num_failed), int(num_scored), self.scoring.max_error_frac, scores.first_failure)
         timeout = torch.tensor([kind == "timeout" for kind in scores.failures], dtype=torch.float64)
         failed = torch.tensor([kind is not None for kind in scores.failures], dtype=torch.float64)
         meter.mean("reward/timeout_frac", timeout)
