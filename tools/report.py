@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import tyro
 
+from common.checkpoint.secrets import redacted
 from common.tracking.health import Watch
 
 PAGE = Path(__file__).parent / "page"
@@ -117,7 +118,7 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
         names = sorted({key for row in rows for key in row} - {"step"})
         flags = json.loads((Path(run) / "config.json").read_text()) if (Path(run) / "config.json").exists() else {}
         shown.append({
-            "name": Path(run).resolve().name, "flags": flat_flags(flags),
+            "name": Path(run).resolve().name, "flags": flat_flags(redacted(flags)),
             "metrics": {name: [finite(by_step.get(step, {}).get(name)) for step in steps] for name in names},
         })
     prompts, rollouts, left_out = read_rollouts(Path(runs[0]), max_mb)

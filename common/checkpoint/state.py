@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
+from common.checkpoint.secrets import redacted
+
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 """The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
 
@@ -71,7 +73,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def flags_of(args: Any) -> dict[str, Any]:
-    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON."""
+    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON without secrets."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
         if isinstance(value, dict) and value:
@@ -79,7 +81,7 @@ def flags_of(args: Any) -> dict[str, Any]:
         else:
             flat[f"--{name}"] = value
     plain = json.loads(json.dumps(flat, default=str))
-    return {name.replace("_", "-").rstrip("-"): value for name, value in plain.items()}  # async_ is --save.async
+    return redacted({name.replace("_", "-").rstrip("-"): value for name, value in plain.items()})  # async_ -> async
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
