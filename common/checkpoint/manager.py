@@ -22,7 +22,7 @@ import tyro
 from torch import Tensor
 
 from common.checkpoint.files import check_files, complete_checkpoints, find, incomplete, read_manifest
-from common.checkpoint.run_folder import check_run_folder, on_main
+from common.checkpoint.run_folder import on_main, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import (
     Parts,
@@ -90,8 +90,8 @@ class Checkpoints:
         files: dict[str, bytes],
         watchdog: Watchdog,
     ):
-        """`args`: the script's flags, for the manifest; `files`: from `hf_files`. Raises ValueError if `run_dir` cannot
-        be written, or is not the same folder for all ranks."""
+        """`args`: the script's flags, for the manifest; `files`: from `hf_files`. Raises ValueError as
+        `open_run_folder` does."""
         self.config = config
         self.world = world
         self.parts = parts
@@ -117,7 +117,7 @@ class Checkpoints:
         self.writer = Writer(self.root, world, files, config.keep, config.keep_best, config.hf == "always")
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(self._mark_dirty)
-        check_run_folder(run_dir, world)
+        open_run_folder(run_dir, world)
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was

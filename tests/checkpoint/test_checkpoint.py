@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from common import seeds
 from common.batch import Batch
-from common.checkpoint import export, files, manager, signals, state
+from common.checkpoint import export, files, manager, run_folder, signals, state
 from common.engine.base import RolloutConfig, Sampling
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
@@ -144,6 +144,7 @@ def test_other_numbers_of_ranks(model, world, watch, tmp_path):
     run = checkpoints_of(tmp_path / "by_one", world, policy, optimizer, watch)
     run.after_step(STATE, last=True)
     run.close()
+    run_folder.unlock(str(tmp_path / "by_one"))                         # other processes load from it now
     want = everything(policy, optimizer)
     log = tmp_path / "log"
     assert server()(log, "none", "tests/rank_worker.py", "checkpoints", tmp_path, ranks=2) == 0, log.read_text()[-3000:]
