@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -76,15 +77,22 @@ def write_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], files: dict[st
         shard_size += tensor.nbytes
         total_size += tensor.nbytes
         if shard_size >= file_gb * 2**30:
-            save_file(shard, folder / file, metadata={"format": "pt"})
+            _save(shard, folder / file)
             shard = {}
             shard_size = 0
             file = f"model-{len(set(weight_map.values())):05d}.safetensors"
     if shard:
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _save(shard, folder / file)
     if weight_map:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _save(shard: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(shard, file, metadata={"format": "pt"})
+    except SafetensorError as error:                            # that is also what a full disk raises
+        raise OSError(f"{file}: {error}") from None
 
 
 def replace_hf(out: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes], file_gb: float = 4.0) -> None:
