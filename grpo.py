@@ -342,7 +342,7 @@ def main(args: Args) -> None:
         }
         tracker.log(done, metrics, step_line(done, args.total_steps, metrics))
         state = {"step": done, "sampler": sampler.state_dict(), "tracker": tracker.state_dict(done)}
-        checkpoints.after_step(state, last, manager.validation_score(metrics))
+        checkpoints.after_step(state, last, manager.validation_score(metrics, args.save.best_metric))
 
     if args.save.hf != "never":
         export.export(policy, files, tracker.run_dir / "model", world)

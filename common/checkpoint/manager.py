@@ -49,7 +49,10 @@ class SaveConfig:
     keep: int = 2
     """Newest checkpoints that stay on disk."""
     keep_best: int = 1
-    """Checkpoints with the best validation scores that stay as well."""
+    """Checkpoints with the best validation scores that stay as well, of those steps that were validated."""
+    best_metric: str = ""
+    """Metric of the validation that ranks them, higher is better, such as val-core/gsm8k/acc/greedy. Default: the first
+    val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     on_error: Literal["stop", "continue"] = "stop"
@@ -302,7 +305,14 @@ def _is_weight(name: str) -> bool:
     return name.partition(".")[2].startswith("model.")
 
 
-def validation_score(metrics: dict[str, float]) -> float | None:
-    """What `--save.keep-best` ranks by: the mean of a step's validation results; None: the step had no validation."""
-    results = [value for name, value in metrics.items() if name.startswith("val-core/")]
-    return sum(results) / len(results) if results else None
+def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:
+    """The metric of a step that `--save.best-metric` names; None if the step had no validation. Raises ValueError if it
+    had one without that metric."""
+    results = sorted(name for name in metrics if name.startswith("val-core/"))
+    if not results:
+        return None
+    if best_metric and best_metric not in metrics:
+        raise ValueError(f"--save.best-metric {best_metric} must be one that validation gives: {', '.join(results)}")
+    means = [name for name in results if name.rpartition("/")[2].startswith("mean@")]
+    greedy = [name for name in results if name.endswith("/greedy")]
+    return metrics[best_metric or (means + greedy)[0]]

@@ -220,10 +220,19 @@ def test_the_best_score_outlives_its_checkpoint(save, model, world, watch, tmp_p
     assert files.read_manifest(tmp_path / "checkpoints/step_000002")["best_score"] == 0.9
 
 
-def test_the_score_is_the_mean_of_the_validation_results():
-    metrics = {"val-core/a/acc/greedy": 0.25, "val-core/b/acc/mean@4": 0.75, "critic/rewards/mean": 9.0}
-    assert manager.validation_score(metrics) == 0.5
-    assert manager.validation_score({"critic/rewards/mean": 9.0}) is None
+def test_the_score_is_one_named_metric():
+    metrics = {
+        "val-core/b/acc/mean@4": 0.5, "val-core/a/acc/greedy": 0.25, "val-core/a/acc/best@4/mean": 1.0,
+        "val-core/a/acc/mean@4": 0.75, "val-aux/a/reward/mean@4": 3.0, "critic/rewards/mean": 9.0,
+    }
+    assert manager.validation_score(metrics, "") == 0.75
+    assert manager.validation_score(metrics, "val-core/b/acc/mean@4") == 0.5
+    assert manager.validation_score(metrics, "val-aux/a/reward/mean@4") == 3.0
+    assert manager.validation_score({"val-core/b/acc/greedy": 0.1, "val-core/a/acc/greedy": 0.2}, "") == 0.2
+    assert manager.validation_score({"critic/rewards/mean": 9.0}, "val-core/b/acc/mean@4") is None
+    said = r"--save.best-metric acc must be one that validation gives: val-core/a/acc/best@4/mean, val-core/a/acc/g"
+    with pytest.raises(ValueError, match=said):
+        manager.validation_score(metrics, "acc")
 
 
 def test_what_a_kill_leaves_is_passed_over_and_removed(four, save, model, world, watch):
