@@ -218,7 +218,7 @@ def main(args: Args) -> None:
     say(world, describe(args, chosen, world, attention))
 
     # resume
-    files = export.hf_files(args.model, policy.lm.config, tokenizer)
+    files = export.hf_files(args.model, policy.lm.config, tokenizer, args.policy.compute_dtype)
     checkpoints = manager.Checkpoints(args.save, args.run_dir, args, world, parts, files, watch)
     state = checkpoints.resume()
     tracker = Tracker(args.log, args.run_dir, args, world, state.get("tracker", {}))

@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from common.checkpoint.secrets import redacted
+from common.model.gather import saved_buffers
 
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 """The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
 
 
 def tensors_of(parts: Parts) -> dict[str, Tensor]:
-    """PART.model.NAME and PART.optim.NAME.KEY -> every weight and optimizer tensor: this rank's shards, no copies."""
+    """PART.model.NAME, PART.optim.NAME.KEY and PART.buffer.NAME -> every weight, optimizer tensor and buffer that
+    belongs to a checkpoint: this rank's shards, no copies."""
     found = {}
     for part, (module, optimizer) in parts.items():
         for name, parameter in module.named_parameters():
             found[f"{part}.model.{name}"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{part}.optim.{name}.{key}"] = value
+        for name, buffer in saved_buffers(module).items():
+            found[f"{part}.buffer.{name}"] = buffer
     return found
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common.checkpoint.export import stored_weights, write_hf
+from common.checkpoint.export import dtype_of, stored_weights, write_hf
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
 from common.parallel.ranks import World, all_gather_objects
 
@@ -93,7 +93,7 @@ class Writer:
         (partial / f"__{self.world.rank}_random.json").write_text(json.dumps(random_state))
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            weights = stored_weights(partial) if self.with_hf_weights else []
+            weights = stored_weights(partial, dtype_of(self.files)) if self.with_hf_weights else []
             write_hf(partial / "hf", weights, self.files, file_gb=4.0)
             mine.append(partial / ".metadata")
             mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]
