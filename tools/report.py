@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import tyro
 
-from common.tracking.health import HealthCheck as HealthCheck
+from common.checkpoint.secrets import redacted
+from common.tracking.health import HealthCheck
 
 PAGE = Path(__file__).parent / "page"
 
@@ -148,7 +149,7 @@ def finite(x: float | None) -> float | None:
 
 
 def read_flags(file: Path) -> dict[str, str]:
-    return flat_flags(json.loads(file.read_text())) if file.exists() else {}
+    return flat_flags(redacted(json.loads(file.read_text()))) if file.exists() else {}
 
 
 def flat_flags(flags: dict[str, Any], prefix: str = "--") -> dict[str, str]:

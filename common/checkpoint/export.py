@@ -5,20 +5,32 @@
 """
 
 import json
+import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from tyro.conf import Positional
 
 from common.checkpoint.files import check_files, find, incomplete, read_manifest
@@ -29,34 +41,61 @@ from common.tracking.console import exit_with_error
 if TYPE_CHECKING:
     from common.model.policy import Policy
 
-POLICY = "policy.model.lm."
-"""A checkpoint stores a policy weight under this prefix and its Hugging Face name."""
+WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
+"""A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
+
+LAYER = re.compile(r".*?\.\d+\.|.*")
+"""The beginning of a name up to a layer's number; of a name without a number, all of it."""
 
 
-def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every policy weight, unsharded and in bfloat16, under its Hugging Face name, one at a time."""
+def stored_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every policy weight, unsharded and in `dtype`, under its name in transformers, one at a time; then the buffers
+    that belong to a checkpoint, as stored."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
     reader = Reader(folder)
     for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if name.startswith(POLICY):
+        if name.startswith((WEIGHT, BUFFER)):
             full = torch.empty(entry.size, dtype=entry.properties.dtype)
             dcp.load({name: full}, storage_reader=reader, no_dist=True)
-            yield name.removeprefix(POLICY), full.bfloat16()
+            if name.startswith(WEIGHT):
+                yield name.removeprefix(WEIGHT), full.to(dtype)
+            else:
+                yield name.removeprefix(BUFFER), full
 
 
-def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+def hf_files(
+    model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str
+) -> dict[str, bytes]:
     """All of a Hugging Face folder but the weights: config, generation config, tokenizer, chat template.
 
-    `model` is the folder or hub name that generation_config.json comes from. The files are made once, in memory,
-    because a tokenizer in use cannot be saved from another thread.
+    `model` is the folder or hub name that generation_config.json comes from; `dtype`, the one that the run computes in,
+    is what weights are exported in. The files are made once, in memory, because a tokenizer in use cannot be saved from
+    another thread.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config.__class__.from_dict(config.to_dict() | {"dtype": "bfloat16"}).save_pretrained(folder)
-        if not Path(model).is_dir() or (Path(model) / "generation_config.json").is_file():
+        config.__class__.from_dict(config.to_dict() | {"dtype": dtype}).save_pretrained(folder)
+        if cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
             GenerationConfig.from_pretrained(model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def dtype_of(files: dict[str, bytes]) -> torch.dtype:
+    """The dtype that config.json names."""
+    return getattr(torch, json.loads(files["config.json"])["dtype"])
+
+
+def published_names(config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """`weights` as published checkpoints have them. transformers fuses the experts of a mixture when it loads one (and
+    renames a few tensors of other families); its own `save_pretrained` reverts that with the same function."""
+    if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # The model's own code names them.
+        yield from weights
+        return
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    for _, layer in groupby(weights, lambda weight: LAYER.match(weight[0])[0]):     # no tensor is made of two layers
+        yield from revert_weight_conversion(lm, {name: tensor.cpu() for name, tensor in layer}).items()
 
 
 def write_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes], file_gb: float) -> None:
@@ -70,21 +109,28 @@ def write_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], files: dict[st
     total_size = 0
     shard_size = 0
     file = "model-00000.safetensors"
-    for name, tensor in weights:
+    for name, tensor in published_names(json.loads(files["config.json"]), weights):
         shard[name] = tensor.cpu().contiguous()
         weight_map[name] = file
         shard_size += tensor.nbytes
         total_size += tensor.nbytes
         if shard_size >= file_gb * 2**30:
-            save_file(shard, folder / file, metadata={"format": "pt"})
+            _save(shard, folder / file)
             shard = {}
             shard_size = 0
             file = f"model-{len(set(weight_map.values())):05d}.safetensors"
     if shard:
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _save(shard, folder / file)
     if weight_map:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _save(shard: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(shard, file, metadata={"format": "pt"})
+    except SafetensorError as error:                            # that is also what a full disk raises
+        raise OSError(f"{file}: {error}") from None
 
 
 def replace_hf(out: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes], file_gb: float = 4.0) -> None:
@@ -102,8 +148,13 @@ def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:
     folder = find(source)
     if damage := check_files(folder):
         raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
-    names = [path for path in (folder / "hf").rglob("*") if path.is_file() and not path.name.startswith("model")]
-    replace_hf(out, stored_weights(folder), {str(path.relative_to(folder / "hf")): path.read_bytes() for path in names})
+    files = {}
+    for path in (folder / "hf").rglob("*"):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a symbolic link, which no run writes: its target would be copied to {out}")
+        if path.is_file() and not path.name.startswith("model"):
+            files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
+    replace_hf(out, stored_weights(folder, dtype_of(files)), files)
     print(f"{folder} -> {out}")
 
 
@@ -121,7 +172,7 @@ def list_checkpoints(run: Positional[str]) -> None:
 
 def export(policy: "Policy", files: dict[str, bytes], out: Path, world: World, file_gb: float = 4.0) -> None:
     """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it."""
-    weights = policy.full_tensors(torch.bfloat16, bucket_mb=256)
+    weights = policy.full_tensors(dtype_of(files), bucket_mb=256)
     if world.is_main:
         replace_hf(out, weights, files, file_gb)
     else:

@@ -22,7 +22,7 @@ import tyro
 from torch import Tensor
 
 from common.checkpoint.files import check_files, complete_checkpoints, find, incomplete, read_manifest
-from common.checkpoint.run_folder import check_run_folder, on_main
+from common.checkpoint.run_folder import on_main, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import (
     Parts,
@@ -49,7 +49,10 @@ class SaveConfig:
     keep: int = 2
     """Newest checkpoints that stay on disk."""
     keep_best: int = 1
-    """Checkpoints with the best validation scores that stay as well."""
+    """Checkpoints with the best validation scores that stay as well, of those steps that were validated."""
+    best_metric: str = ""
+    """Metric of the validation that ranks them, higher is better, such as val-core/gsm8k/acc/greedy. Default: the first
+    val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     on_error: Literal["stop", "continue"] = "stop"
@@ -90,8 +93,8 @@ class Checkpoints:
         files: dict[str, bytes],
         watchdog: Watchdog,
     ):
-        """`args`: the script's flags, for the manifest; `files`: from `hf_files`. Raises ValueError if `run_dir` cannot
-        be written, or is not the same folder for all ranks."""
+        """`args`: the script's flags, for the manifest; `files`: from `hf_files`. Raises ValueError as
+        `open_run_folder` does."""
         self.config = config
         self.world = world
         self.parts = parts
@@ -117,7 +120,7 @@ class Checkpoints:
         self.writer = Writer(self.root, world, files, config.keep, config.keep_best, config.hf == "always")
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(self._mark_dirty)
-        check_run_folder(run_dir, world)
+        open_run_folder(run_dir, world)
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
@@ -302,7 +305,14 @@ def _is_weight(name: str) -> bool:
     return name.partition(".")[2].startswith("model.")
 
 
-def validation_score(metrics: dict[str, float]) -> float | None:
-    """What `--save.keep-best` ranks by: the mean of a step's validation results; None: the step had no validation."""
-    results = [value for name, value in metrics.items() if name.startswith("val-core/")]
-    return sum(results) / len(results) if results else None
+def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:
+    """The metric of a step that `--save.best-metric` names; None if the step had no validation. Raises ValueError if it
+    had one without that metric."""
+    results = sorted(name for name in metrics if name.startswith("val-core/"))
+    if not results:
+        return None
+    if best_metric and best_metric not in metrics:
+        raise ValueError(f"--save.best-metric {best_metric} must be one that validation gives: {', '.join(results)}")
+    means = [name for name in results if name.rpartition("/")[2].startswith("mean@")]
+    greedy = [name for name in results if name.endswith("/greedy")]
+    return metrics[best_metric or (means + greedy)[0]]

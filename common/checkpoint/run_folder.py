@@ -1,14 +1,23 @@
-"""The run folder as such: it must be one folder for all ranks, and writable."""
+"""The run folder as such: one folder for all ranks, writable, used by one run at a time, perhaps of a finished run."""
 
+import fcntl
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from common.checkpoint.files import complete_checkpoints, read_manifest
+from common.checkpoint.state import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects
+from common.tracking.console import print_on_main
+
+LOCK = ".lock"
+_locks: dict[Path, TextIO] = {}
+"""The open lock files of this process. Closing one ends the lock, so they stay here."""
 
 
 def on_main(world: World, work: Callable[[], Any]) -> Any:
@@ -27,8 +36,9 @@ def on_main(world: World, work: Callable[[], Any]) -> Any:
     return result
 
 
-def check_run_folder(run_dir: str, world: World) -> None:
-    """Raises ValueError if `run_dir` cannot be written, or is not the same folder for all ranks."""
+def open_run_folder(run_dir: str, world: World) -> None:
+    """Makes the run folder, and locks it until this process ends, however it ends. Call it before anything is written.
+    Raises ValueError if it cannot be written, is not the same folder for all ranks, or is in use by another run."""
     root = Path(run_dir).resolve() / "checkpoints"
     probe = root / on_main(world, lambda: _make_probe(run_dir, root))
     blind = [rank for rank, found in enumerate(all_gather_objects(probe.exists())) if not found]
@@ -39,6 +49,62 @@ def check_run_folder(run_dir: str, world: World) -> None:
         )
     if world.is_main:
         probe.unlink()
+    on_main(world, lambda: lock(run_dir))
+
+
+def lock(run_dir: str) -> None:
+    """Takes RUN_DIR/.lock for this process; nothing happens if it has it already. Raises ValueError if another has it.
+
+    It is a POSIX record lock: the kernel frees it when the process dies, child processes do not inherit it, and NFS
+    carries it to other machines (there, the lock of a machine that crashed lasts until the server's lease ends).
+    """
+    path = Path(run_dir).resolve() / LOCK
+    if path in _locks:
+        return
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        if not isinstance(error, BlockingIOError | PermissionError):
+            raise ValueError(f"--run-dir {run_dir}: its file system cannot lock {path}: {error}") from None
+        raise ValueError(
+            f"--run-dir {run_dir} is in use by {holder}: choose another --run-dir, or wait until that run has ended"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locks[path] = file
+
+
+def unlock(run_dir: str) -> None:
+    """Gives the lock back before the process ends."""
+    _locks.pop(Path(run_dir).resolve() / LOCK).close()
+
+
+def is_finished(run_dir: str, args: Any, total_steps: int, with_model: bool, world: World) -> bool:
+    """Whether the run in `run_dir` has nothing left to do, and says so, before anything heavy starts or is written.
+    `args`: the script's flags; `with_model`: the run exports its model at the end, so RUN_DIR/model must be there."""
+    found = on_main(world, lambda: _finished(run_dir, args, total_steps, with_model))
+    if found:
+        print_on_main(world, found)
+    return bool(found)
+
+
+def _finished(run_dir: str, args: Any, total_steps: int, with_model: bool) -> str:
+    checkpoints = complete_checkpoints(run_dir)
+    if not checkpoints or (with_model and not (Path(run_dir) / "model/config.json").is_file()):
+        return ""
+    manifest = read_manifest(checkpoints[-1])
+    if manifest["step"] < total_steps:
+        return ""
+    changed = differences(manifest["flags"], flags_of(args))
+    return (
+        f"{run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, --total-steps is {total_steps}. "
+        f"Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}"
+    )
 
 
 def _make_probe(run_dir: str, root: Path) -> str:

@@ -14,18 +14,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
+from common.checkpoint.secrets import redacted
+from common.model.gather import saved_buffers
+
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 """The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
 
 
 def tensors_of(parts: Parts) -> dict[str, Tensor]:
-    """PART.model.NAME and PART.optim.NAME.KEY -> every weight and optimizer tensor: this rank's shards, no copies."""
+    """PART.model.NAME, PART.optim.NAME.KEY and PART.buffer.NAME -> every weight, optimizer tensor and buffer that
+    belongs to a checkpoint: this rank's shards, no copies."""
     found = {}
     for part, (module, optimizer) in parts.items():
         for name, parameter in module.named_parameters():
             found[f"{part}.model.{name}"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{part}.optim.{name}.{key}"] = value
+        for name, buffer in saved_buffers(module).items():
+            found[f"{part}.buffer.{name}"] = buffer
     return found
 
 
@@ -71,7 +77,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def flags_of(args: Any) -> dict[str, Any]:
-    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON."""
+    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON without secrets."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
         if isinstance(value, dict) and value:
@@ -79,7 +85,7 @@ def flags_of(args: Any) -> dict[str, Any]:
         else:
             flat[f"--{name}"] = value
     plain = json.loads(json.dumps(flat, default=str))
-    return {name.replace("_", "-").rstrip("-"): value for name, value in plain.items()}  # async_ is --save.async
+    return redacted({name.replace("_", "-").rstrip("-"): value for name, value in plain.items()})  # async_ -> async
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -12,13 +12,25 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common.checkpoint.export import stored_weights, write_hf
+from common.checkpoint.export import dtype_of, stored_weights, write_hf
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
 from common.parallel.ranks import World, all_gather_objects
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written. Raised on all ranks, with what each of them saw."""
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """DCP's writer, which says why the disk refused. torch.save replaces that error by `unexpected pos 704 vs 598`."""
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 class Writer:
@@ -48,7 +60,7 @@ class Writer:
         partial = final.with_name(f".{final.name}.partial")
         try:
             self._together(lambda: self.world.is_main and self._make(partial))
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self.group)
+            dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
             files = self._together(lambda: self._finish(partial, random_state))
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
             self._together(lambda: self.world.is_main and self._publish(partial, final, manifest))
@@ -81,7 +93,7 @@ class Writer:
         (partial / f"__{self.world.rank}_random.json").write_text(json.dumps(random_state))
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            weights = stored_weights(partial) if self.with_hf_weights else []
+            weights = stored_weights(partial, dtype_of(self.files)) if self.with_hf_weights else []
             write_hf(partial / "hf", weights, self.files, file_gb=4.0)
             mine.append(partial / ".metadata")
             mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.console import PlainProgress
 from common.tracking.health import HealthCheck
@@ -63,7 +64,7 @@ class Tracker:
         if not world.is_main:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        flags = dataclasses.asdict(args)
+        flags = redacted(dataclasses.asdict(args))
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
         self.jsonl = self.run_dir / "metrics.jsonl"
         kept = []

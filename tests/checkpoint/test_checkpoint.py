@@ -1,4 +1,4 @@
-"""Checkpoints give back every byte, on other numbers of ranks too; which ones are kept and taken; what is exported."""
+"""Checkpoints give back every byte, on other numbers of ranks too; which ones are kept and taken."""
 
 import binascii
 import os
@@ -10,15 +10,9 @@ import signal
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.batch import Batch
-from common.checkpoint import export, files, manager, signals, state
-from common.engine.base import RolloutConfig, Sampling
-from common.engine.make import make_engine, stop_tokens
-from common.model.loading import load_policy, read_config
-from common.model.policy import ModelConfig
+from common.checkpoint import files, manager, run_folder, signals, state
 from common.parallel import seeds
 from tests.checkpoint.faulty import server
 from tests.rank_worker import STATE, checkpoints_of, everything, start, train
@@ -144,6 +138,7 @@ def test_other_numbers_of_ranks(model, world, watch, tmp_path):
     run = checkpoints_of(tmp_path / "by_one", world, policy, optimizer, watch)
     run.after_step(STATE, last=True)
     run.close()
+    run_folder.unlock(str(tmp_path / "by_one"))                         # other processes load from it now
     want = everything(policy, optimizer)
     log = tmp_path / "log"
     assert server()(log, "none", "tests/rank_worker.py", "checkpoints", tmp_path, ranks=2) == 0, log.read_text()[-3000:]
@@ -219,10 +214,19 @@ def test_the_best_score_outlives_its_checkpoint(save, model, world, watch, tmp_p
     assert files.read_manifest(tmp_path / "checkpoints/step_000002")["best_score"] == 0.9
 
 
-def test_the_score_is_the_mean_of_the_validation_results():
-    metrics = {"val-core/a/acc/greedy": 0.25, "val-core/b/acc/mean@4": 0.75, "critic/rewards/mean": 9.0}
-    assert manager.validation_score(metrics) == 0.5
-    assert manager.validation_score({"critic/rewards/mean": 9.0}) is None
+def test_the_score_is_one_named_metric():
+    metrics = {
+        "val-core/b/acc/mean@4": 0.5, "val-core/a/acc/greedy": 0.25, "val-core/a/acc/best@4/mean": 1.0,
+        "val-core/a/acc/mean@4": 0.75, "val-aux/a/reward/mean@4": 3.0, "critic/rewards/mean": 9.0,
+    }
+    assert manager.validation_score(metrics, "") == 0.75
+    assert manager.validation_score(metrics, "val-core/b/acc/mean@4") == 0.5
+    assert manager.validation_score(metrics, "val-aux/a/reward/mean@4") == 3.0
+    assert manager.validation_score({"val-core/b/acc/greedy": 0.1, "val-core/a/acc/greedy": 0.2}, "") == 0.2
+    assert manager.validation_score({"critic/rewards/mean": 9.0}, "val-core/b/acc/mean@4") is None
+    said = r"--save.best-metric acc must be one that validation gives: val-core/a/acc/best@4/mean, val-core/a/acc/g"
+    with pytest.raises(ValueError, match=said):
+        manager.validation_score(metrics, "acc")
 
 
 def test_what_a_kill_leaves_is_passed_over_and_removed(four, save, model, world, watch):
@@ -279,115 +283,3 @@ def test_an_index_that_would_run_code_is_refused(four, model, world, watch):
     (four / "step_000004/.metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ValueError, match=r"asks for posix\.system"):
         state.Reader(four / "step_000004").read_metadata()
-
-
-# --------------------------------------------------------------------------- export
-
-@pytest.fixture(scope="module")
-def exported(tiny_llama, world, tmp_path_factory):
-    """The tiny Llama, with a second end token, after two steps, as a folder."""
-    folder = tmp_path_factory.mktemp("run")
-    source, out = shutil.copytree(tiny_llama, folder / "source"), folder / "model"
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    GenerationConfig(eos_token_id=[2, 7], bos_token_id=1, pad_token_id=2).save_pretrained(source)
-    policy, optimizer = start(str(source), world)
-    train(policy, optimizer, range(2))
-    out.mkdir()
-    (out / "old.safetensors").write_text("of an earlier run")
-    export.export(policy, export.hf_files(str(source), policy.lm.config, tokenizer), out, world)
-    return policy, tokenizer, out
-
-
-def test_export_has_the_trained_weights_in_bfloat16(exported, tiny_llama):
-    policy, _, out = exported
-    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    want = {name: tensor.bfloat16() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
-    assert_same({name: parameter.detach() for name, parameter in model.named_parameters()}, want)
-    source = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
-    assert not torch.equal(source.lm_head.weight, model.lm_head.weight)
-    assert model.config.tie_word_embeddings
-    assert "packed" not in (out / "config.json").read_text()            # nothing of this machine's attention
-    assert not list(out.glob("old*"))
-    assert not list(out.parent.glob(".*"))
-
-
-def test_export_gives_the_policys_logits(exported, world):
-    """The folder in transformers against the folder as a policy, in float32; and in bfloat16, roughly."""
-    _, tokenizer, out = exported
-    prompt, response = tokenizer("What is 7 + 5?").input_ids, tokenizer(" 12 apples, I think").input_ids
-    batch = Batch.build([prompt], [response])
-    for dtype, tolerance in (("float32", 5e-6), ("bfloat16", 0.1)):
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, dtype))
-        with torch.no_grad():
-            rows = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        want = rows.gather(1, torch.tensor(response)[:, None])[:, 0]
-        found = load_policy(str(out), ModelConfig(compute_dtype=dtype), world).score(batch, 1.0)[batch.mask]
-        assert (found - want).abs().max() < tolerance
-        trained = exported[0].score(batch, 1.0)[batch.mask]             # its masters are not rounded yet
-        assert (found - trained).abs().max() < 0.1
-    assert want.std() > 0.3
-
-
-def test_export_samples_the_same_greedy_tokens(exported, world):
-    policy, tokenizer, out = exported
-    stops = stop_tokens(str(out), tokenizer)
-    assert stops == [2, 7]
-    prompts = [tokenizer(text).input_ids for text in ("What is 7 + 5?", "Anna has 3 apples.")]
-    config, rollout = ModelConfig(), RolloutConfig(engine="hf")
-    engine = make_engine(str(out), read_config(str(out), config), rollout, config, world, prompts, stops, 64, 0)
-    engine.wake(policy)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    responses = [response.tokens for response in engine.generate(prompts, [0, 0], Sampling(0.0, 16))]
-    for prompt, response in zip(prompts, responses):
-        want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
-        assert response == want.tolist()
-    assert responses[0] != responses[1]
-
-
-def test_export_brings_tokenizer_and_chat_template(exported):
-    _, tokenizer, out = exported
-    again = AutoTokenizer.from_pretrained(out)
-    chat = [{"role": "user", "content": "What is 7 + 5?"}]
-    assert tokenizer.chat_template
-    assert again.chat_template == tokenizer.chat_template
-    assert again.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
-    assert again("Grüße, 17!").input_ids == tokenizer("Grüße, 17!").input_ids
-    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 7]
-
-
-def test_export_in_several_files(trained, exported, model, world, tmp_path):
-    """Small files with an index, an untied head."""
-    hf_files = export.hf_files(model, trained[0].lm.config, exported[1])
-    export.export(trained[0], hf_files, tmp_path / "model", world, file_gb=2048 / 2**30)
-    shards = sorted((tmp_path / "model").glob("*.safetensors"))
-    assert len(shards) > 2
-    pairs = [pair for file in shards for pair in load_file(file).items()]
-    weights = dict(pairs)
-    assert len(pairs) == len(weights)                                   # each in one file only
-    assert all(file.stat().st_size < 2 * 4096 + 53 * 24 * 2 for file in shards)
-    assert_same(weights, {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
-
-
-def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
-    """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
-    hf_files = export.hf_files(model, trained[0].lm.config, exported[1])
-    run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, hf="always", async_=True)
-    run.after_step(STATE, last=True, score=0.5)
-    run.close()
-    folder = tmp_path / "checkpoints/step_000002"
-    assert "hf/model-00000.safetensors" in files.read_manifest(folder)["files"]
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
-    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
-    assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
-    export.list_checkpoints(str(tmp_path))
-    assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
-    export.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
-    names = sorted(path.name for path in (folder / "hf").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
-    assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
-    (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
-    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
-        export.export_checkpoint(str(folder), tmp_path / "again")

@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from common.checkpoint import files, manager, signals
+from common.checkpoint import files, manager, run_folder, signals
+from common.checkpoint import writer as writing
 from tests.checkpoint.faulty import server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_resume import flags  # noqa: F401
@@ -140,6 +142,7 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
             free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
             (disk / "filler").write_bytes(bytes(free - 8192))
         else:
+            run_folder.unlock(str(disk / "run"))                        # mount refuses while a file is open
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         run.after_step(STATE | {"step": 2}, last=True)
         run.wait()
@@ -163,6 +166,24 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
             with pytest.raises(ValueError, match=r"--run-dir .* cannot be written: .*Read-only file system") as error:
                 checkpoints_of(disk / "run", world, *trained, watch)
             note("a read-only run folder at the start", f"error: {error.value}")
+
+
+@pytest.mark.parametrize(("name", "numbers", "with_hf_weights"), [
+    ("a tensor that does not fit", 1 << 19, False),
+    ("Hugging Face weights that do not fit", 200_000, True),
+])
+def test_a_full_disk_is_named_where_a_library_hides_it(name, numbers, with_hf_weights, world):
+    """torch.save says `unexpected pos 704 vs 598`, safetensors raises an error of its own."""
+    with small_disk(1) as disk:
+        (disk / "checkpoints").mkdir()
+        hf_files = {"config.json": b'{"dtype": "bfloat16", "model_type": "llama"}'}
+        writer = writing.Writer(disk / "checkpoints", world, hf_files, 1, 0, with_hf_weights)
+        manifest = {"step": 1, "score": None}
+        result = writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest, {})
+        with pytest.raises(writing.SaveError, match=r"step_000001 could not be written: .*No space left on device"):
+            result.result(60)
+        assert list((disk / "checkpoints").iterdir()) == []
+        writer.close()
 
 
 def test_a_run_folder_that_is_not_shared(model, tmp_path):

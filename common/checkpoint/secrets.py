@@ -1,0 +1,42 @@
+"""Secrets in flags are replaced before flags are written anywhere."""
+
+import json
+import re
+from typing import Any
+
+HIDDEN = "***"
+NAMES = {"key", "keys", "apikey", "token", "tokens", "secret", "secrets", "password", "passwords", "passwd"}
+FORMS = re.compile(
+    r"\bsk-[\w-]{6,}"                               # OpenAI, Anthropic and others
+    r"|\bhf_[A-Za-z0-9]{16,}"                       # Hugging Face
+    r"|\bgh[opsu]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}"
+    r"|\bAKIA[A-Z0-9]{16}\b"                        # AWS
+    r"|(?<=Bearer )[^\s\"',]+"
+    r"|(?<=://)[^\s/@\"]+(?=@)"                     # user:password in an address
+)
+
+
+def redacted(value: Any, named_secret: bool = False) -> Any:
+    """`value` (flags: nested dicts, lists, strings that are JSON) with every secret replaced by ***. A string is a
+    secret if a word of its name says so (`api_key`, `accessToken`) or if its form does (`sk-...`, `Bearer ...`)."""
+    if isinstance(value, dict):
+        return {name: redacted(entry, named_secret or _names_a_secret(str(name))) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(entry, named_secret) for entry in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if named_secret:
+        return HIDDEN
+    try:
+        nested = json.loads(value)
+    except ValueError:
+        nested = None
+    if isinstance(nested, dict | list):
+        hidden = redacted(nested)
+        return value if hidden == nested else json.dumps(hidden)
+    return FORMS.sub(HIDDEN, value)
+
+
+def _names_a_secret(name: str) -> bool:
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    return not NAMES.isdisjoint(word.lower() for word in words)

@@ -1,0 +1,214 @@
+"""The folders for Hugging Face and vLLM that runs and checkpoints become."""
+
+# ruff: noqa: F811  (fixtures that are imported)
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Glm4MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from common.batch import Batch
+from common.checkpoint import export, files
+from common.engine.base import RolloutConfig, Sampling
+from common.engine.make import make_engine, stop_tokens
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig
+from tests.checkpoint.test_checkpoint import assert_same, model, trained, watch  # noqa: F401 (fixtures)
+from tests.rank_worker import STATE, checkpoints_of, start, train
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_llama, world, tmp_path_factory):
+    """The tiny Llama, with a second end token, after two steps, as a folder."""
+    folder = tmp_path_factory.mktemp("run")
+    source, out = shutil.copytree(tiny_llama, folder / "source"), folder / "model"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    GenerationConfig(eos_token_id=[2, 7], bos_token_id=1, pad_token_id=2).save_pretrained(source)
+    policy, optimizer = start(str(source), world)
+    train(policy, optimizer, range(2))
+    out.mkdir()
+    (out / "old.safetensors").write_text("of an earlier run")
+    export.export(policy, export.hf_files(str(source), policy.lm.config, tokenizer, "bfloat16"), out, world)
+    return policy, tokenizer, out
+
+
+def test_export_has_the_trained_weights_in_bfloat16(exported, tiny_llama):
+    policy, _, out = exported
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    want = {name: tensor.bfloat16() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
+    assert_same({name: parameter.detach() for name, parameter in model.named_parameters()}, want)
+    source = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    assert not torch.equal(source.lm_head.weight, model.lm_head.weight)
+    assert model.config.tie_word_embeddings
+    assert "packed" not in (out / "config.json").read_text()            # nothing of this machine's attention
+    assert not list(out.glob("old*"))
+    assert not list(out.parent.glob(".*"))
+
+
+def test_export_gives_the_policys_logits(exported, world):
+    """The folder in transformers against the folder as a policy, in float32; and in bfloat16, roughly."""
+    _, tokenizer, out = exported
+    prompt, response = tokenizer("What is 7 + 5?").input_ids, tokenizer(" 12 apples, I think").input_ids
+    batch = Batch.build([prompt], [response])
+    for dtype, tolerance in (("float32", 5e-6), ("bfloat16", 0.1)):
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, dtype))
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        want = rows.gather(1, torch.tensor(response)[:, None])[:, 0]
+        found = load_policy(str(out), ModelConfig(compute_dtype=dtype), world).score(batch, 1.0)[batch.mask]
+        assert (found - want).abs().max() < tolerance
+        trained = exported[0].score(batch, 1.0)[batch.mask]             # its masters are not rounded yet
+        assert (found - trained).abs().max() < 0.1
+    assert want.std() > 0.3
+
+
+def test_export_samples_the_same_greedy_tokens(exported, world):
+    policy, tokenizer, out = exported
+    stops = stop_tokens(str(out), tokenizer)
+    assert stops == [2, 7]
+    prompts = [tokenizer(text).input_ids for text in ("What is 7 + 5?", "Anna has 3 apples.")]
+    config, rollout = ModelConfig(), RolloutConfig(engine="hf")
+    engine = make_engine(str(out), read_config(str(out), config), rollout, config, world, prompts, stops, 64, 0)
+    engine.wake(policy)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    responses = [response.tokens for response in engine.generate(prompts, [0, 0], Sampling(0.0, 16))]
+    for prompt, response in zip(prompts, responses):
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+        assert response == want.tolist()
+    assert responses[0] != responses[1]
+
+
+def test_export_brings_tokenizer_and_chat_template(exported):
+    _, tokenizer, out = exported
+    again = AutoTokenizer.from_pretrained(out)
+    chat = [{"role": "user", "content": "What is 7 + 5?"}]
+    assert tokenizer.chat_template
+    assert again.chat_template == tokenizer.chat_template
+    assert again.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert again("Grüße, 17!").input_ids == tokenizer("Grüße, 17!").input_ids
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 7]
+
+
+def test_export_in_several_files(trained, exported, model, world, tmp_path):
+    """Small files with an index, an untied head."""
+    hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
+    export.export(trained[0], hf_files, tmp_path / "model", world, file_gb=2048 / 2**30)
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 2
+    pairs = [pair for file in shards for pair in load_file(file).items()]
+    weights = dict(pairs)
+    assert len(pairs) == len(weights)                                   # each in one file only
+    assert all(file.stat().st_size < 2 * 4096 + 53 * 24 * 2 for file in shards)
+    assert_same(weights, {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
+    """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
+    hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
+    run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, hf="always", async_=True)
+    run.after_step(STATE, last=True, score=0.5)
+    run.close()
+    folder = tmp_path / "checkpoints/step_000002"
+    assert "hf/model-00000.safetensors" in files.read_manifest(folder)["files"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
+    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
+    assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
+    export.list_checkpoints(str(tmp_path))
+    assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
+    export.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
+    names = sorted(path.name for path in (folder / "hf").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
+    (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
+    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
+        export.export_checkpoint(str(folder), tmp_path / "again")
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_a_mixture_is_exported_as_it_was_published(kind, exported, world, watch, tmp_path):
+    """One matrix an expert, not transformers' fused ones; routers' biases too; from the run and from its checkpoint."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "head_dim": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+    }
+    if kind == "qwen3_moe":
+        source = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+    else:
+        source = AutoModelForCausalLM.from_config(
+            Glm4MoeConfig(**sizes, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, topk_group=1))
+        bias = source.model.layers[1].mlp.gate.e_score_correction_bias
+        nn.init.normal_(bias)
+    source.save_pretrained(tmp_path / "source")
+    want = weights_of(tmp_path / "source")                              # transformers writes published names
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in want
+    policy, optimizer = start(str(tmp_path / "source"), world)
+    hf_files = export.hf_files(str(tmp_path / "source"), policy.lm.config, exported[1], "float32")
+    export.export(policy, hf_files, tmp_path / "model", world)
+    assert_same(weights_of(tmp_path / "model"), want)
+    run = checkpoints_of(tmp_path / "run", world, policy, optimizer, watch, hf_files, hf="always")
+    run.after_step(STATE, last=True)
+    run.close()
+    assert_same(weights_of(tmp_path / "run/checkpoints/step_000002/hf"), want)
+    export.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
+    assert_same(weights_of(tmp_path / "again"), want)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto", output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(dict(loaded.state_dict()), dict(source.state_dict()))
+
+
+def test_export_is_in_the_dtype_that_the_run_computes_in(trained, exported, model, world, watch, tmp_path):
+    """float32 training gives float32 weights, every bit of them, also from a checkpoint."""
+    hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "float32")
+    export.export(trained[0], hf_files, tmp_path / "model", world)
+    run = checkpoints_of(tmp_path / "run", world, *trained, watch, hf_files)
+    run.after_step(STATE, last=True)
+    run.close()
+    export.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
+    for folder in (tmp_path / "model", tmp_path / "again"):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert loaded.dtype == torch.float32
+        assert_same(dict(loaded.named_parameters()), dict(trained[0].full_tensors(torch.float32, 1.0)))
+
+
+def test_a_link_in_an_untrusted_checkpoint_is_not_followed(trained, world, watch, tmp_path):
+    (tmp_path / "secret").write_text("of another user")
+    run = checkpoints_of(tmp_path / "run", world, *trained, watch)
+    run.after_step(STATE, last=True)
+    run.close()
+    folder = tmp_path / "run/checkpoints/step_000002"
+    (folder / "hf/notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"hf/notes.txt is a symbolic link"):
+        export.export_checkpoint(str(folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_model_may_have_no_generation_config(trained, exported, monkeypatch, tmp_path):
+    """As the hub's cache has it after a look: a marker that the file does not exist."""
+    repository = tmp_path / "models--someone--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    (repository / "snapshots/abc").mkdir(parents=True)
+    (repository / "snapshots/abc/config.json").write_text("{}")
+    (repository / ".no_exist/abc").mkdir(parents=True)
+    (repository / ".no_exist/abc/generation_config.json").touch()
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    hf_files = export.hf_files("someone/model", trained[0].lm.config, exported[1], "bfloat16")
+    assert "config.json" in hf_files and "generation_config.json" not in hf_files

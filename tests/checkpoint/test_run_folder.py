@@ -1,0 +1,73 @@
+"""Two runs cannot share a folder; a finished run is known before anything is loaded or written."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from common.checkpoint import run_folder
+from common.checkpoint.manager import SaveConfig
+from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
+from tests.conftest import ROOT
+from tests.rank_worker import Flags, checkpoints_of
+
+# ruff: noqa: F811  (fixtures that are imported)
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, {root!r})
+import os, subprocess
+from common.checkpoint.run_folder import lock
+lock({run_dir!r})
+if os.fork() == 0:                                 # as the reward pool's workers do
+    time.sleep(60)
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process, with a child, that has locked `tmp_path`."""
+    program = HOLDER.format(root=str(ROOT), run_dir=str(tmp_path))
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, trained, world, watch, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("{}\n")
+    said = rf"is in use by process {holder.pid} on {socket.gethostname()}: choose another --run-dir, or wait"
+    for _ in range(2):                                                  # and a refusal does not end the lock
+        with pytest.raises(ValueError, match=said):
+            checkpoints_of(tmp_path, world, *trained, watch)
+    assert metrics.read_text() == "{}\n"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    checkpoints_of(tmp_path, world, *trained, watch)                    # its child does not hold the lock
+    checkpoints_of(tmp_path, world, *trained, watch)                    # the same process may again
+    run_folder.unlock(str(tmp_path))
+
+
+def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys):
+    finished = run_folder.is_finished
+    flags = Flags(SaveConfig(keep=4))
+    assert not finished(str(tmp_path), flags, 2, False, world)          # nothing there yet
+    save(2, keep=4)
+    assert not finished(str(tmp_path), flags, 3, False, world)          # --total-steps was raised
+    assert not finished(str(tmp_path), flags, 2, True, world)           # killed before the model was written
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    assert capsys.readouterr().out == ""
+    assert finished(str(tmp_path), flags, 2, True, world)
+    said = f"{tmp_path} is finished: step_000002 is its last checkpoint, --total-steps is 2. Nothing was changed"
+    assert capsys.readouterr().out == said + "\n"
+    assert finished(str(tmp_path), Flags(SaveConfig(keep=4), lr=0.5), 2, True, world)
+    assert capsys.readouterr().out == f"{said}; other flags now: --lr was 0.01, is 0.5\n"

@@ -1,0 +1,67 @@
+"""Secrets that users put into flags are in no file that a run writes."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from common.checkpoint import state
+from common.checkpoint.secrets import redacted
+from common.parallel.ranks import World
+from common.tracking.logger import LogConfig, Tracker
+from tools.report import write_page
+
+SECRETS = ("sk-SECRET123", "hunter2", "hf_abcdefghijklmnopqrstuvwx", "ghp_abcdefghijklmnop0123", "ab.cd-ef",
+           "pass:word")
+
+
+@dataclass
+class Reward:
+    kwargs: str = json.dumps({"base_url": "https://pass:word@judge:80/v1", "api_key": "hunter2", "max_tokens": 17})
+
+
+@dataclass
+class Args:
+    model: str = "folder/hf_models/task-specific-tokenizer"
+    header: str = "Authorization: Bearer ab.cd-ef"
+    command: tuple[str, ...] = ("judge", "--openai=sk-SECRET123", "hf_abcdefghijklmnopqrstuvwx")
+    accessToken: str = "ghp_abcdefghijklmnop0123"
+    max_tokens_per_gpu: int = 4096
+    reward: Reward = field(default_factory=Reward)
+
+
+def test_secrets_are_replaced_by_name_and_by_form_and_nothing_else_is():
+    flags = redacted(dataclasses.asdict(Args()))
+    assert flags == {
+        "model": "folder/hf_models/task-specific-tokenizer",
+        "header": "Authorization: Bearer ***",
+        "command": ["judge", "--openai=***", "***"],
+        "accessToken": "***",
+        "max_tokens_per_gpu": 4096,
+        "reward": {"kwargs": '{"base_url": "https://***@judge:80/v1", "api_key": "***", "max_tokens": 17}'},
+    }
+    unchanged = {"kwargs": '{"method":"flexible"}', "n": None, "token": "", "tokens": 3, "text": "a {broken json"}
+    assert redacted(unchanged) == unchanged
+
+
+def test_no_secret_is_in_manifest_config_or_report(tmp_path):
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+    manifest = json.dumps(state.flags_of(Args()))
+    Tracker(LogConfig(), str(tmp_path), Args(), world, {}).log(1, {"critic/rewards/mean": 0.5}, "")
+    config = (tmp_path / "config.json").read_text()
+    assert json.loads(config)["max_tokens_per_gpu"] == 4096
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Args())))       # as older runs wrote it
+    write_page(str(tmp_path), "", tmp_path / "report.html", 1.0)
+    page = (tmp_path / "report.html").read_text()
+    for text in (manifest, config, page):
+        assert "task-specific-tokenizer" in text
+        assert [secret for secret in SECRETS if secret in text] == []
+
+
+def test_the_flags_of_all_scripts_have_no_name_that_would_be_hidden():
+    """A flag that is no secret and has such a name would be written as ***."""
+    for script in ("grpo", "ppo", "dapo", "rloo"):
+        args = __import__(script).Args(model="m", train_data=("a",))
+        assert redacted(dataclasses.asdict(args)) == json.loads(json.dumps(dataclasses.asdict(args))), Path(script)
