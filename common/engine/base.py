@@ -293,7 +293,8 @@ class Engine:
 
     def _sample_probe(self, policy: Policy) -> None:
         seeds = [seed_of("probe", i) for i in range(len(self.probe))]
-        responses = self.generate(self.probe, seeds, Sampling(self.config.temperature, max_tokens=8))
+        max_tokens = min(8, self.config.max_response_length)
+        responses = self.generate(self.probe, seeds, Sampling(self.config.temperature, max_tokens))
         batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
         self._probed = policy, batch.to(self.world.device)
 

@@ -70,7 +70,9 @@ class HFEngine(Engine):
         super().__init__(config, model_config, world, probe)
         self.stop_token_ids = stop_token_ids
         self.capacity = max_model_len
-        self.tokenizer = AutoTokenizer.from_pretrained(model) if config.stop else None
+        self.tokenizer = None
+        if config.stop:
+            self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=model_config.trust_remote_code)
         AttentionInterface.register("slots", attend)
         with torch.device(world.device):
             self.model = AutoModelForCausalLM.from_config(

@@ -1,5 +1,9 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
+import json
+import shutil
+import types
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -12,6 +16,7 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
 from tests.conftest import TRAIN
+from tests.engine.engine_models import make_model
 
 pytestmark = pytest.mark.engine
 SAMPLING = Sampling(temperature=1.0, max_tokens=12)
@@ -79,7 +84,7 @@ def test_vllm_reports_the_log_probs_of_the_model_it_was_given(awake, prompts, or
     assert metrics["sync/probe_logp_diff"] > 0
 
 
-def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts):
+def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeypatch):
     """Also the tied output head and the prefix cache: scaled embeddings change every log-prob, old tokens return."""
     engine, _ = awake
     before = engine.generate(prompts, range(len(prompts)), SAMPLING)
@@ -96,6 +101,7 @@ def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts):
     assert [r.tokens for r in after] != [r.tokens for r in before]
 
     # negative control: an engine whose sync is skipped is far off, and the probe says so
+    monkeypatch.setattr(engine.config, "max_probe_diff", 0.0)
     engine.sleep()
     with torch.no_grad():
         for p, old in zip(policy.parameters(), saved):
@@ -113,6 +119,7 @@ def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts):
 def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
     """Keys and values of old weights, left in the cache, change the probe; with the reset they do not."""
     engine, good = awake
+    monkeypatch.setattr(engine.config, "max_probe_diff", 0.0)
     engine.generate(prompts, range(len(prompts)), SAMPLING)
     with monkeypatch.context() as patch:
         patch.setattr("common.engine.vllm_cpu.give_back_cache", lambda worker: None)
@@ -230,6 +237,62 @@ def test_extra_arguments_reach_vllm_as_python_values():
                           ("seed=1", "seed is set by another flag")]:
         with pytest.raises(ValueError, match=message):
             parse_extra([item], {"seed"})
+
+
+def hub_model(folder, monkeypatch, **files: dict) -> str:
+    """A model that is in the hub's cache and not in a folder of its own."""
+    snapshot = folder / "models--someone--model/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (folder / "models--someone--model/refs").mkdir()
+    (folder / "models--someone--model/refs/main").write_text("0123")
+    for name, content in files.items():
+        (snapshot / f"{name}.json").write_text(json.dumps(content))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(folder), raising=False)
+    return "someone/model"
+
+
+@pytest.mark.parametrize(("files", "ids"), [
+    ({"config": {}}, [7]),
+    ({"config": {}, "generation_config": {"eos_token_id": [3, 7]}}, [3, 7]),
+    ({"config": {}, "generation_config": {"eos_token_id": 9}}, [7, 9]),
+    ({"config": {}, "generation_config": {}}, [7]),
+])
+def test_stop_tokens_of_a_hub_model(files, ids, tmp_path, monkeypatch):
+    model = hub_model(tmp_path, monkeypatch, **files)
+    assert stop_tokens(model, types.SimpleNamespace(eos_token_id=7)) == ids
+
+
+def test_a_model_without_an_end_token_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="names an end token"):
+        stop_tokens(str(tmp_path), types.SimpleNamespace(eos_token_id=None))
+
+
+def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
+    """--rollout.max-response-length 3: the cache has room for the longest prompt and three tokens."""
+    model, model_config = make_model("llama", True, tmp_path), ModelConfig(compute_dtype="float32")
+    config = RolloutConfig(engine="hf", max_response_length=3)
+    prompts = [[5] * 9, [7] * 4]
+    engine = make_engine(model, read_config(model, model_config), config, model_config, world, prompts, [2], 12, 0)
+    assert engine.wake(load_policy(model, model_config, world))["sync/probe_logp_diff"] < 2e-5
+    assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], Sampling.training(config))] == [3, 3]
+
+
+def test_remote_code_of_a_tokenizer_needs_its_flag_and_gets_it(tiny_llama, world, tmp_path):
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "own.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\n"
+                                  "class OwnTokenizer(PreTrainedTokenizerFast):\n    own = True\n")
+    config = RolloutConfig(engine="hf", max_response_length=8, stop=("x",))
+    model_config = ModelConfig(trust_remote_code=True)
+    hf_config = read_config(str(model), model_config)
+    engine = make_engine(str(model), hf_config, config, model_config, world, [[5]], [2], 20, 0)
+    assert engine.tokenizer.own
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        make_engine(str(model), hf_config, config, ModelConfig(), world, [[5]], [2], 20, 0)
 
 
 @pytest.mark.parametrize(
