@@ -23,7 +23,7 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
     by_rank = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
     outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_rank]  # [rank][field]
     fields = tuple((name, tensor.dtype) for name, (tensor, _) in batch.present().items())
-    fields = _common_fields(fields if len(batch) else None, fields, world_size, group)
+    fields = _common_fields(fields, len(batch) > 0, world_size, group)
 
     # the sizes: how many numbers each field has in the message to each rank
     home = batch.tokens.device
@@ -47,11 +47,15 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
     return Batch.cat(arrived).sort()
 
 
-def _common_fields(brought: tuple | None, fields: tuple, world_size: int, group: dist.ProcessGroup | None) -> tuple:
-    """The (name, dtype) of the fields that the ranks with responses bring; ValueError unless they bring the same."""
+def _common_fields(fields: tuple, has_responses: bool, world_size: int, group: dist.ProcessGroup | None) -> tuple:
+    """The (name, dtype) of the fields that the ranks with responses bring; ValueError unless they bring the same.
+
+    Where no rank has responses, the most fields that a rank brings: an empty batch may lack the optional ones."""
     by_rank = [None] * world_size
-    dist.all_gather_object(by_rank, brought, group=group)
-    different = set(by_rank) - {None} or {fields}
+    dist.all_gather_object(by_rank, (fields, has_responses), group=group)
+    different = {brought for brought, counts in by_rank if counts}
+    if not different:
+        return max((brought for brought, _ in by_rank), key=len)
     if len(different) > 1:
         raise ValueError(
             f"exchange: ranks bring different fields {different}; fill an optional one on all ranks or none"

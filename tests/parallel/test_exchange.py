@@ -82,6 +82,15 @@ def check_one_gets_all(rank: int, world_size: int) -> None:
         assert_same(got, whole.select(want))
 
 
+def check_nothing_trained(rank: int, world_size: int) -> None:
+    """No rank brings a response: some had responses with log-probs, which nobody trains on, and the last had none."""
+    local = Batch.empty() if rank == world_size - 1 else make_step(1, 3).select([])
+    arrived = exchange(local, [])
+    assert len(arrived) == len(arrived.tokens) == 0
+    assert list(arrived.present()) == ["tokens", "mask", "index", "rollout_logp", "value"]
+    assert len(arrived.microbatch([])) == 1                                 # a dummy, as on every rank
+
+
 def check_refusals(rank: int, world_size: int) -> None:
     """All ranks must raise: one that goes on alone would wait forever."""
     local = make_step(1, world_size).select([rank])
@@ -135,6 +144,7 @@ def worker(rank: int, world_size: int, store: str) -> None:
     for seed in range(20):
         check_round_trip(rank, world_size, seed)
     check_one_gets_all(rank, world_size)
+    check_nothing_trained(rank, world_size)
     check_refusals(rank, world_size)
     check_dummy_under_fsdp(rank, world_size)
     dist.destroy_process_group()
