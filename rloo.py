@@ -216,7 +216,7 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
     train_set = load_prompts(args.train_data, tokenizer, args.data)
     val_set = load_prompts(args.val_data, tokenizer, args.data) if args.val_data else None
-    sampler = PromptSampler(len(train_set), args.seed)
+    sampler = PromptSampler(len(train_set), train_set.data_hash, args.seed)
     for name, prompts in {"train": train_set, "val": val_set}.items():
         if prompts is not None:
             say(world, f"{name:5}  {prompts.summary()}")
