@@ -54,6 +54,9 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     data_source = row.get("data_source")
     if not isinstance(data_source, str) or not data_source:
         raise ValueError(f"{config.data_source_column} is {data_source!r:.80}; it must be a name")
+    for column in ("images", "videos"):
+        if row.get(column):
+            raise ValueError(f"{column} is not empty; no model here reads images or videos")
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise ValueError(f"{config.reward_model_column} is {reward_model!r:.80}; it must have a ground_truth")
@@ -97,12 +100,14 @@ def encode(prompts: list[list[dict]], tokenizer, template: dict[str, Any] | None
 
 class PromptSampler:
     """Draws indices of prompts, shuffled anew in every epoch by (seed, epoch). The last incomplete batch of an epoch is
-    filled from the next one. (epoch, position) is the whole state, and all ranks draw the same."""
+    filled from the next one. (epoch, position) is the whole state, and all ranks draw the same. `data_hash` stands for
+    the prompts: with others, a resumed run would draw some twice in an epoch and some never."""
 
-    def __init__(self, num_prompts: int, seed: int):
+    def __init__(self, num_prompts: int, data_hash: str, seed: int):
         if num_prompts < 1:
             raise ValueError(f"{num_prompts} prompts: there must be at least 1")
         self.num_prompts = num_prompts
+        self.data_hash = data_hash
         self.seed = seed
         self.epoch = 0
         self.position = 0
@@ -123,13 +128,18 @@ class PromptSampler:
             taken += chunk
         return taken
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position}
+    def state_dict(self) -> dict[str, int | str]:
+        return {"epoch": self.epoch, "position": self.position, "num_prompts": self.num_prompts,
+                "data_hash": self.data_hash}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if not 0 <= state["position"] <= self.num_prompts:
-            raise ValueError(f"the saved run was at prompt {state['position']} of its epoch, but there are only "
-                             f"{self.num_prompts} prompts now; --train-data and --data.* must stay as they were")
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        rule = "--train-data and --data.* must stay as they were, or start a new --run-dir"
+        if state["num_prompts"] != self.num_prompts:
+            raise ValueError(f"the saved run trained on {state['num_prompts']} prompts, and there are "
+                             f"{self.num_prompts} now; {rule}")
+        if state["data_hash"] != self.data_hash:
+            raise ValueError(f"the saved run trained on {state['num_prompts']} other prompts than those that are given "
+                             f"now; {rule}")
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.order = self.shuffled()

@@ -18,6 +18,7 @@ from common.prompts import DataConfig
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+OPTIONAL = ("extra_info", "images", "videos")
 BATCH_ROWS = 512  # read, tokenised and stored together
 
 
@@ -85,7 +86,7 @@ def read_parquet(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
 def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, str]:
     """Our name -> the file's name, of the columns to read."""
     wanted = our_columns(config)
-    missing = [name for key, name in wanted.items() if name not in names and key != "extra_info"]
+    missing = [name for key, name in wanted.items() if name not in names and key not in OPTIONAL]
     if missing:
         raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}; verl's columns "
                          f"are needed, and other names can be given, e.g. --data.prompt-column NAME")
@@ -97,12 +98,14 @@ def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, 
 
 
 def our_columns(config: DataConfig) -> dict[str, str]:
-    """Our name -> the name in the files."""
+    """Our name -> the name in the files, of all columns that are read. The last three may be absent."""
     return {
         "prompt": config.prompt_column,
         "data_source": config.data_source_column,
         "reward_model": config.reward_model_column,
         "extra_info": config.extra_info_column,
+        "images": "images",
+        "videos": "videos",
     }
 
 

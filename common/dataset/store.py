@@ -4,6 +4,7 @@ A data set may be larger than memory: one process a node streams it once and app
 a prompt is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
 """
 
+import hashlib
 import json
 import os
 import tempfile
@@ -18,7 +19,7 @@ import pyarrow as pa
 import torch.distributed as dist
 
 from common.dataset.reading import find_files, read_batches, rows_of
-from common.dataset.template import template_arguments
+from common.dataset.template import template_arguments, template_name
 from common.prompts import DataConfig, Prompt, encode, parse_row
 
 
@@ -33,6 +34,7 @@ class Loaded:
     data_sources: list[str] = field(default_factory=list)  # of the prompts that are left, sorted
     min_length: int = 0  # of these prompts, in tokens
     max_length: int = 0
+    data_hash: str = ""  # of all that is in these prompts, in their order
     batches: list[tuple[int, int]] = field(default_factory=list)  # (prompts, bytes) of each in the Arrow file
 
 
@@ -66,6 +68,10 @@ class PromptSet(Sequence):
     @property
     def data_sources(self) -> list[str]:
         return self.loaded.data_sources
+
+    @property
+    def data_hash(self) -> str:
+        return self.loaded.data_hash
 
     def summary(self) -> str:
         loaded = self.loaded
@@ -121,6 +127,7 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
         raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
     template = template_arguments(tokenizer, config)
     loaded = Loaded([str(file) for file in files])
+    data_hash = hashlib.sha256()
     with open(f"{folder}/prompts.arrow", "wb") as arrow:
         for file in files:
             first_row = loaded.num_rows
@@ -129,6 +136,8 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
                 for prompt in parse_batch(batch, tokenizer, template, config):
                     tokens.append(tokens_to_keep(prompt, file, loaded.num_rows - first_row, config, loaded))
                     loaded.num_rows += 1
+                    if tokens[-1] is not None:
+                        data_hash.update(repr((tokens[-1], prompt)).encode())
                 batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
                 start = arrow.tell()
                 with pa.ipc.new_stream(arrow, batch.schema) as stream:
@@ -141,6 +150,7 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
                          f"have more than --data.max-prompt-length {config.max_prompt_length} tokens, {len(bad)} are "
                          f"bad{shown}")
     loaded.data_sources.sort()
+    loaded.data_hash = data_hash.hexdigest()
     Path(folder, "loaded.json").write_text(json.dumps(asdict(loaded)))
 
 
@@ -161,6 +171,8 @@ def parse_batch(
     for i, tokens in zip(good, encoded):
         if isinstance(tokens, ValueError):
             prompts[i] = tokens
+        elif not tokens:
+            prompts[i] = ValueError(f"{template_name(tokenizer, config)} renders nothing")
         else:
             prompts[i].tokens = tokens
     return prompts

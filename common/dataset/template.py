@@ -1,15 +1,20 @@
 """The flags of the chat template, checked once before any prompt is encoded."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from common.prompts import DataConfig
 
+RENDER_S = 2.0  # CPU seconds for a prompt of one short message: usual templates need a few ms
 
 def template_arguments(tokenizer, config: DataConfig) -> dict[str, Any] | None:
     """What `apply_chat_template` gets besides the messages; None for --data.template plain. Raises ValueError for
-    arguments that are no JSON object, a template file that is not there, and a tokenizer without a template."""
+    arguments that are no JSON object, a template file that is not there, a tokenizer without a template, and a template
+    that does not end. Must be called in the main thread, which gets the signal of the timer."""
     if config.template == "plain":
         return None
     try:
@@ -26,4 +31,29 @@ def template_arguments(tokenizer, config: DataConfig) -> dict[str, Any] | None:
     elif not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template (a base model?); use "
                          f"--data.template plain, or give one with --data.chat-template-file FILE")
+    check_that_it_ends(tokenizer, arguments, config)
     return arguments
+
+
+def template_name(tokenizer, config: DataConfig) -> str:
+    if config.chat_template_file:
+        return f"the chat template --data.chat-template-file {config.chat_template_file}"
+    return f"the chat template of {tokenizer.name_or_path} (--data.chat-template-file FILE names another)"
+
+
+def check_that_it_ends(tokenizer, arguments: dict[str, Any], config: DataConfig) -> None:
+    """Render one short message under a timer of CPU seconds. A template that refuses it may still accept the rows."""
+    def stop(*_) -> None:
+        raise ValueError(f"{template_name(tokenizer, config)} has not ended after {RENDER_S:.0f} s for one message")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1?"}], tokenize=False, **arguments)
+    except RecursionError as error:
+        raise ValueError(f"{template_name(tokenizer, config)} calls itself without end ({error})") from None
+    except jinja2.TemplateError:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -78,7 +78,7 @@ def main() -> None:
         after = anonymous_mb()
         print(f"load {seconds:.1f} s, {prompts.loaded.num_rows / seconds:.0f} rows/s; anonymous memory before "
               f"{samples[0]:.0f} MB, peak {max(samples):.0f} MB, after {after:.0f} MB")
-        sampler = PromptSampler(len(prompts), seed=0)
+        sampler = PromptSampler(len(prompts), prompts.data_hash, seed=0)
         start = time.perf_counter()
         sampler.take(1)
         shuffle = time.perf_counter() - start

@@ -126,6 +126,10 @@ ROWS = [
     ("a message without content", lines(prompt=[{"role": "user"}]), {}, "a message whose content is None"),
     ("a message with an image", lines(prompt=[{"role": "user", "content": [{"type": "image"}]}]), {},
      r"a message whose content is \[{'type': 'image'}\]; it must be a string"),
+    ("an images column with an image", lines(images=[{"bytes": "x"}]), {},
+     "images is not empty; no model here reads images or videos"),
+    ("a videos column with two videos, in parquet", parquet([row(videos=[]), row(videos=["a.mp4", "b.mp4"])]), {},
+     "videos is not empty"),
     ("data_source is null", lines(data_source=None), {}, "data_source is None; it must be a name"),
     ("data_source is a number", lines(data_source=3), {}, "data_source is 3; it must be a name"),
     ("data_source is empty", lines(data_source=""), {}, "data_source is ''; it must be a name"),
@@ -149,6 +153,12 @@ SETTINGS = [
      "--data.chat-template-file absent.jinja does not exist"),
     ("a template file with an error", parquet(LONG), {"chat_template_file": "broken.jinja"},
      "row 0 .*the chat template refuses it: "),
+    ("a template that renders nothing", parquet(LONG), {"chat_template_file": "empty.jinja"},
+     "the chat template --data.chat-template-file .*template.jinja renders nothing"),
+    ("a template that never ends", parquet(LONG), {"chat_template_file": "endless.jinja"},
+     "--data.chat-template-file .*template.jinja has not ended after 2 s"),
+    ("a template that calls itself", parquet(LONG), {"chat_template_file": "recursive.jinja"},
+     "--data.chat-template-file .*template.jinja calls itself without end"),
     ("a base model without template", parquet(LONG), {"template": "chat", "base": True},
      "has no chat template .*use --data.template plain, or give one with --data.chat-template-file"),
     ("a cache folder that does not exist", parquet(LONG), {"cache_dir": "absent"},
@@ -162,6 +172,7 @@ UNUSUAL = [
     ("ground_truth is a number, a struct", text(b"\n".join(
         json.dumps(row(reward_model={"ground_truth": truth})).encode() for truth in (4, {"target": 3}))), {}, 2),
     ("further columns; extra_info absent", table(**COLUMNS, notes=[1, 2]), {}, 2),
+    ("images is empty, videos is null", parquet([row(images=[], videos=None), row(images=[], videos=None)]), {}, 2),
     ("extra_info is null", parquet([row(extra_info=None)]), {}, 1),
     ("strings stored as categories", sources(pa.array(["a", "b"]).dictionary_encode()), {}, 2),
     ("large strings", sources(pa.array(["a", "b"], pa.large_string())), {}, 2),
@@ -171,7 +182,9 @@ UNUSUAL = [
 ]
 CASES = {name: (make, flags, rule) for name, make, flags, rule in FILES + ROWS + SETTINGS + UNUSUAL}
 TEMPLATES = {"strict.jinja": "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}hi",
-             "broken.jinja": "{% if %}"}
+             "broken.jinja": "{% if %}", "empty.jinja": "{% if false %}hi{% endif %}",
+             "recursive.jinja": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+             "endless.jinja": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3 + "hi"}
 
 
 @cache

@@ -115,7 +115,9 @@ class Counting:
     """A stand-in where the tokens do not matter: one for a prompt of up to 90 characters, two for a longer one."""
     chat_template, longest_call, arrow_bytes = "x", 0, 0
 
-    def apply_chat_template(self, chats, **_):
+    def apply_chat_template(self, chats, tokenize, **_):
+        if not tokenize:
+            return "text"
         self.longest_call = max(self.longest_call, len(chats))
         self.arrow_bytes = max(self.arrow_bytes, pa.total_allocated_bytes())
         return {"input_ids": [[len(chat[0]["content"])] * (1 + (len(chat[0]["content"]) > 90)) for chat in chats]}
@@ -182,8 +184,8 @@ calls, encode = [], tokenizer.apply_chat_template
 tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs)
 config = data.DataConfig(cache_dir={str(tmp_path / "cache")!r})
 prompts = load_prompts([{path!r}], tokenizer, config)
-sampler = data.PromptSampler(len(prompts), seed=5)
-result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.summary(), prompts.data_sources]
+sampler = data.PromptSampler(len(prompts), prompts.data_hash, seed=5)
+result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.summary(), prompts.data_hash]
 try:
     load_prompts([{bad!r}], tokenizer, config)
 except ValueError as error:
@@ -266,31 +268,54 @@ def test_base_models_need_a_template_or_plain(tokenizer, tmp_path):
 
 
 def test_sampler_gives_every_prompt_once_an_epoch():
-    sampler = PromptSampler(10, seed=1)
+    sampler = PromptSampler(10, "a", seed=1)
     taken = [sampler.take(4) for _ in range(5)]  # two epochs; the third batch lies across them
     flat = [index for batch in taken for index in batch]
     assert Counter(flat[:10]) == Counter(flat[10:]) == Counter(range(10))
     assert flat[:10] != flat[10:] != list(range(10))
     assert all(len(batch) == 4 for batch in taken)
-    assert PromptSampler(10, seed=1).take(20) == flat  # neither the batch size nor the caller matters
-    assert PromptSampler(10, seed=2).take(20) != flat
-    assert Counter(PromptSampler(3, seed=1).take(9)) == Counter({0: 3, 1: 3, 2: 3})  # more than an epoch at once
+    assert PromptSampler(10, "a", seed=1).take(20) == flat  # neither the batch size nor the caller matters
+    assert PromptSampler(10, "a", seed=2).take(20) != flat
+    assert Counter(PromptSampler(3, "a", seed=1).take(9)) == Counter({0: 3, 1: 3, 2: 3})  # more than an epoch at once
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8])
 def test_sampler_resumes_anywhere(steps):
-    straight, first = PromptSampler(10, seed=3), PromptSampler(10, seed=3)
+    straight, first = PromptSampler(10, "a", seed=3), PromptSampler(10, "a", seed=3)
     for _ in range(steps):
         assert straight.take(5) == first.take(5)
     state = json.loads(json.dumps(first.state_dict()))
-    assert set(state) == {"epoch", "position"}
-    resumed = PromptSampler(10, seed=3)
+    assert set(state) == {"epoch", "position", "num_prompts", "data_hash"}
+    resumed = PromptSampler(10, "a", seed=3)
     resumed.load_state_dict(state)
     assert [resumed.take(5) for _ in range(6)] == [straight.take(5) for _ in range(6)]
 
 
 def test_sampler_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="there must be at least 1"):
-        PromptSampler(0, seed=0)
-    with pytest.raises(ValueError, match="was at prompt 9 of its epoch, but there are only 5"):
-        PromptSampler(5, seed=0).load_state_dict({"epoch": 0, "position": 9})
+        PromptSampler(0, "a", seed=0)
+
+
+def test_sampler_refuses_to_go_on_with_other_data(tmp_path):
+    """Fewer, more, edited or reordered prompts: the rest of the epoch would repeat some and never draw others."""
+    def load(*contents, **changes):
+        path = write(tmp_path / "a.parquet", [row(content, **changes) for content in contents])
+        return load_prompts([path], Counting(), DataConfig())
+
+    def sampler(prompts):
+        return PromptSampler(len(prompts), prompts.data_hash, seed=0)
+
+    before = sampler(load(*"abcdefgh"))
+    taken = before.take(3)
+    state = json.loads(json.dumps(before.state_dict()))
+    same = sampler(load(*"abcdefgh"))
+    same.load_state_dict(state)
+    assert sorted(taken + same.take(5)) == list(range(8))
+    with pytest.raises(ValueError, match=r"trained on 8 prompts, and there are 5 now; .*--train-data and --data\.\*"):
+        sampler(load(*"abcde")).load_state_dict(state)
+    with pytest.raises(ValueError, match="trained on 8 prompts, and there are 9 now"):
+        sampler(load(*"abcdefghi")).load_state_dict(state)
+    other_truth = {"reward_model": {"style": "rule", "ground_truth": "5"}}
+    for prompts in (load(*"abcdefgx"), load(*"hgfedcba"), load(*"abcdefgh", **other_truth)):
+        with pytest.raises(ValueError, match="trained on 8 other prompts than those that are given now"):
+            sampler(prompts).load_state_dict(state)
