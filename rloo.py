@@ -168,7 +168,7 @@ def main(args: Args) -> None:
         for step in run.steps():
             # 1 rollout: each response is scored as it ends
             run.metrics |= engine.wake(policy)
-            rows = run.take_prompts(P)
+            rows = run.sampler.take(P)
             greedy = run.greedy_scores(rows, step) if baseline.greedy else torch.zeros(P)       # [P]
             pending = run.sample(rows, G, run.sampling, step)
             run.metrics |= engine.sleep()

@@ -5,6 +5,7 @@ nothing of what is optimised: the loop, its phases and every formula are in the 
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 from common.batch import Batch
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.manager import Checkpoints, SaveConfig, validation_score
+from common.checkpoint.run_folder import is_finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
@@ -99,10 +101,14 @@ class Run:
     # ---- setup
 
     def __enter__(self) -> Self:
-        """Join the ranks, check the flags, read data, start the reward workers."""
+        """Join the ranks, check the flags, take the run folder, read data, start the reward workers."""
         args = self.args
+        self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         self.world = ranks.init()
-        self.watchdog = Watchdog(args.save.timeout_s)
+        if is_finished(args.run_dir, args, args.total_steps, args.save.hf != "never", self.world):
+            ranks.shutdown()
+            sys.exit(0)
+        open_run_folder(args.run_dir, self.world)
         self.hf_config = read_config(args.model, args.policy)
         self.max_sequence_length = check_rollout(
             args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected
@@ -111,7 +117,7 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
         self.train_set = load_prompts(args.train_data, self.tokenizer, args.data)
         self.val_set = load_prompts(args.val_data, self.tokenizer, args.data) if args.val_data else None
-        self.sampler = PromptSampler(len(self.train_set), args.seed)
+        self.sampler = PromptSampler(len(self.train_set), self.train_set.data_hash, args.seed)
         sources = set()
         for name, prompts in {"train": self.train_set, "val": self.val_set}.items():
             if prompts is not None:
@@ -127,6 +133,7 @@ class Run:
         """Start the engine before the models, because it reads how much memory is free. `trained`: how many models of
         this size will be trained beside it; `frozen`: whether a frozen one will be loaded."""
         args = self.args
+        self.watchdog.phase("start of the engine")
         probe = [prompt.tokens for prompt in self.train_set[:4]]
         stops = stop_tokens(args.model, self.tokenizer)
         trainer_gb = resident_gb(self.hf_config, args.offload, self.world.size, trained=trained, frozen=frozen)
@@ -138,6 +145,7 @@ class Run:
         return self.engine
 
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
+        self.watchdog.phase("loading models")
         self.models["policy"] = load_policy(self.args.model, self.args.policy, self.world)
         self.optimizers["policy"] = make_optimizer(self.models["policy"], self.args.optim)
         return self.models["policy"], self.optimizers["policy"]
@@ -152,19 +160,18 @@ class Run:
         self.models["reference"] = load_policy(self.args.model, self.args.policy, self.world, frozen=True)
         return self.models["reference"]
 
-    def describe(self, objective: str, prompts: int, samples: int, minibatches: int, epochs: int, max_tokens: int,
-                 ) -> None:
-        """Print what this run does, in words and units. `objective`: one line from the script."""
+    def describe(self, objective: str, *sizes: int) -> None:
+        """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
+        samples a step, mini-batches, epochs, tokens of a micro-batch."""
         args = self.args
-        attention, reason = choose_attention(
+        kernel, why = choose_attention(
             self.world.device, self.hf_config, args.policy.attention, args.policy.share_prompt
         )
-        longest = args.data.max_prompt_length + args.rollout.max_response_length
-        batch = batch_line(prompts, samples, minibatches, epochs, max_tokens, longest, self.world.size)
-        print_on_main(self.world, f"batch  {batch}")
-        print_on_main(self.world, f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})")
-        print_on_main(self.world, f"runs   {args.policy.compute_dtype} on {self.world.device.type}, "
-                        f"engine {args.rollout.engine}, attention {attention} ({reason})")
+        print_on_main(
+            self.world, f"batch  {batch_line(*sizes, self.max_sequence_length, self.world.size)}\n"
+            f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "
+            f"{self.world.device.type}, engine {args.rollout.engine}, attention {kernel} ({why})"
+        )
 
     def resume(self) -> None:
         """Continue from a checkpoint as --save.resume says: weights, optimizers, random state, the order of prompts,
@@ -173,7 +180,7 @@ class Run:
         self.scoring.load_model(args.reward_model, args.policy, self.world)
         self.engine.offload = Offload(args.offload, list(self.models.values()), list(self.optimizers.values()))
         self.policy = self.models["policy"]
-        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer)
+        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, args.policy.compute_dtype)
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
         self.checkpoints = Checkpoints(
             args.save, args.run_dir, args, self.world, parts, self.hf_files, self.watchdog
@@ -181,7 +188,8 @@ class Run:
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.first_step = state.get("step", 0)
-        self.is_new = not state
+        self.metrics: dict[str, float] = state.get("not_validated", {})
+        self.is_validated = bool(state) and not self.metrics
         if state:
             self.sampler.load_state_dict(state["sampler"])
             self.script_state = state["script"]
@@ -192,10 +200,14 @@ class Run:
         """The numbers of the steps, from 0. A run that starts is validated before its first step; after the last step
         the trained model is written."""
         args = self.args
-        if self.is_new and self.val_set is not None:
-            metrics = self._validate()
-            self.tracker.log(0, metrics, val_line("before training", metrics))
+        if self.val_set is not None and not self.is_validated:
+            self.watchdog.phase("validation")
+            results = self._validate()
             self.checkpoints.check()
+            line = val_line("before training", results)
+            if self.metrics:
+                line = step_line(self.first_step, args.total_steps, self.metrics | results)
+            self.tracker.log(self.first_step, self.metrics | results, line)
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, args.total_steps):
             self.tracker.begin(step + 1)
@@ -203,19 +215,15 @@ class Run:
             self.meter = Meter()
             self.num_sampled_tokens = 0.0
             self.record = Record(args.log, self.tracker.run_dir, step + 1)
-            self.metrics: dict[str, float] = self.checkpoints.metrics()
+            self.metrics = self.checkpoints.metrics()
             yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
 
-    def take_prompts(self, count: int) -> list[int]:
-        """The next rows of the training data, on all ranks the same."""
-        return self.sampler.take(count)
-
     def sample(self, rows: Sequence[int], num_samples: int, sampling: Sampling, *seed: int | str) -> PendingRollout:
         """Sample responses to these rows; scoring of each one starts as it ends."""
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
-        with self.timer("gen"), self.progress("rollout", num_responses):
+        with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:
             return start_rollout(
                 self.engine, self.scoring, self.train_set, rows, num_samples, sampling, (self.args.seed, *seed),
                 stop=self.checkpoints.stopping,
@@ -291,9 +299,10 @@ class Run:
         args = self.args
         done = step + 1
         last = done == args.total_steps
+        results: dict[str, float] | None = {}
         if self.val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
             with self.timer("testing"):
-                self.metrics |= self._validate()
+                results = self._validate()
         self.metrics |= step_metrics(
             self.meter, self.timer, self.world, rollout, sampled or rollout, minibatches,
             num_sampled_tokens=self.num_sampled_tokens, max_prompt_length=args.data.max_prompt_length,
@@ -303,25 +312,24 @@ class Run:
         self.record.write(self.tokenizer, rollout.samples, rewards)
         self.metrics |= metrics
         self.metrics |= {"training/global_step": done, "training/epoch": self.sampler.epoch}
-        self.tracker.log(done, self.metrics, step_line(done, args.total_steps, self.metrics))
         state = {"step": done, "sampler": self.sampler.state_dict(), "tracker": self.tracker.state_dict(done),
                  "script": self.script_state}
-        self.checkpoints.after_step(state, last, validation_score(self.metrics))
+        if results is None:  # a stop signal came first: the resumed run validates, and logs the step
+            state["not_validated"] = self.metrics
+        else:
+            self.metrics |= results
+            self.tracker.log(done, self.metrics, step_line(done, args.total_steps, self.metrics))
+        self.checkpoints.after_step(state, last, validation_score(self.metrics, args.save.best_metric))
 
-    @contextmanager
-    def progress(self, name: str, num_responses: int) -> Iterator[None]:
-        """Show how many responses have ended."""
-        with self.tracker.progress(name, num_responses) as self.scoring.advance:
-            yield
-
-    def _validate(self) -> dict[str, float]:
-        """Validation results of the policy as it is. The engine sleeps before and after."""
+    def _validate(self) -> dict[str, float] | None:
+        """Validation results of the policy as it is; None after a stop signal. The engine sleeps before and after."""
         args = self.args
         num_responses = len(self.engine.local_prompts(len(self.val_set))) * (1 + args.eval_n)
-        with self.progress("validation", num_responses):
+        with self.tracker.progress("validation", num_responses) as self.scoring.advance:
             self.engine.wake(self.policy)
             metrics = evaluate(
-                self.engine, self.scoring, self.val_set, args.rollout, args.eval_n, args.eval_temperature, args.seed
+                self.engine, self.scoring, self.val_set, args.rollout, args.eval_n, args.eval_temperature, args.seed,
+                stop=lambda: bool(self.watchdog.signal),
             )
             self.engine.sleep()
         return metrics
@@ -329,8 +337,9 @@ class Run:
     # ---- the end
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        """Leave together. After an error nothing is closed: closing waits for other ranks, which may be gone."""
-        if kind is not None:
+        """Leave together, at the end or after a stop signal. After an error nothing is closed: closing waits for other
+        ranks, which may be gone."""
+        if kind not in (None, SystemExit):
             return
         self.checkpoints.close()
         self.tracker.close()

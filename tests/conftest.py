@@ -1,5 +1,6 @@
 """Shared by the tests: the real model, tiny random ones, and a way to run the scripts as users do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -60,9 +61,9 @@ def launch(
 ):
     """`python COMMAND` in the repository, or `torchrun --nproc-per-node ranks COMMAND`; one OpenMP thread a rank.
 
-    `warm`: a script without ranks, in a fork of a process that has done its imports."""
+    `warm`: a script, in a fork a rank of a process that has done its imports."""
     if warm:
-        done = _warm_start(*map(str, command))
+        done = _warm_start(*map(str, command), ranks=ranks or 1, env=env)
     else:
         python = [sys.executable]
         if ranks:
@@ -82,8 +83,16 @@ def launch(
     return done
 
 
-def _warm_start(*command: str) -> subprocess.CompletedProcess:
+def launch_all(folder: Path, jobs: dict[str, list[str]], ranks: int = 1) -> None:
+    """Run folder in `folder` -> its command, as ["grpo", *flags]: all in one process a rank, one after the other."""
+    folder.mkdir(exist_ok=True)
+    listed = [[script, str(folder / name), flags] for name, (script, *flags) in jobs.items()]
+    (folder / "jobs.json").write_text(json.dumps(listed))
+    launch("tests/scripts/variant_worker.py", folder / "jobs.json", ranks=ranks, warm=True)
+
+
+def _warm_start(*command: str, ranks: int, env: dict[str, str] | None) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        code = server()(out, "none", *command, errors=errors)
+        code = server()(out, "none", *command, ranks=ranks, errors=errors, env=env)
         return subprocess.CompletedProcess(command, code, out.read_text(), errors.read_text())

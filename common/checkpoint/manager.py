@@ -35,7 +35,7 @@ from common.checkpoint.state import (
     tensors_of,
 )
 from common.checkpoint.writer import SaveError, Writer
-from common.parallel.ranks import World, all_gather_objects, all_max, shutdown
+from common.parallel.ranks import World, all_gather_objects, all_max
 from common.tracking.console import print_on_main
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
@@ -162,7 +162,8 @@ class Checkpoints:
         self.check()
 
     def check(self) -> None:
-        """A safe point: if a signal has reached any rank, and no optimizer step would be lost, all save and exit."""
+        """A safe point: if a signal has reached any rank, and no optimizer step would be lost, all save and raise
+        SystemExit. The engine and the process group are the caller's to close."""
         number = 0 if self.dirty else int(all_max([self.watchdog.signal]))
         if not number:
             return
@@ -172,7 +173,6 @@ class Checkpoints:
         self.close()
         saved = ", which is saved" if self.saved_step else "; there is nothing to save yet"
         print_on_main(self.world, f"stopped by {signal.Signals(number).name} after step {self.state['step']}{saved}")
-        shutdown()
         sys.exit(128 + number)
 
     def stopping(self) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,23 @@ from common.dataset.store import PromptSet
 from common.engine.base import Engine, RolloutConfig, Sampling
 from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
+from common.parallel.ranks import all_max
 from common.rollout import Sample
 
 
 def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, config: RolloutConfig, num_samples: int,
-             temperature: float, seed: int) -> dict[str, float]:
-    """Results with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a prompt."""
+             temperature: float, seed: int, stop: Callable[[], bool]) -> dict[str, float] | None:
+    """Results with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a prompt. None if
+    `stop()` turned true on any rank: then samples are missing."""
     metrics: dict[str, float] = {}
     meter = Meter()
     settings = [(1, Sampling.validation(config, temperature=0.0))]
     if num_samples > 0:
         settings.append((num_samples, Sampling.validation(config, temperature)))
     for number, sampling in settings:
-        pending = start_rollout(engine, scoring, prompts, range(len(prompts)), number, sampling, (seed, "val"))
+        pending = start_rollout(engine, scoring, prompts, range(len(prompts)), number, sampling, (seed, "val"), stop)
+        if all_max([stop()]).item():
+            return None
         samples = pending.collect(meter).samples
         metrics |= validation_metrics(samples, greedy=sampling.temperature == 0)
     return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
