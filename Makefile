@@ -52,7 +52,7 @@ lint: setup ## ruff
 	@.venv/bin/ruff check .
 test: model data lint ## lint and all tests, on the real model; ARGS="-k packing" picks some
 	@tools/setup.sh extras
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $${JOBS:-2} --dist loadfile --durations 15 $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $${JOBS:-2} --dist loadfile --no-loadscope-reorder $(ARGS)
 test-slow: model data ## the few tests that `make test` leaves out (6 minutes)
 	@tools/setup.sh extras
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -m slow $(ARGS)

@@ -17,8 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
 TRAIN, VAL = ROOT / "data/word_problems/train.parquet", ROOT / "data/word_problems/test.parquet"
 
+# Measured, longest first; with `--dist loadfile --no-loadscope-reorder` the workers then end together.
+LONGEST_FILES = (
+    "scripts/test_grpo.py", "checkpoint/test_resume.py", "engine/test_sync.py", "scripts/test_scripts.py",
+    "parallel/test_layout.py", "checkpoint/test_faults.py", "scripts/test_slurm.py", "checkpoint/test_chaos.py",
+    "engine/test_engine.py", "common/test_correction.py", "engine/test_engine_cuda.py", "parallel/test_exchange.py",
+)
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first; the order within a file, and of all others, stays."""
+    rank = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 @pytest.fixture(scope="session")
