@@ -1,15 +1,18 @@
 """Run by test_checkpoint.py and test_tracking.py under torchrun: `-m tests.rank_worker TASK FOLDER`."""
 
+import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.checkpoint import manager
 from common.checkpoint.signals import Watchdog
+from common.checkpoint.writer import Writer
 from common.metrics import Meter
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
@@ -87,6 +90,16 @@ def not_shared(folder: Path, world: ranks.World) -> None:
     checkpoints_of("run", world, *start(str(folder / "model"), world), Watchdog(0))
 
 
+def timeouts(folder: Path, world: ranks.World) -> None:
+    """Seconds that the collectives of each group wait."""
+    writer = Writer(folder, world, {}, 1, 0, False, float(sys.argv[3]))
+    groups = (dist.group.WORLD, world.mesh.get_group(), writer.group)
+    dist.barrier()
+    if world.is_main:
+        seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        (folder / "timeouts").write_text(json.dumps(seconds))
+
+
 def meters(folder: Path, world: ranks.World) -> None:
     torch.save(fill_meter(world.rank).reduce(), folder / f"metrics_{world.rank}.pt")
 
@@ -108,6 +121,7 @@ def fill_meter(rank: int) -> Meter:
 
 
 if __name__ == "__main__":
-    world = ranks.init()
-    {"checkpoints": checkpoints, "meters": meters, "not_shared": not_shared}[sys.argv[1]](Path(sys.argv[2]), world)
+    world = ranks.init(float(sys.argv[3])) if len(sys.argv) > 3 else ranks.init()
+    tasks = {"checkpoints": checkpoints, "meters": meters, "not_shared": not_shared, "timeouts": timeouts}
+    tasks[sys.argv[1]](Path(sys.argv[2]), world)
     ranks.shutdown()

@@ -64,7 +64,8 @@ class SaveConfig:
     folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
     continues the run folder in any case."""
     timeout_s: float = 3600.0
-    """Seconds that a phase of a step (rollout, update) may take before all ranks print their stacks and end. 0: any."""
+    """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
+    end. 0: any."""
 
     def __post_init__(self):
         if self.every < 0 or self.keep < 1 or self.keep_best < 0 or self.timeout_s < 0:
@@ -117,7 +118,9 @@ class Checkpoints:
         self.error: SaveError | None = None                     # of the newest save
         self.host: dict[str, Tensor] = {}                       # what the writer thread reads while training goes on
         self.writing: Future | None = None
-        self.writer = Writer(self.root, world, files, config.keep, config.keep_best, config.hf == "always")
+        self.writer = Writer(
+            self.root, world, files, config.keep, config.keep_best, config.hf == "always", config.timeout_s
+        )
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(self._mark_dirty)
         open_run_folder(run_dir, world)

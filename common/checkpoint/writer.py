@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.export import dtype_of, stored_weights, write_hf
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
-from common.parallel.ranks import World, all_gather_objects
+from common.parallel.ranks import World, all_gather_objects, collective_timeout
 
 
 class SaveError(RuntimeError):
@@ -37,7 +37,14 @@ class Writer:
     """Writes checkpoints into `root` and deletes old ones. All ranks call `write` in the same order."""
 
     def __init__(
-        self, root: Path, world: World, files: dict[str, bytes], keep: int, keep_best: int, with_hf_weights: bool
+        self,
+        root: Path,
+        world: World,
+        files: dict[str, bytes],
+        keep: int,
+        keep_best: int,
+        with_hf_weights: bool,
+        timeout_s: float,
     ):
         self.root = root
         self.world = world
@@ -45,7 +52,8 @@ class Writer:
         self.keep = keep
         self.keep_best = keep_best
         self.with_hf_weights = with_hf_weights
-        self.group = dist.new_group(backend="gloo")             # The writer threads have a process group of their own.
+        # The writer threads have a process group of their own.
+        self.group = dist.new_group(backend="gloo", timeout=collective_timeout(timeout_s))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> Future:

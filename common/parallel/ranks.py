@@ -27,8 +27,9 @@ class World:
         return self.rank == 0
 
 
-def init(timeout_s: float = 1800.0) -> World:
-    """Join the process group that torchrun describes in the environment; without torchrun, a group of one.
+def init(timeout_s: float = 3600.0) -> World:
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
+    collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
 
     GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when MASTER_PORT is
     taken, or when a rank has no GPU of its own on a machine that has some.
@@ -54,9 +55,15 @@ def init(timeout_s: float = 1800.0) -> World:
         # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    timeout = timedelta(seconds=timeout_s)
+    timeout = collective_timeout(timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, local_rank, device, init_device_mesh(device.type, (size,)))
+
+
+def collective_timeout(timeout_s: float) -> timedelta:
+    """How long a collective waits: longer than a phase of `timeout_s`, because the watchdog's report says more. Every
+    group needs it; torch's own default is 30 minutes. 0: 24 days, which in milliseconds is still a 32-bit number."""
+    return timedelta(seconds=timeout_s + 300) if timeout_s else timedelta(days=24)
 
 
 def shutdown() -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from common.checkpoint.files import sync
 from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.console import PlainProgress
@@ -69,8 +70,7 @@ class Tracker:
         self.jsonl = self.run_dir / "metrics.jsonl"
         kept = []
         if state and self.jsonl.exists():
-            whole, _, _ = self.jsonl.read_text().rpartition("\n")            # a kill may have cut the last line
-            kept = [x for x in whole.splitlines() if json.loads(x)["step"] <= state["step"]]
+            kept = lines_until(self.jsonl, state["step"])
         if "jsonl" in self.on:
             temporary = self.jsonl.with_suffix(".partial")                   # a kill must not cost the old lines
             temporary.write_text("".join(line + "\n" for line in kept))
@@ -116,6 +116,11 @@ class Tracker:
                 self.board.add_scalar(name, value, step)
             self.board.flush()
 
+    def flush(self) -> None:
+        """Brings metrics.jsonl to the disk. Every rank calls it before a checkpoint is written."""
+        if "jsonl" in self.on and self.jsonl.exists():
+            sync(self.jsonl)
+
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
         """`with tracker.progress("rollout", 64) as advance:`, and `advance()` whenever one of them is done: a bar on a
@@ -139,3 +144,18 @@ class Tracker:
             self.wandb.finish()
         if self.board is not None:
             self.board.close()
+
+
+def lines_until(jsonl: Path, step: int) -> list[str]:
+    """The lines of metrics.jsonl up to `step`. A kill tears the last line, a power cut leaves zeros: such lines are
+    dropped, with a notice."""
+    kept, damaged = [], 0
+    for line in jsonl.read_text(errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        print(f"{jsonl}: {damaged} damaged line(s) dropped", flush=True)
+    return kept

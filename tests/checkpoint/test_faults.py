@@ -177,7 +177,7 @@ def test_a_full_disk_is_named_where_a_library_hides_it(name, numbers, with_hf_we
     with small_disk(1) as disk:
         (disk / "checkpoints").mkdir()
         hf_files = {"config.json": b'{"dtype": "bfloat16", "model_type": "llama"}'}
-        writer = writing.Writer(disk / "checkpoints", world, hf_files, 1, 0, with_hf_weights)
+        writer = writing.Writer(disk / "checkpoints", world, hf_files, 1, 0, with_hf_weights, 0)
         manifest = {"step": 1, "score": None}
         result = writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest, {})
         with pytest.raises(writing.SaveError, match=r"step_000001 could not be written: .*No space left on device"):
@@ -274,6 +274,14 @@ def test_a_suspended_process_does_not_hang():
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(2)
     assert process.wait(60) == signals.HANG_EXIT_CODE
+
+
+@pytest.mark.parametrize(("timeout_s", "seconds"), [(0, 24 * 86400), (7200, 7500)])
+def test_collectives_wait_longer_than_a_phase_may_take(timeout_s, seconds, tmp_path):
+    """Of every group that a run makes: the default one, the mesh's, the checkpoint writers'."""
+    log = tmp_path / "log"
+    assert server()(log, "none", "tests/rank_worker.py", "timeouts", tmp_path, timeout_s, ranks=2) == 0, log.read_text()
+    assert json.loads((tmp_path / "timeouts").read_text()) == [seconds] * 3
 
 
 def test_ranks_end_with_their_launcher(flags, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from common.checkpoint import run_folder
 from common.checkpoint.manager import SaveConfig
+from common.tracking.logger import LogConfig, Tracker
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.conftest import ROOT
 from tests.rank_worker import Flags, checkpoints_of
@@ -71,3 +72,27 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
     assert capsys.readouterr().out == said + "\n"
     assert finished(str(tmp_path), Flags(SaveConfig(keep=4), lr=0.5), 2, True, world)
     assert capsys.readouterr().out == f"{said}; other flags now: --lr was 0.01, is 0.5\n"
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])
+def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path, capsys):
+    log = LogConfig(to=("jsonl",))
+    tracker = Tracker(log, str(tmp_path), Flags(SaveConfig()), world, {})
+    for step in (1, 2):
+        tracker.log(step, {"x": step}, "")
+    tracker.flush()
+    metrics = tmp_path / "metrics.jsonl"
+    want = metrics.read_text()
+    metrics.write_bytes(want.encode() + damage)
+    Tracker(log, str(tmp_path), Flags(SaveConfig()), world, tracker.state_dict(2))
+    assert metrics.read_text() == want
+    assert capsys.readouterr().out == f"{metrics}: 1 damaged line(s) dropped\n"
+
+
+def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("common.tracking.logger.sync", synced.append)
+    tracker = Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Flags(SaveConfig()), world, {})
+    tracker.log(1, {"x": 1}, "")
+    tracker.flush()
+    assert synced == [tmp_path / "metrics.jsonl"]
