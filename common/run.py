@@ -104,7 +104,7 @@ class Run:
         """Join the ranks, check the flags, take the run folder, read data, start the reward workers."""
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
-        self.world = ranks.init()
+        self.world = ranks.init(args.save.timeout_s)
         if is_finished(args.run_dir, args, args.total_steps, args.save.hf != "never", self.world):
             ranks.shutdown()
             sys.exit(0)
@@ -319,6 +319,7 @@ class Run:
         else:
             self.metrics |= results
             self.tracker.log(done, self.metrics, step_line(done, args.total_steps, self.metrics))
+        self.tracker.flush()
         self.checkpoints.after_step(state, last, validation_score(self.metrics, args.save.best_metric))
 
     def _validate(self) -> dict[str, float] | None:
