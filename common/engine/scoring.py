@@ -17,6 +17,7 @@ from common.parallel.seeds import seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
+from rewards.runtime.worker import MAX_NAMES
 
 
 def _nothing() -> None:
@@ -107,7 +108,7 @@ class PendingRollout:
         meter.mean("reward/timeout_frac", timeout)
         meter.mean("reward/error_frac", failed - timeout)
         numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
-        for name in all_names(numbers):
+        for name in all_names(numbers)[:MAX_NAMES]:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         if self.scoring.model is not None:

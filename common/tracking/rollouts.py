@@ -106,7 +106,7 @@ class Record:
             "data_source": prompt.data_source,
             "prompt": tokenizer.decode(prompt.tokens),
             "ground_truth": str(prompt.ground_truth),
-            "response": sample.text,
+            "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
             "score": sample.score,
             "reward_parts": json.dumps(sample.extras),
             "finish_reason": response.finish_reason,

@@ -11,7 +11,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import tyro
@@ -23,7 +22,7 @@ from common.engine.base import Response
 from common.metrics import Meter
 from common.parallel import ranks
 from common.prompts import Prompt
-from common.rollout import Sample
+from common.rollout import Rollout, Sample
 from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.rollouts import Record
@@ -63,8 +62,10 @@ def main(args: Args) -> None:
                Response(response, [-0.5] * response_length, "stop"), tokenizer.decode(response), score=1.0)
         for i in range(P * G)
     ]
-    results = SimpleNamespace(prompt_lengths=torch.full((P * G,), 98.0), response_lengths=torch.full((P * G,), 27.0),
-                              truncated=torch.zeros(P * G, dtype=torch.bool))
+    no = torch.zeros(P * G, dtype=torch.bool)
+    scores = torch.ones(P * G, dtype=torch.float64)
+    group = torch.arange(P * G) // G
+    rollout = Rollout(samples, scores, group, torch.full((P * G,), 98.0), torch.full((P * G,), 27.0), no, in_loss=~no)
     rewards = torch.zeros(P * G, dtype=torch.float64)
 
     def measure(name: str, share: float, work) -> None:
@@ -99,8 +100,10 @@ def main(args: Args) -> None:
             record.write(tokenizer, samples, rewards)
 
         def numbers() -> dict[str, float]:
-            return step_metrics(meter, timer, world, results, minibatches, max_prompt_length=160, update_flops=1e12,
-                                max_response_length=40, peak_flops=1e12)
+            return step_metrics(
+                meter, timer, world, rollout, rollout, minibatches, num_sampled_tokens=P * G * 27,
+                max_prompt_length=160, update_flops=1e12, max_response_length=40, peak_flops=1e12,
+            )
 
         measure("meters of 4 micro-batches", 1.0, meters)
         measure(f"responses, every {args.log.rollouts_every} steps", 1 / args.log.rollouts_every, responses)

@@ -15,7 +15,7 @@ from common.engine.base import Response
 from common.metrics import Meter
 from common.parallel import ranks
 from common.prompts import Prompt
-from common.rollout import Sample
+from common.rollout import Rollout, Sample
 from common.tracking.logger import LogConfig
 from common.tracking.rollouts import Record
 from common.tracking.step import step_metrics
@@ -94,11 +94,12 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     prompt_lengths, response_lengths = torch.tensor([3.0, 3, 8, 8]), torch.tensor([2.0, 4, 10, 1])
     lengths = (prompt_lengths + response_lengths).long()
     timer.seconds |= {"gen": 2.0, "reward": 0.5, "update_actor": 4.0, "adv": 0.1}
-    results = SimpleNamespace(prompt_lengths=prompt_lengths, response_lengths=response_lengths,
-                              truncated=torch.tensor([False, False, True, False]))
+    scores = torch.tensor([1.0, 0.0, 0.5, torch.nan], dtype=torch.float64)
+    rollout = Rollout([], scores, torch.arange(4) // GROUP, prompt_lengths, response_lengths,
+                      torch.tensor([False, False, True, False]), in_loss=torch.ones(4, dtype=torch.bool))
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
-    return step_metrics(meter, timer, world, results, minibatches, max_prompt_length=8, max_response_length=10,
-                        update_flops=8e9, peak_flops=5e9)
+    return step_metrics(meter, timer, world, rollout, rollout, minibatches, num_sampled_tokens=17, max_prompt_length=8,
+                        max_response_length=10, update_flops=8e9, peak_flops=5e9)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def test_step_metrics_by_hand(two_ranks):
                 "prompt_length/mean": 5.5, "prompt_length/max": 8, "prompt_length/min": 3,
                 "prompt_length/clip_ratio": 0.5, "response_length/mean": 4.25, "response_length/max": 10,
                 "response_length/min": 1, "response_length/clip_ratio": 0.25, "rollout/truncated_frac": 0.25,
+                "reward/constant_group_frac": 0.5,
                 "rollout/tokens_per_s": 8.5, "perf/total_num_tokens": 39, "timing_s/gen": 2.0, "timing_s/reward": 0.5,
                 "timing_s/update_actor": 4.0, "timing_s/adv": 0.1, "timing_per_token_ms/gen": 2000 / 17,
                 "timing_per_token_ms/update_actor": 4000 / 39, "timing_per_token_ms/adv": 100 / 39, **per_rank[size],
