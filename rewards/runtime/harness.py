@@ -18,7 +18,6 @@ import decimal
 import fractions
 import operator
 import os
-import subprocess
 import sys
 import types
 from json import dumps, loads
@@ -294,6 +293,7 @@ def is_literal(node) -> bool:
 def judge(program: str) -> None:
     """Exit code 0 if the assertions hold, 1 if not, CANNOT_JUDGE if they are no Python or need what cannot pass."""
     import ctypes
+    import subprocess  # only here: its import takes as long as many a program
 
     case = sys.stdin.read()
     try:
