@@ -175,8 +175,8 @@ def evaluate(args: Args, engine: Engine, scoring: Scoring, prompts: PromptSet) -
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     # setup
-    world = ranks.init()
     watch = Watchdog(args.save.timeout_s)
+    world = ranks.init(args.save.timeout_s)
     chosen = check(args, world)
     correct = correction.resolve(args.correction, "dapo")
     hf_config = read_config(args.model, args.policy)
