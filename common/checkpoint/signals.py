@@ -6,6 +6,7 @@ these cases; its report names the ranks' codes.
 """
 
 import faulthandler
+import json
 import os
 import select
 import signal
@@ -13,6 +14,8 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -24,7 +27,8 @@ GRACE_S = 5.0
 
 
 class Watchdog:
-    """Made once, in the main thread, right after the process group; then a thread watches until the process ends.
+    """Made once, in the main thread, before the process group, which may wait for ranks that never come. Then a thread
+    watches until the process ends.
 
     The thread learns of signals from Python's wake-up pipe, so also while the main thread waits in a collective. The
     first stop signal only sets `signal`: a safe point of the loop acts on it (`Checkpoints.check`). A second SIGINT
@@ -45,6 +49,7 @@ class Watchdog:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
+        sys.excepthook = self._on_exception
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
@@ -75,8 +80,14 @@ class Watchdog:
             os._exit(128 + number)
         if not self.signal and number == signal.SIGTERM and self._a_peer_is_gone():
             # The ranks that are left can reach no safe point.
-            self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
+            self._end(f"{first_failure() or 'another rank ended'}, in phase {self.current[0]!r}", 1)
         self.signal = self.signal or number
+
+    def _on_exception(self, *exception: Any) -> None:
+        """After a traceback that may only say that a connection was closed: which rank failed first, and why."""
+        sys.__excepthook__(*exception)
+        if failure := first_failure():
+            sys.stderr.write(f"[rank {self.rank}] {failure}, in phase {self.current[0]!r}\n")
 
     def _a_peer_is_gone(self) -> bool:
         """torchrun sends SIGTERM to the others when a rank ends with an error, after it has reaped that rank."""
@@ -95,3 +106,18 @@ class Watchdog:
         if code == HANG_EXIT_CODE:
             time.sleep(GRACE_S)
         os._exit(code)
+
+
+def first_failure() -> str:
+    """The first error that torchrun has of this machine's ranks, in words; "" if it has none or it is this rank's."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")             # .../attempt_0/LOCAL_RANK/error.json
+    if own is None:
+        return ""
+    files = sorted(Path(own).parent.parent.glob("*/error.json"), key=lambda file: file.stat().st_mtime_ns)
+    if not files or files[0] == Path(own):
+        return ""
+    try:
+        message = json.loads(files[0].read_text())["message"]["message"]
+    except ValueError:                                          # the file is being written at this moment
+        return ""
+    return f"local rank {files[0].parent.name} failed first: {message.splitlines()[0]}"

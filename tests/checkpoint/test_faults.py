@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -204,6 +205,7 @@ def test_a_failed_ranks_traceback_is_last(flags, tmp_path):
     assert "rank      : 1 " in root and "Traceback (most recent call last)" in root
     lines = [line.strip() for line in root.splitlines() if line.strip(" =")]
     assert lines[-1] == "ArithmeticError: asked to fail", root[-600:]
+    assert "[rank 0] local rank 1 failed first: ArithmeticError: asked to fail, in phase" in done.stderr
     note("a rank fails", f"torchrun ends both; the last lines are that rank's traceback ... {lines[-1]}")
 
 
@@ -282,6 +284,34 @@ def test_collectives_wait_longer_than_a_phase_may_take(timeout_s, seconds, tmp_p
     log = tmp_path / "log"
     assert server()(log, "none", "tests/rank_worker.py", "timeouts", tmp_path, timeout_s, ranks=2) == 0, log.read_text()
     assert json.loads((tmp_path / "timeouts").read_text()) == [seconds] * 3
+
+
+LAUNCHER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, *sys.argv[1:]])
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_waits_for_others_ends_with_its_launcher(flags, tmp_path):
+    """kill -9 of torchrun while a rank joins the process group, which another rank never will."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1",
+                                "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as store, (tmp_path / "log").open("w+") as log:
+        store.bind(("127.0.0.1", 0))
+        store.listen()
+        environment["MASTER_PORT"] = str(store.getsockname()[1])
+        command = [sys.executable, "-c", LAUNCHER, "grpo.py", *flags, "--run-dir", str(tmp_path / "run")]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        store.settimeout(170)
+        connection, _ = store.accept()                                  # the rank has begun to join
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 60
+        while "[rank 1] torchrun is gone, in phase 'setup'" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        connection.close()
 
 
 def test_ranks_end_with_their_launcher(flags, tmp_path):
