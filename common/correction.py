@@ -1,10 +1,9 @@
 """The engine's distribution is not quite the trainer's, and old data is further off: measure it, and correct for it.
 
-`rollout_logp` is what the engine reported while it sampled (roll); `old_logp`, or the current policy where a step has
-one update, what the trainer computes (old). Per token l = clamp(old - roll, -20, 20), w = exp(l). Differences are
-measured over all sampled tokens; then come rejections (arXiv 2512.23075), then importance weights (IcePop: 2510.18855)
-over what remains. What is known before the update is done by `reject_and_weight`, the rest by `importance_weights` in
-the micro-batch loop. Nothing depends on how a mini-batch was cut. Names of presets and metrics are verl's.
+roll is `rollout_logp`, which the engine reported while it sampled; old is `old_logp`, or the current policy's log-prob
+where a step has one update. l = old - roll [T]; l, and its sum over a response, are clamped to [-20, 20] before exp.
+Differences are measured over all sampled tokens; then come rejections (arXiv 2512.23075), then importance weights over
+the tokens that remain. Nothing depends on how a mini-batch was cut. Presets and metrics have verl's names and meanings.
 """
 
 import math
@@ -64,16 +63,14 @@ class CorrectionConfig:
     lower: float | None = None
     """Weights below are raised to it; 0 (no floor) unless the preset says otherwise."""
     outside: Literal["clamp", "zero"] | None = None
-    """zero: weights outside [lower, upper] become 0 instead (IcePop). Their tokens stay in the denominators."""
+    """zero: weights outside [lower, upper] become 0 instead (IcePop, arXiv 2510.18855). Their tokens stay counted."""
     batch_normalise: bool = False
-    """Divide weights by their mean over the mini-batch's tokens (of sequence and geometric: responses). Costs a forward
-    pass per step."""
+    """Divide weights by their mean over the mini-batch's tokens (or responses). Costs a forward pass per step."""
     reject: Literal["none", "k1", "k2", "k3"] | None = None
     """Drop from the loss what is out of bounds in an estimate of KL(rollout || old); d = log p_rollout - log p_old:
     k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Denominators count what remains. Costs a forward pass per step."""
     reject_over: Literal["token", "mean", "max", "sum"] | None = None
-    """token: drops single tokens. mean, max, sum: drops responses, by that of their tokens. mean unless the preset says
-    otherwise."""
+    """token: drop tokens. mean, max, sum: drop responses by that of their tokens. Default: the preset's, or mean."""
     reject_below: float | None = None
     """Lower bound of the estimate in nats; k1 is negative where the trainer finds likelier what the engine sampled."""
     reject_above: float | None = None
@@ -95,8 +92,7 @@ class CorrectionConfig:
 
 
 def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
-    """The preset under the flags that were given, nothing left at None; `loss` is the name of the policy loss.
-
+    """Returns the preset under the flags that were given, nothing left at None; `loss` is the policy loss's name.
     Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count twice."""
     given = {name: x for name, x in vars(config).items() if x is not None}
     preset = PRESETS[config.preset]
@@ -104,9 +100,8 @@ def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
         preset = {name: x for name, x in preset.items() if name not in ("reject_below", "reject_above")}
     config = replace(config, **UNSET | preset | given)                        # bounds are those of one estimate
     if not 0 <= config.lower < config.upper:
-        raise ValueError(
-            f"--correction.lower {config.lower:g} must be at least 0 and below --correction.upper {config.upper:g}"
-        )
+        raise ValueError(f"--correction.lower {config.lower:g} must be at least 0 and below "
+                         f"--correction.upper {config.upper:g}")
     if config.reject == "none":
         for name in ("reject_over", "reject_below", "reject_above", "rejected_leave_group"):
             if given.get(name, False) is not False:
@@ -114,33 +109,25 @@ def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
     else:
         endless = math.isinf(config.reject_above) and (math.isinf(config.reject_below) or config.reject != "k1")
         if endless or not config.reject_below <= 0 <= config.reject_above:    # k2 and k3 are never negative
-            raise ValueError(
-                f"--correction.reject-below {config.reject_below:g} --correction.reject-above {config.reject_above:g} "
-                f"must keep {config.reject} = 0, where engine and trainer agree, and reject something"
-            )
+            raise ValueError(f"--correction.reject-below {config.reject_below:g} --correction.reject-above "
+                             f"{config.reject_above:g} must keep {config.reject} = 0, where engine and trainer agree, "
+                             f"and reject something")
     if config.batch_normalise and (config.weights == "none" or config.bypass):
-        raise ValueError(
-            "--correction.batch-normalise needs --correction.weights that are known before the update: not none, and "
-            "without --correction.bypass"
-        )
+        raise ValueError("--correction.batch-normalise needs --correction.weights that are known before the update: "
+                         "not none, and without --correction.bypass")
     if config.preset.startswith("bypass") and ("pg" in config.preset) != (loss == "reinforce"):
-        raise ValueError(
-            f"--correction.preset {config.preset} does not go with --loss {loss}: bypass-pg-* are made for reinforce, "
-            f"bypass-ppo-clip* for losses with a ratio"
-        )
+        raise ValueError(f"--correction.preset {config.preset} does not go with --loss {loss}: bypass-pg-* are made "
+                         f"for reinforce, bypass-ppo-clip* for losses with a ratio")
     if config.bypass and config.weights != "none" and loss != "reinforce":
-        raise ValueError(
-            f"--correction.weights {config.weights} would count p / p_rollout twice: with --correction.bypass it is "
-            f"the ratio of --loss {loss}; set --correction.weights none"
-        )
+        raise ValueError(f"--correction.weights {config.weights} would count p / p_rollout twice: with "
+                         f"--correction.bypass it is the ratio of --loss {loss}; set --correction.weights none")
     return config
 
 
 def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int, config: CorrectionConfig,
                       meter: Meter) -> Tensor:
-    """What must happen before advantages and denominators, once a step: rejected tokens leave `mask`; where `old_logp`
-    is known, weights are written to `rollout_weight`; bypass then makes `old_logp` the engine's.
-
+    """Does once a step what must happen before advantages and denominators: takes rejected tokens out of `mask`, writes
+    `rollout_weight` where `old_logp` is known, and with --correction.bypass makes `old_logp` the engine's.
     Returns bool [num_responses], the same on every rank: responses that shall leave their group's statistics."""
     rejected = torch.zeros(num_responses, dtype=torch.float64)
     for batch in chain(*minibatches):
@@ -148,9 +135,10 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int
             measure(meter, batch, batch.old_logp)
         keep = _within_bounds(batch, config) if config.reject != "none" else torch.ones_like(batch.mask)    # [T]
         meter.mean("rollout_corr/rollout_rs_masked_fraction", ~keep, batch.mask)
-        had, batch.mask = _has_tokens(batch), batch.mask & keep
-        lost = had & ~_has_tokens(batch)                                                                    # [S]
-        meter.mean("rollout_corr/rejected_frac", lost, had)
+        had_tokens = _has_tokens(batch)                                                                     # [S]
+        batch.mask = batch.mask & keep
+        lost = had_tokens & ~_has_tokens(batch)                                                             # [S]
+        meter.mean("rollout_corr/rejected_frac", lost, had_tokens)
         rejected[batch.index[lost].cpu()] = 1
     for microbatches in map(list, minibatches):
         if config.bypass:
@@ -162,33 +150,30 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int
 
 
 def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:
-    """What token losses are multiplied by, detached: [T] float32, 1 without --correction.weights.
-
-    From `reject_and_weight`; or made (and measured) here from `logp`, where there is no old policy but the current one.
-    """
+    """Returns what token losses are multiplied by, detached: [T] float32, 1 without --correction.weights. It is what
+    `reject_and_weight` has written, or is made (and measured) here from the current policy's `logp`."""
     if batch.rollout_weight is not None:
         return batch.rollout_weight
     if not config.needs_old_logp():                                           # else `reject_and_weight` has measured
         measure(meter, batch, logp.detach())
-    return _per_token(batch, _weights(batch, logp.detach(), config, meter)[0], config)
+    weight, _ = _weights(batch, logp.detach(), config, meter)
+    return _per_token(batch, weight, config).float()
 
 
 def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
     """Adds how far the trainer's `logp` [T] is from `rollout_logp` in one micro-batch: `training/rollout_probs_diff_*`,
     and `rollout_corr/*` as means over tokens (kl, k3_kl, chi2_token) or over responses. ppl is exp(-mean log-prob)."""
-    mask, cu_seqlens, has_tokens = batch.mask, batch.cu_seqlens, _has_tokens(batch)
-    trainer, rollout = logp.double()[mask], batch.rollout_logp.double()[mask]
-    log_ratio = _log_ratio(batch, logp)
-    log_sums = segment_sum(log_ratio, cu_seqlens)[has_tokens].clamp(-20, 20)
-    trainer_log_ppl, rollout_log_ppl = (
-        -segment_mean(x.double(), mask, cu_seqlens)[has_tokens] for x in (logp, batch.rollout_logp)
-    )
+    mask, has_tokens = batch.mask, _has_tokens(batch)                                                       # [T], [S]
+    log_ratio = _log_ratio(batch, logp)                                                                     # [T]
+    sums = segment_sum(log_ratio, batch.cu_seqlens)[has_tokens]
+    trainer_log_ppl = -segment_mean(logp.double(), mask, batch.cu_seqlens)[has_tokens]
+    rollout_log_ppl = -segment_mean(batch.rollout_logp.double(), mask, batch.cu_seqlens)[has_tokens]
     log_ppl_diff = trainer_log_ppl - rollout_log_ppl
     for name, values in {
-        "kl": rollout - trainer,                                              # of KL(rollout || old), as k3
+        "kl": -log_ratio[mask],                                               # of KL(rollout || old), as k3
         "k3_kl": _estimate("k3", log_ratio[mask]),
-        "chi2_token": torch.expm1(2 * log_ratio[mask]),                       # E[w^2] - 1
-        "chi2_seq": torch.expm1(2 * log_sums),
+        "chi2_token": torch.expm1(2 * log_ratio[mask].clamp(-20, 20)),        # E[w^2] - 1
+        "chi2_seq": torch.expm1(2 * sums.clamp(-20, 20)),
         "training_ppl": trainer_log_ppl.exp(),
         "rollout_ppl": rollout_log_ppl.exp(),
         "log_ppl_diff": log_ppl_diff,
@@ -196,13 +181,18 @@ def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
         "ppl_ratio": log_ppl_diff.exp(),
     }.items():
         meter.mean(f"rollout_corr/{name}", values)
-    diff = (trainer.exp() - rollout.exp()).abs()
-    _describe(meter, "training/rollout_probs_diff", diff, diff)
+    diff = (logp.double().exp() - batch.rollout_logp.double().exp())[mask].abs()
+    name = "training/rollout_probs_diff"
+    meter.mean(f"{name}_mean", diff)
+    meter.max(f"{name}_max", diff)
+    meter.mean(f"_{name}_square", diff.square())
+    meter.total(f"_{name}_count", len(diff))
+    meter.derive(f"{name}_std", _std, f"{name}_mean", f"_{name}_square", f"_{name}_count")
 
 
 def _log_ratio(batch: Batch, logp: Tensor) -> Tensor:
-    """l [T] float64; 0, a ratio of 1, outside the mask."""
-    return torch.where(batch.mask, logp.double() - batch.rollout_logp.double(), 0).clamp(-20, 20)
+    """Returns l [T] float64, not clamped; 0, a ratio of 1, outside the mask."""
+    return torch.where(batch.mask, logp.double() - batch.rollout_logp.double(), 0)
 
 
 def _has_tokens(batch: Batch) -> Tensor:                                      # [S] bool
@@ -210,12 +200,13 @@ def _has_tokens(batch: Batch) -> Tensor:                                      # 
 
 
 def _estimate(kind: str, log_ratio: Tensor) -> Tensor:
-    """Estimates of KL(rollout || old) from samples of rollout, per token, as losses.kl_estimate with d = -l."""
-    return {"k1": -log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(log_ratio) - log_ratio}[kind]
+    """Estimates KL(rollout || old) from samples of rollout, per token, as losses.kl_estimate with d = -l."""
+    clamped = log_ratio.clamp(-20, 20)
+    return {"k1": -clamped, "k2": clamped.square() / 2, "k3": torch.expm1(clamped) - clamped}[kind]
 
 
 def _within_bounds(batch: Batch, config: CorrectionConfig) -> Tensor:
-    """[T] bool: tokens, or all tokens of responses, whose estimate is inside [reject_below, reject_above]."""
+    """Returns bool [T]: tokens, or all tokens of responses, whose estimate is in [reject_below, reject_above]."""
     mask, cu_seqlens = batch.mask, batch.cu_seqlens
     estimate = _estimate(config.reject, _log_ratio(batch, batch.old_logp))                                  # [T]
     if config.reject_over == "sum":
@@ -230,56 +221,60 @@ def _within_bounds(batch: Batch, config: CorrectionConfig) -> Tensor:
 
 
 def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> tuple[Tensor, Tensor]:
-    """Truncated weights, [T] float64 (sequence and geometric: [S]), and where they count: tokens that remain. Adds
-    rollout_is_*: mean, std and eff_sample_size after truncation, max, min and fractions out of bounds before it."""
-    log_weight, counted = _log_ratio(batch, logp), batch.mask
+    """Returns the truncated weights, [T] float64 (sequence and geometric: [S]), and bool, which of them count."""
+    log_weight = _log_ratio(batch, logp)
+    counted = batch.mask
     if config.weights == "sequence":
-        log_weight, counted = segment_sum(log_weight, batch.cu_seqlens).clamp(-20, 20), _has_tokens(batch)
+        log_weight = segment_sum(log_weight, batch.cu_seqlens)
+        counted = _has_tokens(batch)
     elif config.weights == "geometric":
-        log_weight, counted = segment_mean(log_weight, batch.mask, batch.cu_seqlens), _has_tokens(batch)
-    raw = log_weight.exp()
-    weight = raw.clamp(config.lower, config.upper)
+        log_weight = segment_mean(log_weight, batch.mask, batch.cu_seqlens)
+        counted = _has_tokens(batch)
+    weight = log_weight.clamp(-20, 20).exp()
+    _measure_weights(meter, weight[counted], _per_token(batch, weight, config)[batch.mask], config.upper)
+    if config.weights == "none":
+        return torch.ones_like(weight), counted
     if config.outside == "zero":
-        weight = torch.where(weight == raw, raw, 0)
-    name, low = "rollout_corr/rollout_is", config.lower or 1 / config.upper
-    _describe(meter, name, weight[counted], raw[counted])
-    meter.min(f"{name}_min", raw[counted])
-    meter.derive(f"{name}_eff_sample_size", _sample_share, f"{name}_mean", f"_{name}_square")
-    meter.mean(f"{name}_ratio_fraction_high", raw > config.upper, counted)
-    meter.mean(f"{name}_ratio_fraction_low", raw < low, counted)
-    return weight, counted
+        return torch.where((weight >= config.lower) & (weight <= config.upper), weight, 0), counted
+    return weight.clamp(config.lower, config.upper), counted
+
+
+def _measure_weights(meter: Meter, weights: Tensor, token_weights: Tensor, upper: float) -> None:
+    """Adds rollout_is_*, all of weights before truncation. Fractions out of [1 / upper, upper] are of `weights`, one a
+    token or a response; the rest is over tokens: std and eff_sample_size (Kish's, over the number of tokens) of weights
+    clamped to that interval."""
+    name = "rollout_corr/rollout_is"
+    clamped = token_weights.clamp(1 / upper, upper)
+    meter.mean(f"{name}_mean", token_weights)
+    meter.max(f"{name}_max", token_weights)
+    meter.min(f"{name}_min", token_weights)
+    meter.mean(f"_{name}_clamped", clamped)
+    meter.mean(f"_{name}_square", clamped.square())
+    meter.derive(f"{name}_std", _std, f"_{name}_clamped", f"_{name}_square")
+    meter.derive(f"{name}_eff_sample_size", lambda x, square: x**2 / square, f"_{name}_clamped", f"_{name}_square")
+    meter.mean(f"{name}_ratio_fraction_high", weights > upper)
+    meter.mean(f"{name}_ratio_fraction_low", weights < 1 / upper)
 
 
 def _write_weights(microbatches: list[Batch], config: CorrectionConfig, meter: Meter) -> None:
-    """`rollout_weight` of a mini-batch, whose mean over all ranks is 1 with --correction.batch-normalise."""
-    made, scale = [_weights(batch, batch.old_logp, config, meter) for batch in microbatches], 1.0
+    """Writes `rollout_weight` of a mini-batch; with --correction.batch-normalise its mean over all ranks is 1."""
+    found = [_weights(batch, batch.old_logp, config, meter) for batch in microbatches]
+    scale = 1.0
     if config.batch_normalise:
-        sums = [sum(weight[counted].sum() for weight, counted in made), sum(counted.sum() for _, counted in made)]
-        total, count = all_sum(sums).tolist()
+        kept = torch.cat([weight[counted] for weight, counted in found])
+        total, count = all_sum([kept.sum(), len(kept)]).tolist()
         scale = count / total if total else 1.0
-    for batch, (weight, _) in zip(microbatches, made):
-        batch.rollout_weight = _per_token(batch, weight * scale, config)
+    for batch, (weight, _) in zip(microbatches, found):
+        batch.rollout_weight = _per_token(batch, weight * scale, config).float()
 
 
 def _per_token(batch: Batch, weight: Tensor, config: CorrectionConfig) -> Tensor:
-    """[T] or [S] -> [T] float32."""
-    if config.weights == "none":
-        return torch.ones_like(batch.rollout_logp)
-    return (weight if config.weights == "token" else expand(weight, batch.cu_seqlens, len(batch.mask))).float()
+    """[T] or [S] -> [T]: each response's weight on all of its tokens."""
+    if config.weights in ("sequence", "geometric"):
+        return expand(weight, batch.cu_seqlens, len(batch.mask))
+    return weight
 
 
-def _describe(meter: Meter, name: str, values: Tensor, extremes: Tensor) -> None:
-    """Adds name_mean and name_std of `values`, name_max of `extremes`."""
-    meter.mean(f"{name}_mean", values)
-    meter.mean(f"_{name}_square", values.square())
-    meter.max(f"{name}_max", extremes)
-    meter.derive(f"{name}_std", _standard_deviation, f"{name}_mean", f"_{name}_square")
-
-
-def _standard_deviation(mean: float, square: float) -> float:
-    return max(square - mean**2, 0.0) ** 0.5
-
-
-def _sample_share(mean: float, square: float) -> float:
-    """Effective sample size (Kish) over the number of samples: 1 where all weights are equal."""
-    return mean**2 / square if square else 0.0
+def _std(mean: float, square: float, count: float = math.inf) -> float:
+    """The standard deviation; the unbiased one (0 of one value) where the count is given."""
+    return (max(square - mean**2, 0.0) / (1 - 1 / max(count, 2))) ** 0.5

@@ -214,8 +214,8 @@ LOSS_DEFAULTS = {
     "sapo": LossSettings(None, None, None, "seq-mean-token-mean"),
     "clip_cov": LossSettings(0.2, 0.2, None, "token-mean"),
     "kl_cov": LossSettings(None, None, None, "token-mean"),
-    "dppo_tv": LossSettings(0.2, 0.2, None, "token-mean"),
-    "dppo_kl": LossSettings(0.2, 0.2, None, "token-mean"),
+    "dppo_tv": LossSettings(0.15, 0.15, None, "token-mean"),
+    "dppo_kl": LossSettings(0.05, 0.05, None, "token-mean"),
     "reinforce": LossSettings(None, None, None, "token-mean"),
 }
 

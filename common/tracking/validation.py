@@ -3,7 +3,6 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -38,21 +37,18 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     """Per data source, over all ranks, with verl's names: val-core/SOURCE/acc/{greedy or mean@N, best@N/mean,
     maj@N/mean} and, in val-aux/, the standard error over prompts and best@k for powers of two below N.
 
-    acc is the reward dict's "acc", else its score; a lost one counts 0. best@k/mean is for scores of 0 and 1 the
-    unbiased pass@k (Chen et al. 2021, sec. 2.1). maj@N needs the dict's "pred": the most frequent answer's acc, ties
-    shared.
+    acc is the reward dict's "acc", or its score where that is no finite number; a lost one counts 0. best@k/mean is for
+    scores of 0 and 1 the unbiased pass@k (Chen et al. 2021, sec. 2.1). maj@N is the acc of the most frequent "pred" of
+    the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
     """
-    rows = [
-        (s.prompt.data_source, s.group, float(np.nan_to_num(s.extras.get("acc", s.score))), s.extras.get("pred"))
-        for s in samples
-    ]
+    rows = [(s.prompt.data_source, s.group, accuracy(s), answer(s)) for s in samples]
     shares = [rows]
     if dist.is_initialized():
         shares = [None] * dist.get_world_size()
         dist.all_gather_object(shares, rows)
     groups: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
-    for source, group, acc, pred in sorted((row for share in shares for row in share), key=lambda row: row[:3]):
-        groups[source][group].append((acc, pred))
+    for source, group, acc, vote in sorted((row for share in shares for row in share), key=lambda row: row[:3]):
+        groups[source][group].append((acc, vote))
     metrics = {}
     for source, found in groups.items():
         accs = np.array([[acc for acc, _ in group] for group in found.values()])                # [P, N]
@@ -64,9 +60,23 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
             metrics[f"{core}/best@{N}/mean"] = float(best_at(accs, N).mean())
             for k in (2**e for e in range(1, (N - 1).bit_length())):
                 metrics[f"{aux}/best@{k}/mean"] = float(best_at(accs, k).mean())
-            if all(pred is not None for group in found.values() for _, pred in group):
+            if any(vote is not None for group in found.values() for _, vote in group):
                 metrics[f"{core}/maj@{N}/mean"] = float(np.mean([majority(group) for group in found.values()]))
     return metrics
+
+
+def accuracy(sample: Sample) -> float:
+    """The reward dict's "acc" where it is a finite number, else the score; 0 without a score."""
+    acc = sample.extras.get("acc")
+    if isinstance(acc, int | float) and math.isfinite(acc):
+        return float(acc)
+    return float(np.nan_to_num(sample.score))
+
+
+def answer(sample: Sample) -> str | None:
+    """The reward dict's "pred" as text, for the vote of the majority; None: no vote."""
+    pred = sample.extras.get("pred")
+    return None if pred is None or math.isnan(sample.score) else str(pred)
 
 
 def best_at(accs: np.ndarray, k: int) -> np.ndarray:
@@ -77,7 +87,10 @@ def best_at(accs: np.ndarray, k: int) -> np.ndarray:
     return np.sort(accs, axis=1) @ shares
 
 
-def majority(group: list[tuple[float, Any]]) -> float:
-    """Mean acc of the samples whose answer is the most frequent one (of the most frequent ones)."""
-    counts = Counter(str(pred) for _, pred in group)
-    return float(np.mean([acc for acc, pred in group if counts[str(pred)] == max(counts.values())]))
+def majority(group: list[tuple[float, str | None]]) -> float:
+    """Mean acc of the samples whose answer is the most frequent one (of the most frequent ones); 0 without answers."""
+    counts = Counter(vote for _, vote in group if vote is not None)
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    return float(np.mean([acc for acc, vote in group if counts[vote] == most]))

@@ -12,7 +12,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
@@ -79,7 +79,8 @@ def clamp(x: float, low: float, high: float) -> float:
 def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[float]], dict[str, float], float]:
     """Which tokens remain, their weights, all metrics, and how near any decision was to its bound."""
     nearest, keeps, applied = math.inf, [], [[] for _ in step]
-    log_ratios = [[clamp(a - b, -20, 20) for a, b in zip(r.old, r.roll)] for r in step]
+    differences = [[a - b for a, b in zip(r.old, r.roll)] for r in step]
+    log_ratios = [[clamp(d, -20, 20) for d in ds] for ds in differences]
 
     def inside(x: float, low: float, high: float) -> bool:
         nonlocal nearest
@@ -110,23 +111,23 @@ def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[fl
             keep = inside(x, low, high)
             keeps.append([m and keep for m in r.mask])
 
-    raws, truncated = [], []                                              # one entry a token, or a response
-    for i, (ls, keep) in enumerate(zip(log_ratios, keeps)):
-        kept = [l for l, k in zip(ls, keep) if k]
+    raws, of_tokens = [], []                                              # one entry a token, or a response
+    for i, (ds, keep) in enumerate(zip(differences, keeps)):
+        kept = [d for d, k in zip(ds, keep) if k]
         if o["weights"] in ("none", "token"):
             logs = kept
         elif not kept:
             logs = []
         elif o["weights"] == "sequence":
-            logs = [clamp(math.fsum(kept), -20, 20)]
+            logs = [math.fsum(kept)]
         else:
             logs = [math.fsum(kept) / len(kept)]
         for l in logs:
-            w = math.exp(l)
+            w = math.exp(clamp(l, -20, 20))
             within = inside(w, o["lower"], o["upper"])
             raws.append(w)
-            truncated.append(w if within else 0.0 if o["outside"] == "zero" else clamp(w, o["lower"], o["upper"]))
-            applied[i].append(truncated[-1])
+            of_tokens.extend([w] * (len(kept) // len(logs)))
+            applied[i].append(w if within else 0.0 if o["outside"] == "zero" else clamp(w, o["lower"], o["upper"]))
 
     weights = []                                                          # of each response token that remains
     for ids in MINIBATCHES:
@@ -157,26 +158,26 @@ def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[fl
         "log_ppl_abs_diff": fmean(map(abs, log_diffs)),
         "ppl_ratio": fmean(a / b for a, b in zip(ppl_old, ppl_roll)),
         "chi2_token": fmean(math.exp(l) ** 2 for l, _, _ in tokens) - 1,
-        "chi2_seq": fmean(math.exp(clamp(math.fsum(l for l, _, _ in row), -20, 20)) ** 2 for row in rows) - 1,
+        "chi2_seq": fmean(math.exp(clamp(math.fsum(a - b for _, a, b in row), -20, 20)) ** 2 for row in rows) - 1,
         "rollout_rs_masked_fraction": fmean(lost),
         "rejected_frac": fmean(any(r.mask) and not any(keep) for r, keep in zip(step, keeps) if any(r.mask)),
     }
     if raws:
-        mean = fmean(truncated)
+        held = [min(max(w, 1 / o["upper"]), o["upper"]) for w in of_tokens]
         metrics |= {
-            "rollout_is_mean": mean,
-            "rollout_is_std": math.sqrt(fmean((w - mean) ** 2 for w in truncated)),
+            "rollout_is_mean": fmean(of_tokens),
+            "rollout_is_std": pstdev(held),
             "rollout_is_max": max(raws),
             "rollout_is_min": min(raws),
             "rollout_is_eff_sample_size":
-                math.fsum(truncated) ** 2 / math.fsum(w * w for w in truncated) / len(truncated) if mean else 0.0,
+                math.fsum(held) ** 2 / math.fsum(w * w for w in held) / len(held),
             "rollout_is_ratio_fraction_high": fmean(w > o["upper"] for w in raws),
-            "rollout_is_ratio_fraction_low": fmean(w < (o["lower"] or 1 / o["upper"]) for w in raws),
+            "rollout_is_ratio_fraction_low": fmean(w < 1 / o["upper"] for w in raws),
         }
     metrics = {f"rollout_corr/{name}": x for name, x in metrics.items()} | {
         "training/rollout_probs_diff_mean": fmean(diffs),
         "training/rollout_probs_diff_max": max(diffs),
-        "training/rollout_probs_diff_std": math.sqrt(fmean((x - fmean(diffs)) ** 2 for x in diffs)),
+        "training/rollout_probs_diff_std": stdev(diffs),
     }
     return keeps, weights, metrics, nearest
 
@@ -376,12 +377,33 @@ def test_by_hand():
     assert apply(weights="geometric")[0] == pytest.approx([0.5**0.5, 0.5**0.5, 1.5])
     weights, metrics = apply(preset="decoupled-token-icepop")
     assert weights == pytest.approx([2, 0, 1.5])
-    assert {name: metrics[f"rollout_corr/{name}"] for name in ("kl", "chi2_token", "chi2_seq", "rollout_is_mean")} == \
-        pytest.approx({"kl": log(4 / 3) / 3, "chi2_token": (4 + 1 / 16 + 9 / 4) / 3 - 1,
-                       "chi2_seq": (1 / 4 + 9 / 4) / 2 - 1, "rollout_is_mean": 3.5 / 3})
-    assert metrics["rollout_corr/training_ppl"] == pytest.approx(((0.4 * 0.2) ** -0.5 + 4 / 3) / 2)
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(3.5**2 / (4 + 9 / 4) / 3)
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx((0.2 + 0.6 + 0.25) / 3)
+    metrics = {name.removeprefix("rollout_corr/"): x for name, x in metrics.items()}
+
+    def expect(**want):
+        assert {name: metrics[name] for name in want} == pytest.approx(want)
+
+    expect(kl=log(4 / 3) / 3, chi2_token=(4 + 1 / 16 + 9 / 4) / 3 - 1, chi2_seq=(1 / 4 + 9 / 4) / 2 - 1)
+    expect(training_ppl=((0.4 * 0.2) ** -0.5 + 4 / 3) / 2)
+    expect(**{"training/rollout_probs_diff_mean": 0.35, "training/rollout_probs_diff_max": 0.6,
+              "training/rollout_probs_diff_std": ((0.15**2 + 0.25**2 + 0.1**2) / 2) ** 0.5})      # unbiased
+    expect(rollout_is_mean=3.75 / 3, rollout_is_max=2, rollout_is_min=0.25, rollout_is_eff_sample_size=(
+        3.75**2 / (4 + 1 / 16 + 9 / 4) / 3))                               # 1 / upper is 1/5: no weight is clamped
+    expect(rollout_is_ratio_fraction_high=0, rollout_is_ratio_fraction_low=0)
+    metrics = {name.removeprefix("rollout_corr/"): x for name, x in apply(weights="sequence", upper=1.6)[1].items()}
+    expect(rollout_is_mean=(0.5 + 0.5 + 1.5) / 3, rollout_is_max=1.5, rollout_is_min=0.5)           # over tokens
+    expect(rollout_is_std=2**0.5 / 3 * 0.875, rollout_is_eff_sample_size=2.75**2 / (2 * 0.625**2 + 1.5**2) / 3)
+    expect(rollout_is_ratio_fraction_high=0, rollout_is_ratio_fraction_low=0.5)                     # over responses
+
+
+def test_log_ratios_are_summed_before_they_are_clamped():
+    """30 nats up and 29 down are 1 nat: the response's weight is e, its mean ratio e^0.5."""
+    batch = Batch.build([[1]], [[5, 6]], masks=[[True, True]], rollout_logps=[[-31.0, -1.0]])
+    logp = torch.tensor([9.0, -1.0, -30.0])
+    for weights, want in (("sequence", math.e), ("geometric", math.e**0.5)):
+        config, meter = resolve_correction(CorrectionConfig(weights=weights, upper=9.0), "ppo"), Meter()
+        weight = correction.importance_weights(batch, logp, config, meter)
+        assert weight[batch.mask].tolist() == pytest.approx([want, want])
+        assert meter.reduce()["rollout_corr/chi2_seq"] == pytest.approx(math.e**2 - 1)
 
 
 # --------------------------------------------------------------------------- losses and gradients

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+import rloo
 from common.batch import Batch
 from common.losses import (
     AGGREGATIONS,
@@ -17,11 +18,13 @@ from common.losses import (
     explained_variance,
     gae,
     kl_estimate,
+    log_kl_penalty,
     on_last_token,
     resolve_loss,
     set_token_weights,
     value_loss,
 )
+from common.metrics import Meter
 from common.segments import segment_mean, segment_sum, whiten
 from common.selection import covariances, select_clip_cov, select_kl_cov
 from tests import oracles
@@ -224,7 +227,33 @@ def test_kl_controllers():
         KLController(0.1, target=0.0)
 
 
+def test_the_kl_in_the_reward_is_logged_as_a_mean_over_responses():
+    """Responses whose KL is 1 and 5 (9 is a tool's token), and 2; one without a sampled token, and a dummy."""
+    batch = Batch.build([[1], [1, 1], [1]], [[6, 6, 6], [6], [6]],
+                        masks=[[True, False, True], [True], [False]])
+    kl = torch.tensor([7, 1, 9, 5, 7, 7, 2, 7, 7], dtype=F64)
+    meter = Meter()
+    log_kl_penalty(meter, kl, batch)
+    log_kl_penalty(meter, torch.tensor([7.0, 7.0], dtype=F64), batch.dummy())
+    assert meter.reduce() == {"actor/reward_kl_penalty": 2.5}             # not 8 / 3, the mean over tokens
+
+
 # --------------------------------------------------------------------------- critic, advantages
+
+def test_gpg_scales_by_the_responses_of_unequal_groups():
+    """Seven scored responses, three of them in a group of equal rewards: alpha = 7 / 4. Lost ones count nowhere."""
+    lost = math.nan
+    rewards = torch.tensor([1, 0, lost, 1, 1, 1, lost, lost, lost, 0, 2, lost], dtype=F64)
+    group = torch.arange(4).repeat_interleave(3)
+    unused = torch.zeros(12)
+    advantages = rloo.scaled_baseline(rewards, group, unused, unused)
+    want = [0.875, -0.875, lost, 0, 0, 0, lost, lost, lost, -1.75, 1.75, lost]
+    assert advantages.tolist() == pytest.approx(want, nan_ok=True)
+    alone = rloo.scaled_baseline(rewards[:3], group[:3] + torch.tensor([0, 1, 1]), unused, unused)
+    assert alone.tolist() == pytest.approx([0, 0, lost], nan_ok=True)       # groups of one scored response are equal
+    whole = rloo.scaled_baseline(rewards[:2], group[:2], unused, unused)
+    assert whole.tolist() == [0.5, -0.5]                                    # no equal group: alpha = 1
+
 
 def value_errors(dtype, seed):
     batch = ragged(seed, dtype)
@@ -286,6 +315,23 @@ def test_reward_goes_to_the_last_token_that_was_sampled():
 
 
 def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
+    """The defaults are the table "Policy losses" of algorithms.md, line by line: low, high, dual, aggregation."""
+    assert LOSS_DEFAULTS == {
+        "ppo": (0.2, 0.2, 3.0, "token-mean"),
+        "grpo": (0.2, 0.2, 3.0, "token-mean"),
+        "dapo": (0.2, 0.28, 3.0, "token-mean"),
+        "dr_grpo": (0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
+        "gspo": (3e-4, 4e-4, None, "seq-mean-token-mean"),
+        "gmpo": (0.4, 0.4, None, "seq-mean-token-mean"),
+        "cispo": (1.0, 0.28, None, "token-mean"),
+        "sapo": (None, None, None, "seq-mean-token-mean"),
+        "clip_cov": (0.2, 0.2, None, "token-mean"),
+        "kl_cov": (None, None, None, "token-mean"),
+        "dppo_tv": (0.15, 0.15, None, "token-mean"),
+        "dppo_kl": (0.05, 0.05, None, "token-mean"),
+        "reinforce": (None, None, None, "token-mean"),
+    }
+    assert LOSS_DEFAULTS.keys() == POLICY_LOSSES.keys()
     assert resolve_loss("dapo", None, None, None, None) == (0.2, 0.28, 3.0, "token-mean")
     assert resolve_loss("gspo", None, 1e-3, None, None) == (3e-4, 1e-3, None, "seq-mean-token-mean")
     assert resolve_loss("cispo", None, None, None, "token-sum") == (1.0, 0.28, None, "token-sum")

@@ -11,8 +11,9 @@ import torch
 
 from common.engine.base import Response
 from common.prompts import Prompt
-from common.rollout import Rollout, Sample, gather_rollout
+from common.rollout import Rollout, Sample, check_skipped, gather_rollout
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
+from common.tracking.step import constant_group_frac
 from common.tracking.validation import best_at, majority, validation_metrics
 
 DATA = [Prompt([1] * (3 + row), f"source{row % 2}", str(row), {"row": row}, []) for row in range(6)]
@@ -91,6 +92,34 @@ def test_group_statistics_by_hand():
     assert is_constant(x[:0], group[:0]).tolist() == []
 
 
+def test_responses_without_an_advantage_may_be_skipped_and_no_others(world):
+    """Groups of rewards 1 1 and 0 1, and one of which one response is lost: the equal ones run nowhere."""
+    rollout = gather_rollout(make_samples([1, 1, 0, 1, float("nan"), 1]))
+    advantages = (rollout.scores - group_mean(rollout.scores, rollout.group)).nan_to_num()
+    in_update = rollout.in_loss & (advantages != 0)
+    assert advantages.tolist() == [0, 0, -0.5, 0.5, 0, 0]
+    assert in_update.nonzero()[:, 0].tolist() == [2, 3]
+    check_skipped(advantages, in_update, rollout)
+    fork = (rollout.scores - 0.5).nan_to_num()                             # constant groups have an advantage, too
+    message = "response 0 was left out of the update, .* now has the advantage 0.5: --run-zero-advantage runs all"
+    with pytest.raises(ValueError, match=message):
+        check_skipped(fork, in_update, rollout)
+    check_skipped(fork, rollout.in_loss, rollout)                          # all run
+    rollout.in_loss[[0, 1, 5]] = False
+    check_skipped(fork, in_update, rollout)                                # those skipped count in no denominator
+
+
+def test_constant_groups_are_those_without_two_different_scores():
+    """Of four groups those of 1 1, of one score beside a lost one, and of lost ones alone."""
+    lost = float("nan")
+    scores = torch.tensor([1, 1, 0, 1, lost, 1, lost, lost], dtype=torch.float64)
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert constant_group_frac(scores, group) == 0.75
+    assert constant_group_frac(scores[2:4], group[2:4]) == 0
+    assert constant_group_frac(scores[:3], torch.tensor([0, 0, 5])) == 1   # numbers of groups that are absent
+    assert constant_group_frac(scores[:0], group[:0]) == 0
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_best_at_k_is_the_mean_over_all_subsets(k):
     accs = np.array([[0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0.5, 2, -1, 0.5, 0]])
@@ -123,3 +152,27 @@ def test_validation_metrics_by_hand(world):
         "val-core/source0/acc/greedy": 0.5, "val-aux/source0/acc/greedy/stderr": 0.0,
         "val-core/source1/acc/greedy": 0.0, "val-aux/source1/acc/greedy/stderr": 0.0,
     }
+
+
+def test_the_majority_is_of_the_samples_that_have_a_score_and_an_answer(world):
+    """Three prompts, four samples each: one lost, one without answer; none lost; three lost and one without answer."""
+    lost = float("nan")
+    answers = [(1, "4"), (1, None), (lost, "5"), (0, "5"),
+               (0, "7"), (1, "9"), (0, "7"), (0, "8"),
+               (1, None), (lost, "1"), (lost, None), (lost, None)]
+    extras = [{"pred": pred} for _, pred in answers]
+    samples = make_samples([score for score, _ in answers], group_size=4, rows=[0, 2, 4], extras=extras)
+    got = validation_metrics(samples, greedy=False)
+    # votes: 4 and 5, a tie of 1 and 0; 7 twice, 0; none, 0. The lost 5 would make 5 the majority
+    assert got["val-core/source0/acc/maj@4/mean"] == pytest.approx((0.5 + 0 + 0) / 3)
+    assert got["val-core/source0/acc/mean@4"] == pytest.approx((2 + 1 + 1) / 12)
+    for sample in samples:
+        del sample.extras["pred"]
+    assert not any("maj" in name for name in validation_metrics(samples, greedy=False))
+
+
+@pytest.mark.parametrize("acc", [None, "1", [1], {}, float("nan"), float("inf")], ids=repr)
+def test_an_acc_that_is_no_number_leaves_the_score(world, acc):
+    samples = make_samples([0.5, 0.25, 0.25], group_size=1, rows=[0, 2, 4], extras=[{"acc": acc}, {"acc": True}, {}])
+    got = validation_metrics(samples, greedy=True)
+    assert got["val-core/source0/acc/greedy"] == pytest.approx((0.5 + 1 + 0.25) / 3)
