@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
-from tests.conftest import MODEL, ROOT, TRAIN, VAL, launch
+from tests.conftest import MODEL, ROOT, TRAIN, VAL, launch, launch_all
 
 DATA = ("--train-data", str(TRAIN), "--val-data", str(VAL), "--data.max-prompt-length", "200")
 TINY = (*DATA[:2], *DATA[4:], "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4",
@@ -40,10 +40,10 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("script", "flags"), [
-    ("grpo.py", ["--run-constant-groups"]),
+    ("grpo.py", ["--run-zero-advantage"]),
     ("ppo.py", ["--kl-reward-coef", "0.01", "--minibatches-per-step", "2", "--policy.share-prompt"]),
     ("dapo.py", ["--max-gen-batches", "2", "--overlong-buffer", "8", "--policy.share-prompt"]),
-    ("rloo.py", ["--baseline", "remax", "--run-constant-groups"]),
+    ("rloo.py", ["--baseline", "remax", "--run-zero-advantage"]),
 ])
 def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, script, flags):
     """The 135M model, vLLM, FSDP2: validation, two updates, the exported model loads and has moved."""
@@ -52,7 +52,7 @@ def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, script, flags):
         "--data.max-prompt-length", "200", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2",
         "--rollout.max-response-length", "24", "--rollout.max-num-seqs", "16", "--rollout.kv-cache-gb", "0.25",
         "--eval-n", "0", "--optim.lr", "1e-5", "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048",
-        *flags, ranks=1,
+        *flags,
     )
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -72,18 +72,18 @@ def test_two_real_steps_with_vllm(smollm, small_val, tmp_path, script, flags):
 
 def test_ranks_do_not_change_the_run(tiny_llama, tmp_path):
     """Per-response seeds: one and two ranks sample the same tokens and make the same update."""
+    flags = [*TINY[:-2], "--model", tiny_llama, "--run-zero-advantage", "--kl-loss-coef", "0.1",
+             "--entropy-coef", "0.1", "--minibatches-per-step", "2", "--max-tokens-per-gpu", "300"]
     for ranks in (1, 2):
-        flags = (*TINY[:-2], "--run-dir", str(tmp_path / str(ranks)), "--run-constant-groups", "--kl-loss-coef", "0.1",
-                 "--entropy-coef", "0.1", "--minibatches-per-step", "2", "--max-tokens-per-gpu", "300")
-        launch("grpo.py", "--model", tiny_llama, *flags, ranks=ranks)
-    one, two = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
+        launch_all(tmp_path / str(ranks), {"run": ["grpo", *flags]}, ranks)
+    one, two = metrics_of(tmp_path / "1/run"), metrics_of(tmp_path / "2/run")
     timing = re.compile(r"timing|perf|tokens_per_s|probe|global_seqlen")
     for a, b in zip(one, two, strict=True):
         for name in a:
             if not timing.search(name):
                 assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
     assert one[0]["actor/entropy"] > 1 and one[0]["actor/kl_loss"] >= 0 and one[1]["actor/kl_loss"] > 0
-    a, b = weights_of(tmp_path / "1"), weights_of(tmp_path / "2")
+    a, b = weights_of(tmp_path / "1/run"), weights_of(tmp_path / "2/run")
     assert all(torch.allclose(a[name].float(), b[name].float(), atol=1e-3) for name in a)
 
 
@@ -94,10 +94,8 @@ def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(extra_info['index'] % 2 and len(solution_str) % 2)\n"
     )
-    for name in ("skipped", "run"):
-        flags = [*TINY[:-2], "--run-dir", str(tmp_path / name), "--reward.function", f"{reward}:compute_score"]
-        more = ["--run-constant-groups"] if name == "run" else []
-        launch("grpo.py", "--model", tiny_llama, *flags, *more, warm=True)
+    command = ["grpo", *TINY[:-2], "--model", tiny_llama, "--reward.function", f"{reward}:compute_score"]
+    launch_all(tmp_path, {"skipped": command, "run": [*command, "--run-zero-advantage"]})
     skipped, run = metrics_of(tmp_path / "skipped"), metrics_of(tmp_path / "run")
     assert 0 < skipped[0]["reward/constant_group_frac"] < 1
     for a, b in zip(skipped, run, strict=True):
@@ -107,25 +105,41 @@ def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
 
 
 def test_advantages_by_hand():
-    rewards = torch.tensor([[1, 0, 0, 1], [2, 2, 2, 2], [0, 3, torch.nan, 0]], dtype=torch.float64)
-    got = grpo.group_advantages(rewards, norm_by_std=True)
+    rewards = torch.tensor([1, 0, 0, 1, 2, 2, 2, 2, 0, 3, torch.nan, 0], dtype=torch.float64)
+    group = torch.tensor([0] * 4 + [1] * 4 + [2] * 4)
+    got = grpo.group_advantages(rewards, group, norm_by_std=True)
     first = 0.5 / (1 / 3**0.5 + 1e-6)                   # mean 1/2, unbiased std sqrt(4 * 0.25 / 3)
     third = 3**0.5 + 1e-6                               # mean 1 of the three that have a reward, std sqrt(6 / 2)
-    want = [[first, -first, -first, first], [0.0] * 4, [-1 / third, 2 / third, 0.0, -1 / third]]
+    want = [first, -first, -first, first, *[0.0] * 4, -1 / third, 2 / third, 0.0, -1 / third]
     assert torch.allclose(got, torch.tensor(want, dtype=torch.float64), atol=1e-12)
-    plain = grpo.group_advantages(rewards, norm_by_std=False)
-    assert plain[0].tolist() == [0.5, -0.5, -0.5, 0.5] and plain[2].tolist() == [-1.0, 2.0, 0.0, -1.0]
+    plain = grpo.group_advantages(rewards, group, norm_by_std=False)
+    assert plain.tolist() == [0.5, -0.5, -0.5, 0.5, *[0.0] * 4, -1.0, 2.0, 0.0, -1.0]
 
 
 def test_passk_advantages_by_hand():
     nan = torch.nan
-    rewards = torch.tensor([[0.2, 1.0, 0.5], [1, 1, 0], [nan, 0, 2], [3, nan, nan]], dtype=torch.float64)
-    got = grpo.passk_advantages(rewards, norm_by_std=False)
-    want = [[0, 0.5, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0]]               # one scored response has nobody to lead
+    rewards = torch.tensor([0.2, 1.0, 0.5, 1, 1, 0, nan, 0, 2, 3, nan, nan], dtype=torch.float64)
+    group = torch.arange(4).repeat_interleave(3)
+    got = grpo.passk_advantages(rewards, group, norm_by_std=False)
+    want = [0, 0.5, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0]                       # one scored response has nobody to lead
     assert torch.allclose(got, torch.tensor(want, dtype=torch.float64))
-    normed = grpo.passk_advantages(rewards, norm_by_std=True)
-    assert normed[2, 2] == pytest.approx(2 / (2**0.5 + 1e-6)) and normed[0, 1] == pytest.approx(
+    normed = grpo.passk_advantages(rewards, group, norm_by_std=True)
+    assert normed[8] == pytest.approx(2 / (2**0.5 + 1e-6)) and normed[1] == pytest.approx(
         0.5 / (float(torch.tensor([0.2, 1.0, 0.5], dtype=torch.float64).std()) + 1e-6))
+
+
+@pytest.mark.parametrize("name", grpo.ADVANTAGES)
+def test_a_group_is_its_number_and_not_a_position(name):
+    """Groups of 2, 3 and 4 responses, in any order: each group as if it were alone."""
+    torch.manual_seed(0)
+    group = torch.tensor([2, 0, 1, 2, 1, 0, 1, 2, 2])
+    rewards = torch.rand(9, dtype=torch.float64)
+    got = grpo.ADVANTAGES[name](rewards, group, True)
+    assert (got != 0).sum() >= 3
+    for number in range(3):
+        members = group == number
+        alone = grpo.ADVANTAGES[name](rewards[members], torch.zeros(int(members.sum()), dtype=torch.int64), True)
+        assert torch.allclose(got[members], alone, atol=1e-12)
 
 
 def test_soft_overlong_piecewise():
@@ -135,17 +149,15 @@ def test_soft_overlong_piecewise():
     values = [soft_overlong(n, 20_480, 4_096) for n in (1, 16_384, 17_408, 18_432, 20_480, 30_000)]
     assert values == [0, 0, -0.25, -0.5, -1, -1]
     assert soft_overlong(18_432, 20_480, 4_096, factor=0.5) == -0.25
-    with pytest.raises(ValueError, match="overlong buffer 0 must be above 0"):
-        soft_overlong(1, 10, 0)
+    assert [soft_overlong(n, 10, 0) for n in (1, 10, 11)] == [0, 0, 0]                   # no buffer, no penalty
+    with pytest.raises(ValueError, match="overlong buffer 11 must be from 0 to 10, the longest response"):
+        soft_overlong(1, 10, 11)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--samples-per-prompt", "1"), "--samples-per-prompt 1: a group of one has no baseline, at least 2"),
-        (("--minibatches-per-step", "5"), r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
-        (("--clip-low", "1.5"), r"--clip-low 1.5 must be in \[0, 1\]"),
-        (("--total-steps", "0"), "--total-steps 0 must be at least 1"),
         (("--rollout.max-response-length", "2000"), r"exceed the model's context of 1024 tokens"),
         (("--train-data", "no/such.parquet"), r"no/such.parquet"),
         (("--model", "no/such/folder"), r"no/such/folder"),
@@ -164,9 +176,10 @@ def test_bad_flags_are_refused_in_one_line(tiny_llama, tmp_path, flags, message)
 
 
 def test_prompts_must_divide_over_engines(tiny_llama, tmp_path):
-    flags = ("--prompts-per-step", "3", "--run-dir", str(tmp_path))
-    done = launch("grpo.py", "--model", tiny_llama, *TINY, *flags, ranks=2, check=False)
-    assert done.returncode != 0
+    """Every rank refuses before it joins the others, so one is enough to see it."""
+    command = ("grpo.py", "--model", tiny_llama, *TINY, "--prompts-per-step", "3", "--run-dir", tmp_path)
+    done = launch(*command, warm=True, env={"RANK": "1", "WORLD_SIZE": "2"}, check=False)
+    assert done.returncode == 2
     assert "--prompts-per-step 3 must be a multiple of the 2 engines (world size 2 / --rollout.tp 1)" in done.stderr
 
 
@@ -177,8 +190,8 @@ def test_a_port_in_use_is_named(tiny_llama, tmp_path):
         s.bind(("127.0.0.1", 0))
         s.listen()
         port = str(s.getsockname()[1])
-        code = f"import os; os.environ['MASTER_PORT'] = '{port}'; from common.parallel import ranks; ranks.init()"
-        done = launch("-c", code, check=False)
+        (tmp_path / "init.py").write_text("from common.parallel import ranks\nranks.init()\n")
+        done = launch(tmp_path / "init.py", warm=True, env={"MASTER_PORT": port}, check=False)
     assert f"port {port} (MASTER_PORT) is in use" in done.stderr
 
 
@@ -193,7 +206,7 @@ def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny_llama, tmp_p
 
 def test_broken_weights_are_refused_with_the_sample(tiny_llama, tmp_path):
     """A learning rate of infinity makes the weights NaN: the next rollout is refused before it is trained on."""
-    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.lr", "inf", "--run-constant-groups")
+    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.lr", "inf", "--run-zero-advantage")
     flags += ("--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score")
     done = launch("grpo.py", "--model", tiny_llama, *flags, warm=True, check=False)
     assert done.returncode == 2
@@ -206,11 +219,12 @@ def test_the_readmes_fork_runs(tiny_llama, tmp_path):
     readme = (ROOT / "README.md").read_text().split("## Fork it")[1]
     (change,) = re.findall(r"```python\n(.*?)```", readme, re.S)[:1]
     source = (ROOT / "grpo.py").read_text()
-    (line,) = re.findall(r"^        advantages = .*\n", source, re.M)
+    before, phase, after = source.partition("# 4 advantages")
+    (line,) = re.findall(r"^ +advantages = .*\n", after[:after.index("# 5 update")], re.M)
     assert change.count("\n") < 10
-    (tmp_path / "mine.py").write_text(source.replace(line, line + change))
+    (tmp_path / "mine.py").write_text(before + phase + after.replace(line, line + change, 1))
     for script, run in (("grpo.py", "theirs"), (str(tmp_path / "mine.py"), "mine")):
-        flags = (*TINY, "--total-steps", "1", "--run-dir", str(tmp_path / run), "--run-constant-groups",
+        flags = (*TINY, "--total-steps", "1", "--run-dir", str(tmp_path / run), "--run-zero-advantage",
                  "--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score")
         launch(script, "--model", tiny_llama, *flags, warm=True)
     theirs, mine = metrics_of(tmp_path / "theirs")[0], metrics_of(tmp_path / "mine")[0]

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from itertools import chain
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,8 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 import dapo
 import rloo
-from common.parallel.ranks import World
-from tests.conftest import ROOT, TRAIN, launch
+from tests.conftest import ROOT, TRAIN, launch, launch_all
 
 BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--prompts-per-step", "4", "--samples-per-prompt", "3", "--rollout.max-response-length", "6",
@@ -55,8 +55,8 @@ VARIANTS = {
     "dapo surplus": ["--keep-surplus", "--total-steps", "3"],
     "dapo one batch": ["--max-gen-batches", "1"],
     **{f"rloo {name}": ["--baseline", name] for name in BASELINES},
-    **{f"rloo {name} kl clip": ["--baseline", name, "--kl-reward-coef", "0.1", "--clip", "0.2", "--gamma", "0.9",
-                                *TWO_UPDATES] for name in BASELINES},
+    **{f"rloo {name} kl clip": ["--baseline", name, "--kl-reward-coef", "0.1", "--loss", "ppo", "--gamma", "0.9",
+                                "--clip-low", "0.2", "--clip-high", "0.2", *TWO_UPDATES] for name in BASELINES},
 }
 
 
@@ -84,10 +84,10 @@ def runs(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int, d
     for ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         own = ["--model", tiny_llama, "--train-data", small_train, *BASE]
-        jobs = [[name.split()[0], str(folder / name), [reward_model if flag == "RM" else flag for flag in own + flags]]
-                for name, flags in VARIANTS.items()]
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        launch("-m", "tests.scripts.variant_worker", folder / "jobs.json", ranks=ranks)
+        launch_all(folder, {
+            name: [name.split()[0], *(reward_model if flag == "RM" else flag for flag in own + flags)]
+            for name, flags in VARIANTS.items()
+        }, ranks)
         found[ranks] = {name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
                         for name in VARIANTS}
     return found
@@ -171,7 +171,7 @@ def test_dapo_samples_until_enough_groups_differ(runs):
     assert max(row["rollout/surplus_groups"] for row in runs[1]["dapo surplus"]) > 0
     one = runs[1]["dapo one batch"][0]
     assert one["rollout/gen_batches"] == 1 and one["rollout/surplus_groups"] == 0
-    assert runs[1]["dapo overlong"][0]["reward/overlong_punishment"] < 0
+    assert runs[1]["dapo overlong"][0]["reward/overlong_penalty"] < 0
 
 
 # --------------------------------------------------------------------------- formulas by hand
@@ -180,10 +180,17 @@ NAN = torch.nan
 
 
 def baseline(name, rewards, lengths=None, greedy=None):
-    rewards = torch.tensor(rewards, dtype=torch.float64)
+    """`rewards`: a list a group. The advantages, flat."""
+    group = torch.tensor([number for number, members in enumerate(rewards) for _ in members])
+    num_prompts = len(rewards)
+    rewards = torch.tensor(list(chain(*rewards)), dtype=torch.float64)
     lengths = torch.ones_like(rewards) if lengths is None else torch.tensor(lengths, dtype=torch.float64)
-    greedy = torch.zeros(len(rewards)) if greedy is None else torch.tensor(greedy, dtype=torch.float64)
-    return rloo.BASELINES[name].function(rewards, lengths, greedy).nan_to_num()
+    greedy = torch.tensor([0] * num_prompts if greedy is None else greedy, dtype=torch.float64)
+    got = rloo.BASELINES[name].function(rewards, group, lengths, greedy).nan_to_num()
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(0))     # a group is no position
+    moved = rloo.BASELINES[name].function(rewards[order], group[order], lengths[order], greedy).nan_to_num()
+    assert torch.allclose(moved, got[order], atol=1e-12)
+    return got
 
 
 def assert_equal(got, want):
@@ -191,19 +198,23 @@ def assert_equal(got, want):
 
 
 def test_baselines_by_hand():
-    assert_equal(baseline("rloo", [[1, 0, 0], [2, NAN, 4], [5, NAN, NAN]]), [[1, -0.5, -0.5], [-2, 0, 2], [0, 0, 0]])
-    assert_equal(baseline("reinforce++", [[1, 0, NAN]]), [[1, 0, 0]])
-    assert_equal(baseline("reinforce++-baseline", [[1, 0, 0.5], [4, NAN, 2]]), [[0.5, -0.5, 0], [1, 0, -1]])
-    assert_equal(baseline("remax", [[1, 0], [3, NAN]], greedy=[0.25, 1]), [[0.75, -0.25], [2, 0]])
+    assert_equal(baseline("rloo", [[1, 0, 0], [2, NAN, 4], [5, NAN, NAN]]), [1, -0.5, -0.5, -2, 0, 2, 0, 0, 0])
+    assert_equal(baseline("rloo", [[1, 0], [3, 0, 0, 0]]), [1, -1, 3, -1, -1, -1])
+    assert_equal(baseline("reinforce++", [[1, 0, NAN]]), [1, 0, 0])
+    assert_equal(baseline("reinforce++-baseline", [[1, 0, 0.5], [4, NAN, 2]]), [0.5, -0.5, 0, 1, 0, -1])
+    assert_equal(baseline("remax", [[1, 0], [3, NAN]], greedy=[0.25, 1]), [0.75, -0.25, 2, 0])
     # lengths 1, 3 with rewards 4, 0: the weighted mean is 1; the lost response of length 9 has no weight
-    assert_equal(baseline("opo", [[4, 0, NAN]], lengths=[[1, 3, 9]]), [[3, -1, 0]])
-    # 2 of 4 rewards are not 0: alpha 2
-    assert_equal(baseline("gpg", [[1, 0], [0, 3]]), [[1, -1], [-3, 3]])
+    assert_equal(baseline("opo", [[4, 0, NAN]], lengths=[1, 3, 9]), [3, -1, 0])
+    # 2 of 5 scored responses are in a group with unequal rewards: alpha 2.5
+    assert_equal(baseline("gpg", [[1, 0], [2, 2], [7, NAN]]), [1.25, -1.25, 0, 0, 0, 0])
+    assert_equal(baseline("gpg", [[2, 2], [0, 0]]), [0, 0, 0, 0])
 
 
-def test_unequal_groups_by_hand():
-    rewards = torch.tensor([[1, 1, 1], [0, 1, 0], [NAN, 1, 1], [NAN, 0, 1], [NAN, NAN, 2], [NAN] * 3])
-    assert dapo.unequal_groups(rewards) == [1, 3]
+def test_groups_to_train_by_hand():
+    rewards = torch.tensor([1, 1, 1, 0, 1, 0, NAN, 1, 1, NAN, 0, 1, NAN, NAN, 2, *[NAN] * 3])
+    group = torch.arange(6).repeat_interleave(3)
+    assert dapo.groups_to_train(rewards, group) == [1, 3]
+    assert dapo.groups_to_train(rewards[[5, 9, 0, 4, 10, 2, 11]], group[[5, 9, 0, 4, 10, 2, 11]]) == [1, 3]
 
 
 # --------------------------------------------------------------------------- bad flags
@@ -219,18 +230,23 @@ def test_unequal_groups_by_hand():
     ("ppo", ["--critic-model", "/no/critic"], "/no/critic holds no config.json: --critic-model must be"),
     ("ppo", ["--critic-warmup-steps", "1"], "--critic-warmup-steps 1 must be from 0 to below --total-steps 1"),
     ("ppo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
+    ("grpo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
+    ("grpo", ["--total-steps", "0"], "--total-steps 0 must be at least 1"),
     ("rloo", ["--samples-per-prompt", "1"], "--samples-per-prompt 1: --baseline rloo needs 2"),
-    ("rloo", ["--clip", "1.5"], r"--clip 1.5 must be in \[0, 1\]"),
+    ("ppo", ["--correction.reject", "k3", "--correction.reject-above", "1", "--correction.rejected-leave-group"],
+     "--correction.rejected-leave-group: a critic is the baseline here, there are no groups"),
+    ("rloo", ["--loss", "ppo", "--clip-low", "1.5"], r"--clip-low 1.5 must be in \[0, 1\]"),
+    ("rloo", ["--clip-low", "0.2"], "--clip-low 0.2: the loss reinforce has no such bound"),
     ("rloo", ["--prompts-per-step", "0"], "--prompts-per-step 0 must be at least 1"),
     ("dapo", ["--overlong-buffer", "7"], "--overlong-buffer 7 must be from 0 to --rollout.max-response-length 6"),
     ("dapo", ["--max-gen-batches", "0"], "--max-gen-batches 0 must be at least 1"),
 ])
 def test_bad_flags_are_refused_before_a_model_is_loaded(tiny_llama, script, flags, message):
-    """`check` is the second line of `main` and sees nothing but flags."""
+    """`check` is the first line of `main` and sees nothing but flags."""
     module = importlib.import_module(script)
     args = tyro.cli(module.Args, args=["--model", tiny_llama, "--train-data", "/no/such.parquet", *BASE, *flags])
     with pytest.raises(ValueError, match=message):
-        module.check(args, World(0, 1, 0, torch.device("cpu"), None))
+        module.check(args)
 
 
 def test_too_few_groups_stop_with_a_clear_message(tiny_llama, small_train, tmp_path):

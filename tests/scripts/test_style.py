@@ -5,11 +5,14 @@ Where a rule is checked by a function of sources, a second test shows that the f
 
 import ast
 import importlib
+import io
 import itertools
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -23,17 +26,30 @@ COMMON = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT
 REWARDS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "rewards").rglob("*.py"))}
 SOURCES = SCRIPTS | COMMON | REWARDS
 PHASES = ["1 rollout", "2 reward", "3 log-probs", "4 advantages", "5 update", "6 log"]
-CHANGED_LINES = {"rloo.py": 120, "dapo.py": 140, "ppo.py": 200}         # against grpo.py
+
+# The ceilings of design.md, in lines. They are not raised: a file that reaches its ceiling is two subjects, and a
+# change that does not fit deletes something first.
+SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300}
+FILE_CEILING = 350                                                      # any file of common/ and below it
+READ_CEILING = 2100                                                     # all files that lie directly in common/
+PACKAGES_CEILING = 4300                                                 # all files in packages below common/
+MAKEFILE_CEILING = 59
+CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190}         # against grpo.py, added plus removed
 
 
 # --------------------------------------------------------------------------- flags
 
+Key = tuple[str, str]                                                   # (file, class)
+
+
 class Flags:
-    """The dataclasses that tyro reads: a class named Args or *Config, in any source."""
+    """The dataclasses that tyro reads: a class named *Args or *Config, in any source. A field belongs to the class that
+    declares it first; a class that inherits it and repeats it with another default has the same flag."""
 
     def __init__(self, sources: dict[str, str]):
         self.trees = {file: ast.parse(text) for file, text in sources.items()}
-        self.classes: dict[tuple[str, str], dict[str, ast.AnnAssign]] = {}
+        self.classes: dict[Key, dict[str, ast.AnnAssign]] = {}
+        self.bases: dict[Key, list[ast.expr]] = {}
         self.functions: dict[str, ast.FunctionDef] = {}                 # `__init__` of a class under its name
         for file, tree in self.trees.items():
             for node in tree.body:
@@ -43,16 +59,26 @@ class Flags:
                     if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                         self.functions[node.name] = method
                 decorated = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
-                if decorated and (node.name == "Args" or node.name.endswith("Config")):
+                if decorated and node.name.endswith(("Args", "Config")):
                     fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
                     self.classes[file, node.name] = {ast.unparse(x.target): x for x in fields}
+                    self.bases[file, node.name] = node.bases
 
-    def find(self, file: str, annotation: ast.expr | None) -> tuple[str, str] | None:
+    def find(self, file: str, annotation: ast.expr | None) -> Key | None:
         """The flag class that an annotation in `file` names: its own, else the one of that name elsewhere."""
         name = ast.unparse(annotation).rpartition(".")[2] if annotation is not None else ""
         if (file, name) in self.classes:
             return file, name
         return next((key for key in self.classes if key[1] == name != "Args"), None)
+
+    def declared_in(self, key: Key, field: str) -> Key | None:
+        """The class that declares this field of `key`, the most basic one if it is declared again."""
+        for base in self.bases[key]:
+            parent = self.find(key[0], base)
+            owner = parent and self.declared_in(parent, field)
+            if owner:
+                return owner
+        return key if field in self.classes[key] else None
 
     def undocumented(self) -> list[str]:
         """Fields that no docstring follows; those that nest another flag class have none."""
@@ -67,48 +93,62 @@ class Flags:
 
     def unread(self) -> list[str]:
         """Fields that no code reads: neither `config.x` on a parameter annotated with the class, nor through a field of
-        another flag class (`args.rollout.x`), nor `self.config.x`, nor as an argument of `f(**vars(args.reward))`."""
-        read: set[tuple[tuple[str, str], str]] = set()
+        another flag class (`args.rollout.x`), nor `self.config.x`, nor through a variable that was assigned one of
+        these, nor as an argument of `f(**vars(args.reward))`. What a base class reads of `args` counts for it."""
+        read: set[tuple[Key, str]] = set()
         for file, tree in self.trees.items():
             own = {}                                                    # self.NAME, from `self.NAME = parameter`
             for function in ast.walk(tree):
                 if isinstance(function, ast.FunctionDef):
-                    types = self.parameters(file, function)
-                    for node in ast.walk(function):
-                        if isinstance(node, ast.Assign):
-                            pairs = [(node.targets[0], node.value)]
-                            if isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
-                                pairs = zip(node.targets[0].elts, node.value.elts)
-                            own |= {ast.unparse(to): types[ast.unparse(value)] for to, value in pairs
-                                    if ast.unparse(to).startswith("self.") and ast.unparse(value) in types}
+                    assigned = self.assigned(function, self.parameters(file, function))
+                    own |= {name: key for name, key in assigned.items() if name.startswith("self.")}
             for function in ast.walk(tree):
                 if isinstance(function, ast.FunctionDef):
-                    self.visit(file, function, own | self.parameters(file, function), read)
+                    known = own | self.parameters(file, function)
+                    self.visit(function, known | self.assigned(function, known), read)
         return [f"{file} {name}.{field}" for (file, name), fields in self.classes.items() for field in fields
-                if ((file, name), field) not in read]
+                if self.declared_in((file, name), field) == (file, name) and ((file, name), field) not in read]
 
-    def parameters(self, file: str, function: ast.FunctionDef) -> dict[str, tuple[str, str]]:
+    def parameters(self, file: str, function: ast.FunctionDef) -> dict[str, Key]:
         arguments = [*function.args.args, *function.args.kwonlyargs]
         return {a.arg: key for a in arguments if (key := self.find(file, a.annotation))}
 
-    def visit(self, file, root, names, read) -> None:
-        def type_of(node):
-            if ast.unparse(node) in names:
-                return names[ast.unparse(node)]
-            if isinstance(node, ast.Attribute) and (outer := type_of(node.value)) and node.attr in self.classes[outer]:
-                return self.find(outer[0], self.classes[outer][node.attr].annotation)
-            return None
+    def type_of(self, node: ast.expr, names: dict[str, Key]) -> Key | None:
+        """The flag class of an expression, where `names` are of known classes."""
+        if ast.unparse(node) in names:
+            return names[ast.unparse(node)]
+        if isinstance(node, ast.Attribute) and (outer := self.type_of(node.value, names)):
+            owner = self.declared_in(outer, node.attr)
+            return owner and self.find(owner[0], self.classes[owner][node.attr].annotation)
+        return None
 
+    def assigned(self, function: ast.FunctionDef, names: dict[str, Key]) -> dict[str, Key]:
+        """What the function's assignments make of these names: `self.args = args`, `config = args.save`."""
+        found = {}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign):
+                pairs = [(node.targets[0], node.value)]
+                if isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
+                    pairs = zip(node.targets[0].elts, node.value.elts)
+                for target, value in pairs:
+                    if isinstance(value, ast.Name | ast.Attribute) and (key := self.type_of(value, names | found)):
+                        found[ast.unparse(target)] = key
+        return found
+
+    def visit(self, root, names, read) -> None:
         for node in ast.walk(root):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and (key := type_of(node.value)):
-                read.add((key, node.attr))
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                key = self.type_of(node.value, names)
+                if key:
+                    read.add((self.declared_in(key, node.attr), node.attr))
             if isinstance(node, ast.Call):
                 for keyword in node.keywords:
                     match keyword:
                         case ast.keyword(arg=None, value=ast.Call(func=ast.Name(id="vars"), args=[config])):
                             callee = self.functions[ast.unparse(node.func)]
                             used = {x.id for x in ast.walk(callee) if isinstance(x, ast.Name)}
-                            read |= {(type_of(config), a.arg) for a in callee.args.args if a.arg in used}
+                            key = self.type_of(config, names)
+                            read |= {(key, a.arg) for a in callee.args.args if a.arg in used}
 
 
 def test_every_flag_is_read():
@@ -119,12 +159,21 @@ def test_every_flag_is_read():
 
 
 def test_a_flag_that_nobody_reads_is_found():
-    source = SOURCES["grpo.py"].replace("class Args:\n", 'class Args:\n    never: int = 0\n    """No one."""\n', 1)
-    assert Flags(SOURCES | {"grpo.py": source}).unread() == ["grpo.py Args.never"]
+    never = '    never: int = 0\n    """No one."""\n'
+    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), ("common/run.py", "RunArgs", "")):
+        head = f"class {name}{bases}:\n"
+        assert head in SOURCES[file]
+        source = SOURCES[file].replace(head, head + never, 1)
+        assert Flags(SOURCES | {file: source}).unread() == [f"{file} {name}.never"]
+    run = "common/run.py"
+    source = SOURCES[run].replace("args.eval_every", "0")               # read by `Run` alone, for all scripts
+    assert Flags(SOURCES | {run: source}).unread() == [f"{run} RunArgs.eval_every"]
+    source = SOURCES[run].replace("args.run_dir", "''")                 # scripts declare it again: still one flag
+    assert Flags(SOURCES | {run: source}).unread() == [f"{run} RunArgs.run_dir"]
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
-    sources = {file: text.replace("args.save.timeout_s", "0") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint/manager.py SaveConfig.timeout_s"]
+    sources = {file: text.replace("args.save.best_metric", "0") for file, text in SOURCES.items()}
+    assert Flags(sources).unread() == ["common/checkpoint/manager.py SaveConfig.best_metric"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]
@@ -136,27 +185,51 @@ def test_every_flag_has_its_help():
     assert Flags({"common/optim.py": source}).undocumented() == ["common/optim.py OptimConfig.lr"]
 
 
-def help_of(text: str) -> dict[str, tuple[str, str]]:
-    """Flag -> its type and help, of a script's Args."""
-    body = next(x for x in ast.parse(text).body if isinstance(x, ast.ClassDef) and x.name == "Args").body
-    return {ast.unparse(node.target): (ast.unparse(node.annotation), ast.get_source_segment(text, following))
-            for node, following in itertools.pairwise(body)
-            if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr)}
+def help_of(text: str, name: str = "Args") -> dict[str, tuple[str, str]]:
+    """Flag -> its type and help, of one class. Choices are left out of the type; of a flag that every script describes
+    in its own words, the first sentence is taken."""
+    body = next(x for x in ast.parse(text).body if isinstance(x, ast.ClassDef) and x.name == name).body
+    found = {}
+    for node, following in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            flag, words = ast.unparse(node.target), following.value.value
+            kind = ast.unparse(node.annotation)
+            if flag in OWN_WORDS:
+                kind, words = kind.partition("[")[0], re.split(r"(?<=[.:])\s", words)[0]
+            found[flag] = (kind, words)
+    return found
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "grpo.py"])
-def test_shared_flags_have_one_meaning(script):
-    ours, theirs = help_of(SCRIPTS["grpo.py"]), help_of(SCRIPTS[script])
-    shared = [name for name in ours if name in theirs]
+OWN_WORDS = {"loss", "gamma"}           # flags whose choices or whose further sentences are about the one script
+
+
+def shared_flags(a: str, b: str) -> list[str]:
+    return [name for name in help_of(SCRIPTS[a]) if name in help_of(SCRIPTS[b])]
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SCRIPTS, 2)))
+def test_shared_flags_have_one_meaning(one, other):
+    ours, theirs = help_of(SCRIPTS[one]), help_of(SCRIPTS[other])
+    shared = shared_flags(one, other)
     assert len(shared) > 10
     assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_inherited_flag_keeps_its_meaning(script):
+    """A script declares a flag of `RunArgs` again only to change its default."""
+    ours, theirs = help_of(SCRIPTS[script]), help_of(COMMON["common/run.py"], "RunArgs")
+    again = [name for name in ours if name in theirs]
+    assert "run_dir" in again
+    assert {name: ours[name] for name in again} == {name: theirs[name] for name in again}
 
 
 def test_a_flag_with_two_meanings_would_be_found():
     ours = help_of(SCRIPTS["grpo.py"])
     changed = SCRIPTS["grpo.py"].replace("clip_low: float", "clip_low: int").replace("Upper clip:", "Upper bound:")
+    changed = changed.replace('"""Loss of a token: a function', '"""Loss of a response: a function')
     other = help_of(changed)
-    assert [name for name in ours if ours[name] != other[name]] == ["clip_low", "clip_high"]
+    assert [name for name in ours if ours[name] != other[name]] == ["loss", "clip_low", "clip_high"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -169,7 +242,7 @@ def test_args_are_never_assigned_to(script):
 # --------------------------------------------------------------------------- scripts
 
 def phases(text: str) -> list[str]:
-    return re.findall(r"^ {8}# (\d [a-z-]+)", text, flags=re.MULTILINE)
+    return re.findall(r"^ {12}# (\d [a-z-]+)", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -190,18 +263,101 @@ def test_main_is_flat(script):
 
 @pytest.mark.parametrize("script", [name for name in CHANGED_LINES if name in SCRIPTS])
 def test_few_lines_differ_from_grpo(script):
-    """As `diff grpo.py SCRIPT` counts them: lines that are new in the script."""
+    """As `diff grpo.py SCRIPT` counts them: lines of grpo.py that are gone, and lines that are new."""
     done = subprocess.run(["diff", ROOT / "grpo.py", ROOT / script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    changed = [line for line in done.stdout.splitlines() if line.startswith(">")]
-    assert 20 < len(changed) <= CHANGED_LINES[script]
+    changed = [line for line in done.stdout.splitlines() if line.startswith(("<", ">"))]
+    assert 40 < len(changed) <= CHANGED_LINES[script]
 
 
-def test_line_budgets():
-    lines = {file: len(text.splitlines()) for file, text in SOURCES.items()}
-    over = {file: n for file, n in lines.items() if n > (450 if file in SCRIPTS else 400) and file not in REWARDS}
-    assert over == {}, "a script has at most 450 lines, a file of common/ 400"
-    assert sum(lines[file] for file in COMMON) <= 6000
+# How statements of `main` begin that every script has.
+SHARED_STATEMENTS = [
+    "settings = check(args)", "P, G =", "num_updates =", "temperature =", "with Run(", "policy, optimizer =",
+    "run.resume()", "for step in", "run.metrics |= engine.wake", "run.metrics |= engine.sleep", "minibatches =",
+    "microbatch.old_logp =", "losses.set_token_weights(", "logp, entropy =", "losses.check_finite('logp'", "old_logp =",
+    "loss = loss * importance_weights", "run.meter.total('actor/pg_loss'", "if args.entropy_coef:", "(run.world.size *",
+    "run.microbatch_done(microbatch, stats, logp", "metrics = ",
+]
+
+
+def statements(text: str) -> dict[str, set[str]]:
+    """Beginning of a statement of `main` -> its lines in the source, comments at their ends included. Of a loop and a
+    `with` the first line."""
+    lines, tree = text.splitlines(), function(ast.parse(text), "main")
+    found = {start: set() for start in SHARED_STATEMENTS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt):
+            last = node.lineno if isinstance(node, ast.With | ast.For) else node.end_lineno
+            for start in SHARED_STATEMENTS:
+                if ast.unparse(node).startswith(start):
+                    found[start].add("\n".join(lines[node.lineno - 1:last]))
+    return found
+
+
+def test_what_scripts_share_is_the_same_to_the_character():
+    found = {script: statements(text) for script, text in SCRIPTS.items()}
+    for start in SHARED_STATEMENTS:
+        for script in SCRIPTS:
+            assert found[script][start], f"{script} has no {start!r}"
+        at_the_margin = {textwrap.dedent(code) for script in SCRIPTS for code in found[script][start]}
+        assert len(at_the_margin) == 1, at_the_margin
+    assert len({text[text.index('if __name__ == "__main__":'):] for text in SCRIPTS.values()}) == 1
+
+
+def same_code(text: str) -> dict[str, str]:
+    """A line's code without its spaces -> the line, without its indentation."""
+    return {re.sub(r"\s+", "", re.split(r"\s+#", line)[0]): line.strip() for line in text.splitlines() if line.strip()}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SCRIPTS, 2)))
+def test_equal_code_has_equal_comments_and_spaces(one, other):
+    ours, theirs = same_code(SCRIPTS[one]), same_code(SCRIPTS[other])
+    shared = [code for code in ours if code in theirs and not code.startswith("#")]
+    assert len(shared) > 70
+    assert [theirs[code] for code in shared] == [ours[code] for code in shared]
+
+
+def test_a_drifted_line_would_be_found():
+    text = SCRIPTS["grpo.py"]
+    spaced = text.replace("# FSDP averages: undo it", "# FSDP averages")
+    assert [line for code, line in same_code(spaced).items() if same_code(text).get(code) != line] != []
+    ours, changed = statements(text), statements(text.replace("args.entropy_coef != 0)", "args.entropy_coef > 0)"))
+    assert [start for start in ours if ours[start] != changed[start]] == ["logp, entropy ="]
+
+
+# --------------------------------------------------------------------------- ceilings
+
+def over_ceiling(sources: dict[str, str]) -> dict[str, int]:
+    """What is longer than design.md allows -> its lines: scripts, files of common/, and the sums of its two zones."""
+    lines = {file: len(text.splitlines()) for file, text in sources.items()}
+    directly = {file: n for file, n in lines.items() if re.fullmatch(r"common/\w+\.py", file)}
+    below = {file: n for file, n in lines.items() if re.match(r"common/\w+/", file)}
+    limits = dict.fromkeys([*directly, *below], FILE_CEILING) | SCRIPT_CEILINGS
+    found = {file: n for file, n in lines.items() if file in limits and n > limits[file]}
+    for zone, files, limit in (("common/*.py", directly, READ_CEILING), ("common/*/", below, PACKAGES_CEILING)):
+        if sum(files.values()) > limit:
+            found[zone] = sum(files.values())
+    return found
+
+
+def test_ceilings():
+    assert over_ceiling(SCRIPTS | COMMON) == {}
+
+
+def test_what_is_over_a_ceiling_is_found():
+    tree = {"grpo.py": 250, "common/a.py": 350, "common/b.py": 350, "common/model/a.py": 350}
+    sources = {file: "x\n" * n for file, n in tree.items()}
+    assert over_ceiling(sources) == {}
+    longer = dict.fromkeys(("grpo.py", "common/b.py", "common/model/a.py"), "x\n" * 351)
+    assert over_ceiling(sources | longer) == dict.fromkeys(longer, 351)
+    many = {f"common/c{i}.py": "x\n" * 200 for i in range(8)}
+    assert over_ceiling(sources | many) == {"common/*.py": 2300}
+    many = {f"common/engine/c{i}.py": "x\n" * 330 for i in range(12)}
+    assert over_ceiling(sources | many) == {"common/*/": 4310}
+
+
+def test_the_makefile_is_short():
+    assert len((ROOT / "Makefile").read_text().splitlines()) <= MAKEFILE_CEILING
 
 
 # --------------------------------------------------------------------------- imports
@@ -219,6 +375,97 @@ def test_shared_parts_import_no_script(file):
     assert not imported((COMMON | REWARDS)[file]) & {*NAMES, "tests"}
     if file in REWARDS:
         assert "common" not in imported(REWARDS[file])
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> modules of `sources` that it imports, at the top or inside a function. `from package import name` is an
+    import of the module of that name if there is one, else of the package."""
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources}
+    graph = {}
+    for module, file in modules.items():
+        package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
+        graph[module] = set()
+        for node in ast.walk(ast.parse(sources[file])):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                parents = package.split(".")[:len(package.split(".")) + 1 - node.level] if node.level else []
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+                names = [f"{base}.{name}" if f"{base}.{name}" in modules else base for name in names]
+            graph[module] |= {name for name in names if name in modules}
+    return graph
+
+
+def import_circles(sources: dict[str, str]) -> list[list[str]]:
+    """For each module that imports itself over others, a shortest circle; each circle once, from its first name."""
+    graph = import_graph(sources)
+    found = []
+    for start in sorted(graph):
+        paths = [[start]]
+        seen = set()
+        while paths:
+            path = paths.pop(0)
+            if start in graph[path[-1]]:
+                first = path.index(min(path))
+                circle = path[first:] + path[:first]
+                if circle not in found:
+                    found.append(circle)
+                break
+            following = sorted(graph[path[-1]] - seen)
+            seen |= set(following)
+            paths += [[*path, name] for name in following]
+    return found
+
+
+def test_no_import_circle():
+    graph = import_graph(COMMON | REWARDS)
+    assert sum(map(len, graph.values())) > 100
+    assert {"common.rollout", "common.metrics"} <= graph["common.run"]
+    assert import_circles(COMMON | REWARDS) == []
+
+
+def test_an_import_circle_is_found():
+    sources = {
+        "a/__init__.py": "from a.x import f",
+        "a/x.py": "def f():\n    from a import y",
+        "a/y.py": "import a.z.w",
+        "a/z/__init__.py": "",
+        "a/z/w.py": "from ..x import f\nimport os",
+        "a/alone.py": "from a.x import f\nfrom a import x",
+    }
+    assert import_graph(sources)["a.alone"] == {"a.x"}
+    assert import_circles(sources) == [["a.x", "a.y", "a.z.w"]]
+    assert import_circles(sources | {"a/x.py": "from a import g"}) == [["a", "a.x"]]
+    looped = COMMON | {"common/metrics.py": COMMON["common/metrics.py"] + "\ndef f():\n    import common.run\n"}
+    assert ["common.metrics", "common.run"] in import_circles(looped)
+
+
+def words(text: str) -> set[str]:
+    """Words of all names and strings in code, in lower case; docstrings and comments are not code."""
+    tree = ast.parse(text)
+    documentation = {(node.lineno, node.col_offset) for node in ast.walk(tree)
+                     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    found = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_text = tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE")         # the second since Python 3.12
+        if token.type == tokenize.NAME or (is_text and token.start not in documentation):
+            found |= set(re.findall(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]+", token.string))
+    return {word.lower() for word in found}
+
+
+OBJECTIVES = {"loss", "losses", "advantage", "advantages", "grpo", "ppo", "dapo", "rloo"}
+
+
+def test_run_knows_no_loss_and_no_advantage():
+    text = COMMON["common/run.py"]
+    assert words(text) & OBJECTIVES == set()
+    assert not import_graph(COMMON)["common.run"] & {"common.losses", "common.selection"}
+
+
+def test_a_named_loss_is_found():
+    """In a name, a string, an f-string; not in a docstring or a comment."""
+    assert {"loss", "in", "coef"} <= words("if in_loss:\n    PGLossCoef = 1\n")
+    assert {"advantage", "x"} <= words("print(f'advantage {x}')")
+    assert not words('"""The loss."""\nx: int\n"""Of the advantage."""  # loss\n') & OBJECTIVES
 
 
 def test_importing_needs_neither_vllm_nor_a_gpu(tmp_path):

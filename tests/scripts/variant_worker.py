@@ -1,6 +1,6 @@
-"""Runs many tiny trainings in one process (under torchrun: in one set of ranks), so that a test can try every flag.
+"""Runs many tiny trainings in one process a rank, so that a test can try every flag.
 
-argv: a JSON file with a list of [script, run folder, flags].
+argv: a JSON file with a list of [script, run folder, flags]. `launch_all` in conftest.py writes it.
 """
 
 import functools
@@ -18,7 +18,8 @@ from common.tracking import profiling
 
 if __name__ == "__main__":
     world = ranks.init()
-    ranks.init, ranks.shutdown = lambda: world, torch.distributed.barrier         # one process group for all runs
+    ranks.init = lambda timeout_s: world                                        # one process group for all runs
+    ranks.shutdown = torch.distributed.barrier
     profiling.matmul_flops = functools.cache(profiling.matmul_flops)            # one measurement, one tokenizer
     AutoTokenizer.from_pretrained = functools.cache(AutoTokenizer.from_pretrained)
     for script, run_dir, flags in json.loads(Path(sys.argv[1]).read_text()):
