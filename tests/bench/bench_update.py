@@ -101,7 +101,7 @@ def main(args: Args) -> None:
 
     def load(compute_dtype: str) -> tuple[Policy, Optimizer]:
         policy = load_policy(args.model, ModelConfig(compute_dtype), world)
-        return policy, make_optimizer(policy, OptimConfig(lr=0.0))
+        return policy, make_optimizer(policy, OptimConfig())
 
     def update(microbatches: list[Batch]) -> float:
         start = time.perf_counter()

@@ -319,6 +319,25 @@ def test_learning_rate_by_hand(config, total, want):
     assert [learning_rate(config, step, total) for step in range(total)] == pytest.approx(want, abs=1e-12)
 
 
+@pytest.mark.parametrize(("name", "value", "rule"), [
+    ("lr", 0.0, "0.0 must be positive"), ("lr", -1e-6, "must be positive"), ("lr", math.nan, "nan must be positive"),
+    ("lr", math.inf, "must be positive"), ("warmup_steps", -1, "-1 must be at least 0"),
+    ("min_lr_frac", 1.5, "1.5 must be in"), ("min_lr_frac", -0.1, "must be in"),
+    ("betas", (0.9, 1.0), r"\(0.9, 1.0\) must be in \[0, 1\), both"), ("betas", (-0.1, 0.9), "both"),
+    ("weight_decay", -0.1, "must be at least 0"), ("weight_decay", math.nan, "must be at least 0"),
+    ("max_grad_norm", -1.0, "-1.0 must be at least 0 .0: no clipping"), ("max_grad_norm", math.nan, "no clipping"),
+    ("max_skipped_steps", 0, "0 must be at least 1"),
+])
+def test_optimizer_flags_that_cannot_be_meant_are_refused(name, value, rule):
+    with pytest.raises(ValueError, match=f"--optim.{name.replace('_', '-')} .*{rule}"):
+        OptimConfig(**{name: value})
+
+
+def test_optimizer_flags_may_be_at_their_bounds():
+    OptimConfig(betas=(0.0, 0.0), min_lr_frac=1.0, weight_decay=0.0, max_grad_norm=0.0, max_skipped_steps=1)
+    OptimConfig(min_lr_frac=0.0, warmup_steps=0, max_grad_norm=math.inf)
+
+
 def test_adamw_step_by_hand(untied, world):
     """Two steps on one number of a matrix, with decay, and one of a vector, without; clipped at norm 1."""
     policy = load_policy(untied, FLOAT32, world)
@@ -349,9 +368,9 @@ def test_adamw_step_by_hand(untied, world):
         assert all(p.grad is None for p in policy.parameters())
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
 def test_clipping_scales_the_whole_gradient(untied, world, max_grad_norm):
-    """SGD shows the gradient that was used: scaled to the norm, or untouched below it."""
+    """SGD shows the gradient that was used: scaled to the norm; untouched below it, and with 0, which clips nothing."""
     policy = load_policy(untied, FLOAT32, world)
     before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -363,8 +382,8 @@ def test_clipping_scales_the_whole_gradient(untied, world, max_grad_norm):
     norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
     config = OptimConfig(max_grad_norm=max_grad_norm)
     assert optimizer_step(policy, optimizer, 1.0, config) == pytest.approx(norm, rel=1e-6)
-    scale = min(1.0, max_grad_norm / norm)
-    assert (scale == 1.0) == (max_grad_norm > 1)
+    scale = 1.0 if max_grad_norm == 0 else min(1.0, max_grad_norm / norm)
+    assert (scale == 1.0) == (max_grad_norm != 0.5)
     for name, after in policy.full_tensors(torch.float32, 1.0):
         assert torch.allclose(before[name] - after, grads[name] * scale, rtol=1e-4, atol=1e-6), name
 
