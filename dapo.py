@@ -199,7 +199,7 @@ def main(args: Args) -> None:
     # engine, then models: the engine reads free memory as it starts
     probe = [prompt.tokens for prompt in train_set[:4]]
     stops = stop_tokens(args.model, tokenizer)
-    trainer_gb = resident_gb(hf_config, args.offload, world.size, trained=1, frozen=False)
+    trainer_gb = resident_gb(hf_config, args.policy, args.offload, world.size, trained=1, frozen=False)
     trainer_gb += check_reward_model(args.reward_model, args.policy, world.size)
     engine = make_engine(
         args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed, trainer_gb

@@ -197,7 +197,7 @@ def main(args: Args) -> None:
     probe = [prompt.tokens for prompt in train_set[:4]]
     stops = stop_tokens(args.model, tokenizer)
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
-    trainer_gb = resident_gb(hf_config, args.offload, world.size, trained=2, frozen=with_reference)
+    trainer_gb = resident_gb(hf_config, args.policy, args.offload, world.size, trained=2, frozen=with_reference)
     trainer_gb += check_reward_model(args.reward_model, args.policy, world.size)
     engine = make_engine(
         args.model, hf_config, args.rollout, args.policy, world, probe, stops, longest, args.seed, trainer_gb
