@@ -1,4 +1,4 @@
-"""AdamW over the shards: its flags, the learning rate of a step, one guarded step."""
+"""AdamW over the shards: its flags, the learning rate of a step, and an optimizer step that skips broken gradients."""
 
 import math
 from dataclasses import dataclass
@@ -26,9 +26,23 @@ class OptimConfig:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = 1.0
-    """Clip the global gradient norm at this value."""
+    """Clip the global gradient norm at this value. 0: no clipping."""
     max_skipped_steps: int = 3
     """Stop after this many optimizer steps in a row whose gradient norm is not finite (each is skipped and counted)."""
+
+    def __post_init__(self):
+        rules = {
+            "lr": (0 < self.lr < math.inf, "must be positive"),
+            "warmup_steps": (self.warmup_steps >= 0, "must be at least 0"),
+            "min_lr_frac": (0 <= self.min_lr_frac <= 1, "must be in [0, 1]"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "must be in [0, 1), both"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "must be at least 0"),
+            "max_grad_norm": (self.max_grad_norm >= 0, "must be at least 0 (0: no clipping)"),
+            "max_skipped_steps": (self.max_skipped_steps >= 1, "must be at least 1"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ValueError(f"--optim.{name.replace('_', '-')} {vars(self)[name]} {rule}")
 
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.AdamW:
@@ -58,7 +72,8 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if norm.isfinite():
-        nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
+        if config.max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -28,7 +28,7 @@ from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
 from common.model.attention import choose_attention
-from common.model.flops import train_flops
+from common.model.flops import update_flops
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.memory import resident_gb
 from common.model.offload import Offload, OffloadConfig
@@ -246,7 +246,6 @@ class Run:
                        ) -> list[Minibatch]:
         """Send every response to the rank that trains on it; see `rollout.to_minibatches`."""
         self.record.keep(rollout.group)
-        self.update_lengths = rollout.lengths[in_update.numpy()]
         return to_minibatches(
             rollout, in_update, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
             seed=seed_of(self.args.seed, step, "minibatches"), share_prompt=self.args.policy.share_prompt,
@@ -303,11 +302,12 @@ class Run:
         if self.val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
             with self.timer("testing"):
                 results = self._validate()
+        flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt)
         self.metrics |= step_metrics(
             self.meter, self.timer, self.world, rollout, sampled or rollout, minibatches,
             num_sampled_tokens=self.num_sampled_tokens, max_prompt_length=args.data.max_prompt_length,
             max_response_length=args.rollout.max_response_length, peak_flops=self.peak_flops,
-            update_flops=train_flops(self.update_lengths, self.hf_config) * num_epochs,
+            update_flops=flops * num_epochs,
         )
         self.record.write(self.tokenizer, rollout.samples, rewards)
         self.metrics |= metrics

@@ -1,42 +1,98 @@
-"""FLOPs of a transformer on packed sequences."""
+"""FLOPs of a transformer on packed sequences: a product of [m, k] and [k, n] is 2mkn.
+
+Counted are attention's projections, a gated MLP of three matrices (of a mixture the active and the shared experts),
+the output head, and QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window. Norms,
+rotary embeddings, softmax and routers are not counted.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
+from transformers import PretrainedConfig
+
+from common.batch import Batch
+from common.model.shared_prompts import share_prompts
+from common.parallel.ranks import all_sum
+
+KINDS = ("full_attention", "sliding_attention")
 
 
-def sequence_cost(lengths: np.ndarray, config) -> np.ndarray:
-    """Forward FLOPs of each sequence, float64 [S], from a Hugging Face config (its text part if nested).
+def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
+    """Forward FLOPs of each sequence by itself, float64 [S], with the output head on every token.
 
-    A product of [m, k] and [k, n] is 2mkn. Counted: attention's projections, a gated MLP of three matrices (of a
-    mixture the active and the shared experts), the output head on every token, QK^T and PV over the pairs inside the
-    causal mask and the layer's sliding window. Not counted: norms, rotary, softmax, routers. Raises ValueError for
-    attention it cannot count (latent, linear, chunked)."""
+    `config` is a Hugging Face config; of a nested one its text part counts. Raises ValueError for attention that it
+    cannot count (latent, linear, chunked)."""
     config = config.get_text_config()
+    lengths = np.asarray(lengths, dtype=np.float64)
+    per_token = _layers_per_token(config) + _head_per_token(config)
+    return lengths * per_token + _attention(np.zeros_like(lengths), lengths, config)
+
+
+def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool) -> float:
+    """Forward FLOPs of a micro-batch as the policy runs it.
+
+    With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs where the
+    policy sampled a token, and nowhere else."""
+    config = config.get_text_config()
+    num_queries = num_keys = batch.lengths
+    if share_prompt:
+        shared = share_prompts(batch)
+        num_queries, num_keys = shared.cu_seqlens.diff(), shared.cu_seqlens_k.diff()
+    num_queries, num_keys = (numbers.cpu().double().numpy() for numbers in (num_queries, num_keys))
+    linear = num_queries.sum() * _layers_per_token(config) + int(batch.mask.sum()) * _head_per_token(config)
+    return float(linear + _attention(num_keys - num_queries, num_queries, config).sum())
+
+
+def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_prompt: bool) -> float:
+    """FLOPs of forward and backward (3x forward) of all ranks' micro-batches, for MFU: what checkpointing recomputes is
+    not counted. All ranks call this together."""
+    return 3 * all_sum([sum(microbatch_flops(batch, config, share_prompt) for batch in microbatches)]).item()
+
+
+def _layers_per_token(config: PretrainedConfig) -> float:
+    """FLOPs of the projections and MLPs of all layers, a token."""
     hidden, heads, num_layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
-    own = config.to_dict()      # families differ in the keys read from it; absent or None: the model has no such thing
-    plain = "sliding_attention" if own.get("sliding_window") else "full_attention"
-    kinds = own.get("layer_types") or [plain] * num_layers
-    unknown = {"latent_attention"} if "kv_lora_rank" in own else set(kinds) - {"full_attention", "sliding_attention"}
+    fields = config.to_dict()           # families differ in these fields: absent or None, the model has no such thing
+    mlp_widths = [config.intermediate_size] * num_layers
+    if "num_experts_per_tok" in fields:
+        expert = fields.get("moe_intermediate_size") or config.intermediate_size
+        shared = fields.get("shared_expert_intermediate_size") or fields.get("n_shared_experts", 0) * expert
+        dense = {*(fields.get("mlp_only_layers") or ()), *range(fields.get("first_k_dense_replace", 0))}
+        for layer in range(num_layers):
+            if layer not in dense and (layer + 1) % fields.get("decoder_sparse_step", 1) == 0:
+                mlp_widths[layer] = config.num_experts_per_tok * expert + shared
+    kv_heads = fields.get("num_key_value_heads") or heads
+    projections = 2 * hidden * _head_dim(config) * (2 * heads + 2 * kv_heads)                   # q and o, k and v
+    return num_layers * projections + 6 * hidden * sum(mlp_widths)
+
+
+def _head_per_token(config: PretrainedConfig) -> float:
+    return 2 * config.hidden_size * config.vocab_size
+
+
+def _attention(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:
+    """FLOPs of QK^T and PV in all layers for `new` [S] queries, each after `before` [S] keys that came earlier: [S]."""
+    fields = config.to_dict()
+    window = fields.get("sliding_window") or np.inf
+    plain = "sliding_attention" if fields.get("sliding_window") else "full_attention"
+    kinds = fields.get("layer_types") or [plain] * config.num_hidden_layers
+    unknown = {"latent_attention"} if "kv_lora_rank" in fields else set(kinds) - set(KINDS)
     if unknown:
         raise ValueError(f"sequence_cost counts full and sliding attention; {config.model_type} has {sorted(unknown)}")
-
-    mlp_widths = [config.intermediate_size] * num_layers
-    if "num_experts_per_tok" in own:
-        expert = own.get("moe_intermediate_size") or config.intermediate_size
-        shared = own.get("shared_expert_intermediate_size") or own.get("n_shared_experts", 0) * expert
-        dense = {*(own.get("mlp_only_layers") or ()), *range(own.get("first_k_dense_replace", 0))}
-        for layer in range(num_layers):
-            if layer not in dense and (layer + 1) % own.get("decoder_sparse_step", 1) == 0:
-                mlp_widths[layer] = config.num_experts_per_tok * expert + shared
-    head_dim = own.get("head_dim") or hidden // heads
-    kv_heads = own.get("num_key_value_heads") or heads
-    projections = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads)                            # q and o, k and v
-    per_token = num_layers * projections + 6 * hidden * sum(mlp_widths) + 2 * hidden * config.vocab_size
-    n = np.asarray(lengths, dtype=np.float64)
-    near = np.minimum(n, own.get("sliding_window") or np.inf)
-    pairs = {"full_attention": n * (n + 1) / 2, "sliding_attention": near * (near + 1) / 2 + (n - near) * near}
-    return n * per_token + 4 * heads * head_dim * sum(kinds.count(kind) * pairs[kind] for kind in pairs)
+    pairs = {
+        "full_attention": _pairs(before + new, np.inf) - _pairs(before, np.inf),
+        "sliding_attention": _pairs(before + new, window) - _pairs(before, window),
+    }
+    counts = Counter(kinds)
+    return 4 * config.num_attention_heads * _head_dim(config) * sum(counts[kind] * pairs[kind] for kind in KINDS)
 
 
-def train_flops(lengths: np.ndarray, config) -> float:
-    """Forward and backward (3x forward) of these sequences, for MFU: what checkpointing recomputes is not counted."""
-    return 3 * float(sequence_cost(lengths, config).sum())
+def _pairs(length: np.ndarray, window: float) -> np.ndarray:
+    """Pairs of a query and a key at most `window - 1` tokens before it, in sequences of these lengths: [S]."""
+    near = np.minimum(length, window)
+    return near * (near + 1) / 2 + (length - near) * near
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads

@@ -3,6 +3,7 @@
 Rank 0 alone reads the folder; the others receive one tensor at a time and keep their shard of it."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
+from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.parallel.ranks import World
 
@@ -50,7 +52,7 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
     try:
         sequence_cost(np.ones(1), hf_config)
-    except (ValueError, AttributeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}: choose another {flag}") from error
     return hf_config
 
@@ -62,7 +64,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     hf_config = read_config(path, config)
     _disable_dropout(hf_config)
     options = _constructor_options(hf_config, config, world)
-    with torch.device("meta"):
+    with torch.device("meta"), explain_failure(path, hf_config):
         lm = AutoModelForCausalLM.from_config(hf_config, dtype=_weight_dtype(config, frozen), **options)
     lm.tie_weights()
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
@@ -71,6 +73,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     _shard(policy, lm, config, world, frozen)
     source = _read_folder(AutoModelForCausalLM, path, hf_config, options) if world.is_main else None
     _copy_from_main(lm, source, world)
+    check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
 
 
@@ -82,11 +85,14 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     _disable_dropout(hf_config)
     options = _constructor_options(hf_config, config, world)
-    with torch.device("meta"):
+    with torch.device("meta"), explain_failure(path, hf_config):
         critic = Critic(AutoModel.from_config(hf_config, dtype=_weight_dtype(config, frozen), **options))
     _shard(critic, critic.backbone, config, world, frozen)
     source = _read_folder(AutoModel, path, hf_config, options) if world.is_main else None
     _copy_from_main(critic.backbone, source, world)
+    test_head = _score_head(torch.linspace(-1, 1, hf_config.hidden_size)[None])     # with zeros, no value could differ
+    _copy_from_main(critic.head, test_head, world)
+    check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
     nn.init.zeros_(critic.head.weight)
     if any(name.endswith(SCORED) for name in hf_config.architectures or ()):
         source = _read_score_head(path, hf_config.hidden_size) if world.is_main else None
@@ -94,11 +100,13 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     return critic
 
 
-def _disable_dropout(hf_config: PretrainedConfig) -> None:
-    """With dropout the ratio would differ from 1 on policy."""
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if hasattr(hf_config, name):
-            setattr(hf_config, name, 0.0)
+def _disable_dropout(config: PretrainedConfig) -> None:
+    """Set every rate of dropout to 0, in nested configs too: with dropout the ratio would differ from 1 on policy."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            _disable_dropout(value)
+        elif isinstance(value, float) and "drop" in name:     # residual_dropout, embd_pdrop, layerdrop, ...
+            setattr(config, name, 0.0)
 
 
 def _constructor_options(hf_config: PretrainedConfig, config: ModelConfig, world: World) -> dict[str, Any]:
@@ -154,10 +162,14 @@ def _read_score_head(path: str, hidden_size: int) -> nn.Module:
             weight = tensors.get_tensor("score.weight")
             if weight.shape != (1, hidden_size):
                 raise ValueError(f"{path}: score.weight is {list(weight.shape)}, must be [1, {hidden_size}]: one label")
-            head = nn.Linear(hidden_size, 1, bias=False)
-            head.weight = nn.Parameter(weight)
-            return head
+            return _score_head(weight)
     raise ValueError(f"{path} has no tensor score.weight in its safetensors files")
+
+
+def _score_head(weight: Tensor) -> nn.Linear:
+    head = nn.Linear(weight.shape[1], 1, bias=False, device="meta")             # no random numbers are drawn
+    head.weight = nn.Parameter(weight)
+    return head
 
 
 @torch.no_grad()

@@ -39,7 +39,8 @@ def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, ran
     if not _tokenizer(config, model_config).chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
     with torch.device("meta"):
-        weights = sum(p.numel() for p in AutoModel.from_config(hf_config).parameters())
+        model = AutoModel.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
+        weights = sum(p.numel() for p in model.parameters())
     itemsize = getattr(torch, model_config.compute_dtype).itemsize
     return 0.0 if config.offload else weights * itemsize / ranks / 2**30
 

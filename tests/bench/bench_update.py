@@ -1,7 +1,7 @@
 """Update FLOP/s against this machine's measured matmul rate in the same dtype, and what packing and sharing a group's
 prompt gain: `python -m tests.bench.bench_update`. Everything alternates in one run, medians of --pairs.
 
-Counted FLOPs: `packing.train_flops` (three times the forward's matrix products, the head on every token; what the loop
+Counted FLOPs: `flops.sequence_cost` (three times the forward's matrix products, the head on every token; what the loop
 saves by running the head on response tokens only counts as not done, see `head_frac`).
 
 padded_over_packed: CPU seconds of one update, optimizer step included, of responses of log-normal length, with and
@@ -101,7 +101,7 @@ def main(args: Args) -> None:
 
     def load(compute_dtype: str) -> tuple[Policy, Optimizer]:
         policy = load_policy(args.model, ModelConfig(compute_dtype), world)
-        return policy, make_optimizer(policy, OptimConfig(lr=0.0))
+        return policy, make_optimizer(policy, OptimConfig())
 
     def update(microbatches: list[Batch]) -> float:
         start = time.perf_counter()

@@ -95,7 +95,7 @@ def main(job: dict) -> None:
         rollout = RolloutConfig(max_response_length=longest, max_num_seqs=job["max_num_seqs"], kv_cache_gb=0.5)
         engine = make_engine(job["model"], config, rollout, model_config, world, [[5, 6, 7]], [2], longest, 0)
     policy = load_policy(job["model"], model_config, world)
-    optimizer = make_optimizer(policy, OptimConfig(lr=0.0))
+    optimizer = make_optimizer(policy, OptimConfig())
 
     def ask(num_prompts: int, samples: int, prompt: int, response: int) -> tuple[list, list, list[float]]:
         """Prompts, responses, CPU seconds of each repeat; without an engine, made up."""

@@ -18,13 +18,12 @@ from common.losses import (
     explained_variance,
     gae,
     kl_estimate,
-    log_kl_penalty,
+    mean_kl,
     on_last_token,
     resolve_loss,
     set_token_weights,
     value_loss,
 )
-from common.metrics import Meter
 from common.segments import segment_mean, segment_sum, whiten
 from common.selection import covariances, select_clip_cov, select_kl_cov
 from tests import oracles
@@ -227,15 +226,13 @@ def test_kl_controllers():
         KLController(0.1, target=0.0)
 
 
-def test_the_kl_in_the_reward_is_logged_as_a_mean_over_responses():
-    """Responses whose KL is 1 and 5 (9 is a tool's token), and 2; one without a sampled token, and a dummy."""
+def test_the_kl_in_the_reward_is_a_mean_over_responses():
+    """Responses whose KL is 1 and 5 (9 is a tool's token), and 2; one without a sampled token."""
     batch = Batch.build([[1], [1, 1], [1]], [[6, 6, 6], [6], [6]],
                         masks=[[True, False, True], [True], [False]])
     kl = torch.tensor([7, 1, 9, 5, 7, 7, 2, 7, 7], dtype=F64)
-    meter = Meter()
-    log_kl_penalty(meter, kl, batch)
-    log_kl_penalty(meter, torch.tensor([7.0, 7.0], dtype=F64), batch.dummy())
-    assert meter.reduce() == {"actor/reward_kl_penalty": 2.5}             # not 8 / 3, the mean over tokens
+    assert mean_kl(kl, batch) == 2.5                                      # not 8 / 3, the mean over tokens
+    assert mean_kl(torch.tensor([7.0, 7.0], dtype=F64), batch.dummy()) == 0
 
 
 # --------------------------------------------------------------------------- critic, advantages

@@ -57,6 +57,8 @@ def test_resident_gb_by_hand(tiny_llama):
     """49,152 x 32 embeddings (tied), two layers of 32 x (32 + 16 + 16 + 32) + 3 x 32 x 64 + 64, a norm of 32."""
     config = read_config(tiny_llama, ModelConfig())
     numel = 49152 * 32 + 2 * (32 * 96 + 3 * 32 * 64 + 64) + 32
-    assert resident_gb(config, OffloadConfig(), 2, trained=1, frozen=1) == (numel * 14 / 2 + 49152 * 32 * 4) / 2**30
-    assert resident_gb(config, OffloadConfig(optimizer=True), 1, trained=1, frozen=0) == numel * 6 / 2**30
-    assert resident_gb(config, OffloadConfig(params=True, optimizer=True), 1, trained=2, frozen=3) == 0
+    both = resident_gb(config, ModelConfig(), OffloadConfig(), 2, trained=1, frozen=1)
+    assert both == (numel * 14 / 2 + 49152 * 32 * 4) / 2**30
+    weights_only = resident_gb(config, ModelConfig(), OffloadConfig(optimizer=True), 1, trained=1, frozen=0)
+    assert weights_only == numel * 6 / 2**30
+    assert resident_gb(config, ModelConfig(), OffloadConfig(params=True, optimizer=True), 1, trained=2, frozen=3) == 0

@@ -1,7 +1,6 @@
-"""The policy on packed tokens against transformers' unpacked forward; the optimizer's step against numbers by hand."""
+"""Policy and critic on packed tokens against transformers' unpacked forward; what is refused as a model."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -23,8 +22,10 @@ from transformers import (
 
 from common.batch import Batch
 from common.model.loading import CAUSAL_LM, SCORED, load_critic, load_policy, read_config
+from common.model.memory import resident_gb
+from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
-from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
+from common.optim import OptimConfig, optimizer_step
 from tests.engine.engine_models import make_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -299,99 +300,30 @@ def test_a_head_with_bias_is_refused(world, tmp_path):
         load_policy(folder, FLOAT32, world)
 
 
-# --------------------------------------------------------------------------- optimizer
-
-@pytest.mark.parametrize(
-    ("config", "total", "want"),
-    [
-        (OptimConfig(lr=2.0), 4, [2, 2, 2, 2]),
-        (OptimConfig(lr=2.0, warmup_steps=2), 4, [1, 2, 2, 2]),
-        (OptimConfig(lr=8.0, warmup_steps=4, schedule="linear"), 9, [2, 4, 6, 8, 8, 6, 4, 2, 0]),
-        (OptimConfig(lr=10.0, schedule="linear", min_lr_frac=0.2), 5, [10, 8, 6, 4, 2]),
-        (OptimConfig(lr=1.0, schedule="linear", min_lr_frac=1.0), 3, [1, 1, 1]),
-        (OptimConfig(lr=4.0, schedule="cosine"), 5, [4, 2 + math.sqrt(2), 2, 2 - math.sqrt(2), 0]),
-        (OptimConfig(lr=4.0, schedule="cosine", warmup_steps=1, min_lr_frac=0.5), 4, [4, 4, 3, 2]),
-        (OptimConfig(lr=3.0, schedule="linear"), 1, [3]),
-        (OptimConfig(lr=3.0, schedule="cosine", warmup_steps=3), 3, [1, 2, 3]),
-    ],
-)
-def test_learning_rate_by_hand(config, total, want):
-    assert [learning_rate(config, step, total) for step in range(total)] == pytest.approx(want, abs=1e-12)
-
-
-def test_adamw_step_by_hand(untied, world):
-    """Two steps on one number of a matrix, with decay, and one of a vector, without; clipped at norm 1."""
-    policy = load_policy(untied, FLOAT32, world)
-    optimizer = make_optimizer(policy, OptimConfig(lr=9.0, betas=(0.8, 0.9), weight_decay=0.5))
-    matrix, vector = policy.lm.model.layers[0].mlp.up_proj.weight, policy.lm.model.norm.weight
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert all(decays[id(p)] == (0.5 if p.ndim == 2 else 0.0) for p in policy.parameters())
-
-    generator, m, v = torch.Generator().manual_seed(0), [0.0, 0.0], [0.0, 0.0]
-    numbers = matrix.detach().to_local()[3], vector.detach().to_local()
-    want = [float(numbers[0][5]), float(numbers[1][7])]
-    for step, lr in ((1, 0.1), (2, 0.01)):
-        grads = [torch.randn(p.shape, generator=generator) for p in policy.parameters()]
-        for parameter, grad in zip(policy.parameters(), grads):
-            parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.to_local().copy_(grad)
-        picked = [float(matrix.grad.to_local()[3, 5]), float(vector.grad.to_local()[7])]
-        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads))
-        assert norm > 10
-        assert optimizer_step(policy, optimizer, lr, OptimConfig(max_grad_norm=1.0)) == pytest.approx(norm, rel=1e-6)
-        for k, decay in ((0, 0.5), (1, 0.0)):
-            g = picked[k] / norm
-            m[k], v[k] = 0.8 * m[k] + 0.2 * g, 0.9 * v[k] + 0.1 * g * g
-            update = (m[k] / (1 - 0.8**step)) / (math.sqrt(v[k] / (1 - 0.9**step)) + 1e-8)
-            want[k] = want[k] * (1 - lr * decay) - lr * update
-        assert [float(numbers[0][5]), float(numbers[1][7])] == pytest.approx(want, rel=1e-5)
-        assert policy.version == step
-        assert all(p.grad is None for p in policy.parameters())
-
-
-@pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
-def test_clipping_scales_the_whole_gradient(untied, world, max_grad_norm):
-    """SGD shows the gradient that was used: scaled to the norm, or untouched below it."""
-    policy = load_policy(untied, FLOAT32, world)
-    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    torch.manual_seed(1)
-    grads = {name: torch.randn(p.shape) for name, p in policy.lm.named_parameters()}
-    for name, parameter in policy.lm.named_parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.to_local().copy_(grads[name])
-    norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
-    config = OptimConfig(max_grad_norm=max_grad_norm)
-    assert optimizer_step(policy, optimizer, 1.0, config) == pytest.approx(norm, rel=1e-6)
-    scale = min(1.0, max_grad_norm / norm)
-    assert (scale == 1.0) == (max_grad_norm > 1)
-    for name, after in policy.full_tensors(torch.float32, 1.0):
-        assert torch.allclose(before[name] - after, grads[name] * scale, rtol=1e-4, atol=1e-6), name
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(untied, world, bad):
-    policy = load_policy(untied, FLOAT32, world)
-    optimizer = make_optimizer(policy, OptimConfig(weight_decay=0.5))
-
-    def fill(value):
-        for parameter in policy.parameters():
-            parameter.grad = torch.full_like(parameter, value)
-
-    fill(1.0)
-    assert math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
-    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
-    moments = {key: value.clone() for p in policy.parameters() for key, value in (
-        (id(p), optimizer.state[p]["exp_avg"].to_local()), (-id(p), optimizer.state[p]["step"]))}
-    fill(1.0)
-    policy.lm.model.norm.weight.grad.to_local()[3] = bad
-    assert not math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
-    assert policy.version == 1
-    assert all(p.grad is None for p in policy.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.full_tensors(torch.float32, 1.0))
-    for p in policy.parameters():
-        assert torch.equal(optimizer.state[p]["exp_avg"].to_local(), moments[id(p)])
-        assert torch.equal(optimizer.state[p]["step"], moments[-id(p)])
+def test_code_that_comes_with_the_model_runs_only_if_trusted(world, tmp_path):
+    """A folder with its own Llama under a name that transformers does not know: read, counted, loaded and scored."""
+    folder = save_model(LlamaConfig(**SIZES, tie_word_embeddings=False), tmp_path / "own")
+    (tmp_path / "own/own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n\n\n"
+        "class OwnModel(LlamaModel):\n    config_class = OwnConfig\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    raw = json.loads((tmp_path / "own/config.json").read_text())
+    raw |= {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    (tmp_path / "own/config.json").write_text(json.dumps(raw))
+    trusting = ModelConfig(compute_dtype="float32", trust_remote_code=True)
+    config = read_config(folder, trusting)
+    llama = LlamaConfig(**SIZES, tie_word_embeddings=False)
+    plain = resident_gb(llama, FLOAT32, OffloadConfig(), 1, trained=1, frozen=0)
+    assert resident_gb(config, trusting, OffloadConfig(), 1, trained=1, frozen=0) == plain > 0
+    batch = make_batch(53)
+    reference = load_policy(save_model(llama, tmp_path / "llama"), FLOAT32, world)
+    assert torch.equal(load_policy(folder, trusting, world).score(batch, 1.0), reference.score(batch, 1.0))
+    load_critic(folder, trusting, world)
+    with pytest.raises(ValueError, match=r"cannot read a model config from .*own \(--model\)"):
+        read_config(folder, FLOAT32)
 
 
 def test_tiny_llama_is_what_it_says(tiny_llama):
