@@ -98,7 +98,8 @@ def _finished(run_dir: str, args: Any, total_steps: int, with_model: bool) -> st
     if not checkpoints or (with_model and not (Path(run_dir) / "model/config.json").is_file()):
         return ""
     manifest = read_manifest(checkpoints[-1])
-    if manifest["step"] < total_steps:
+    stopped_in_last_validation = bool(manifest["state"].get("not_validated"))
+    if manifest["step"] < total_steps or stopped_in_last_validation:
         return ""
     changed = differences(manifest["flags"], flags_of(args))
     return (

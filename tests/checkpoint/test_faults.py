@@ -181,8 +181,10 @@ def test_a_full_disk_is_named_where_a_library_hides_it(name, numbers, with_hf_we
         writer = writing.Writer(disk / "checkpoints", world, hf_files, 1, 0, with_hf_weights, 0)
         manifest = {"step": 1, "score": None}
         result = writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest, {})
-        with pytest.raises(writing.SaveError, match=r"step_000001 could not be written: .*No space left on device"):
+        said = r"step_000001 could not be written: .*No space left on device"
+        with pytest.raises(writing.SaveError, match=said) as error:
             result.result(60)
+        note(f"a full disk: {name}", str(error.value))
         assert list((disk / "checkpoints").iterdir()) == []
         writer.close()
 
@@ -206,6 +208,7 @@ def test_a_failed_ranks_traceback_is_last(flags, tmp_path):
     lines = [line.strip() for line in root.splitlines() if line.strip(" =")]
     assert lines[-1] == "ArithmeticError: asked to fail", root[-600:]
     assert "[rank 0] local rank 1 failed first: ArithmeticError: asked to fail, in phase" in done.stderr
+    note("the other rank then", re.search(r"\[rank 0\] local rank 1 failed first.*", done.stderr)[0])
     note("a rank fails", f"torchrun ends both; the last lines are that rank's traceback ... {lines[-1]}")
 
 
@@ -312,6 +315,7 @@ def test_a_rank_that_waits_for_others_ends_with_its_launcher(flags, tmp_path):
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
         connection.close()
+    note("kill -9 of torchrun before all ranks are there", (tmp_path / "log").read_text().splitlines()[-1])
 
 
 def test_ranks_end_with_their_launcher(flags, tmp_path):

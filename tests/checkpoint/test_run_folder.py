@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from common.checkpoint import run_folder
+from common.checkpoint import files, run_folder
 from common.checkpoint.manager import SaveConfig
 from common.tracking.logger import LogConfig, Tracker
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
+from tests.checkpoint.test_faults import note
 from tests.conftest import ROOT
 from tests.rank_worker import Flags, checkpoints_of
 
@@ -47,8 +48,9 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, t
     metrics.write_text("{}\n")
     said = rf"is in use by process {holder.pid} on {socket.gethostname()}: choose another --run-dir, or wait"
     for _ in range(2):                                                  # and a refusal does not end the lock
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=said) as error:
             checkpoints_of(tmp_path, world, *trained, watch)
+    note("a second run in the same folder", f"error: {error.value}")
     assert metrics.read_text() == "{}\n"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -71,7 +73,12 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
     said = f"{tmp_path} is finished: step_000002 is its last checkpoint, --total-steps is 2. Nothing was changed"
     assert capsys.readouterr().out == said + "\n"
     assert finished(str(tmp_path), Flags(SaveConfig(keep=4), lr=0.5), 2, True, world)
-    assert capsys.readouterr().out == f"{said}; other flags now: --lr was 0.01, is 0.5\n"
+    text = capsys.readouterr().out
+    assert text == f"{said}; other flags now: --lr was 0.01, is 0.5\n"
+    note("a finished run, started again", text)
+    folder = tmp_path / "checkpoints/step_000002"
+    files.write_manifest(folder, files.read_manifest(folder) | {"state": {"step": 2, "not_validated": {"x": 1.0}}})
+    assert not finished(str(tmp_path), flags, 2, True, world)           # stopped in its last validation
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])
@@ -86,7 +93,9 @@ def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_
     metrics.write_bytes(want.encode() + damage)
     Tracker(log, str(tmp_path), Flags(SaveConfig()), world, tracker.state_dict(2))
     assert metrics.read_text() == want
-    assert capsys.readouterr().out == f"{metrics}: 1 damaged line(s) dropped\n"
+    text = capsys.readouterr().out
+    assert text == f"{metrics}: 1 damaged line(s) dropped\n"
+    note("a damaged line in metrics.jsonl", text)
 
 
 def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkeypatch):
