@@ -21,8 +21,9 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
 from common.correction import importance_weights, reject_and_weight, resolve_correction
+from common.engine.make import check_sizes
 from common.metrics import spread
-from common.rollout import Rollout, check_sizes, check_skipped
+from common.rollout import Rollout, check_skipped
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std, is_constant
 from common.tracking.console import exit_with_error

@@ -22,8 +22,9 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
 from common.correction import importance_weights, reject_and_weight, resolve_correction
+from common.engine.make import check_sizes
 from common.metrics import spread
-from common.rollout import check_sizes, check_skipped
+from common.rollout import check_skipped
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std
 from common.selection import SELECTED, select

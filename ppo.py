@@ -24,10 +24,11 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
+from common.engine.make import check_sizes
 from common.metrics import spread
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
-from common.rollout import check_sizes, scatter_fields
+from common.rollout import scatter_fields
 from common.run import Run, RunArgs
 from common.segments import whiten
 from common.tracking.console import exit_with_error

@@ -23,8 +23,9 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
+from common.engine.make import check_sizes
 from common.metrics import spread
-from common.rollout import check_sizes, check_skipped, scatter_fields, sum_per_response
+from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, group_sum, is_constant, whiten
 from common.tracking.console import exit_with_error

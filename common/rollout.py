@@ -8,7 +8,6 @@ Two ideas say what a response takes part in. A reward of NaN: it has no reward a
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -220,25 +219,3 @@ def sum_per_response(batch: Batch, x: Tensor, num_responses: int) -> Tensor:
     real = batch.index >= 0
     sums[batch.index[real]] = segment_sum(x.double(), batch.cu_seqlens)[real]
     return all_sum(sums)
-
-
-def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
-                **others: int) -> None:
-    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
-             "minibatches_per_step": minibatches_per_step, **others}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if prompts_per_step % max(world_size // tp, 1):
-        raise ValueError(
-            f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "
-            f"(world size {world_size} / --rollout.tp {tp})"
-        )
-    num_responses = prompts_per_step * samples_per_prompt
-    if num_responses % minibatches_per_step:
-        raise ValueError(
-            f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x --samples-per-prompt "
-            f"{samples_per_prompt}) must be a multiple of --minibatches-per-step {minibatches_per_step}"
-        )

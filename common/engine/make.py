@@ -1,5 +1,6 @@
 """Checks the flags of the engine and starts it."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,28 @@ def check_rollout(
 
         check_hf(config)
     return max_sequence_length
+
+
+def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
+                **others: int) -> None:
+    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
+             "minibatches_per_step": minibatches_per_step, **others}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if prompts_per_step % max(world_size // tp, 1):
+        raise ValueError(
+            f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "
+            f"(world size {world_size} / --rollout.tp {tp})"
+        )
+    num_responses = prompts_per_step * samples_per_prompt
+    if num_responses % minibatches_per_step:
+        raise ValueError(
+            f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x --samples-per-prompt "
+            f"{samples_per_prompt}) must be a multiple of --minibatches-per-step {minibatches_per_step}"
+        )
 
 
 def make_engine(

@@ -36,7 +36,6 @@ class Scoring:
         self.advance: Callable[[], None] = _nothing
         """Called as each response ends, for a progress bar."""
         self.pool = None if model_config.alone else RewardPool(**vars(config))
-        self.max_error_frac = config.max_error_frac
 
     def load_model(self, config: RewardModelConfig, model_config: ModelConfig, world: World) -> None:
         if config.path:
@@ -99,10 +98,11 @@ class PendingRollout:
         scores = Scores([], [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
         if self.scoring.pool is not None:
             scores = self.scoring.pool.results()
+            num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
+            limit = self.scoring.pool.max_error_frac
+            check_error_frac(int(num_failed), int(num_scored), limit, scores.first_failure)
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
             sample.score, sample.extras = score, extras
-        num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
-        check_error_frac(int(num_failed), int(num_scored), self.scoring.max_error_frac, scores.first_failure)
         timeout = torch.tensor([kind == "timeout" for kind in scores.failures], dtype=torch.float64)
         failed = torch.tensor([kind is not None for kind in scores.failures], dtype=torch.float64)
         meter.mean("reward/timeout_frac", timeout)
