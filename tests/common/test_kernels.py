@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from common.kernels import linear_logp
+from common.kernels import CPU_TILE, CUDA_TILE_BYTES, linear_logp, tile_shape
 from tests import oracles
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -185,6 +185,17 @@ def test_refusals():
             linear_logp(*bad)
     with pytest.raises(ValueError, match="temperature"):
         linear_logp(hidden, weight, targets, temperature=0.0)
+
+
+@pytest.mark.parametrize(("N", "want"), [(0, (1, 67108864)), (100, (100, 671_080 // 128 * 128)), (8192, (8192, 8192)),
+                                         (100_000, (8192, 8192))])
+def test_tiles_on_a_gpu_have_256_megabytes(N, want):
+    """By hand, on tensors without memory: 2^28 bytes are 2^26 float32 logits; a width is a multiple of 128."""
+    hidden, weight = torch.empty(N, 16, device="meta"), torch.empty(150_000, 16, device="meta")
+    tokens, vocab = tile_shape(hidden, weight)
+    assert (tokens, vocab) == want
+    assert tokens * vocab * 4 <= CUDA_TILE_BYTES == 2**28
+    assert tile_shape(torch.empty(N, 16), torch.empty(150, 16)) == CPU_TILE == (512, 4096)
 
 
 def test_never_holds_all_logits():

@@ -185,8 +185,10 @@ def test_choose_attention():
         name, reason = choose_attention("cuda:0", config["gemma2"])
         assert name == "packed_sdpa"
         assert "soft-cap 2.0" in reason
-        wide = LlamaConfig(**SIZES | {"head_dim": 512})
-        assert choose_attention("cuda", wide)[0] == "packed_sdpa"
+        for head_dim, want in ((256, "packed_varlen"), (264, "packed_sdpa")):       # torch's kernel ends at 256
+            assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}))[0] == want
+        derived = LlamaConfig(**SIZES | {"head_dim": None, "hidden_size": 4 * 264})
+        assert choose_attention("cuda", derived)[0] == "packed_sdpa"
     for name in ("packed_sdpa", "packed_varlen"):
         model("llama", name)                                              # registered: transformers accepts the name
 
