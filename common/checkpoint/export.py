@@ -1,8 +1,4 @@
-"""Hugging Face folders, of a run's policy or of a checkpoint.
-
-    python -m common.checkpoint.export list RUN
-    python -m common.checkpoint.export export RUN_OR_CHECKPOINT OUT        # no GPU, any number of ranks before
-"""
+"""Hugging Face folders, of a run's policy or of a checkpoint."""
 
 import json
 import re
@@ -17,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import tyro
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,12 +26,9 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
-from tyro.conf import Positional
 
-from common.checkpoint.files import check_files, find, incomplete, read_manifest
 from common.checkpoint.state import Reader
 from common.parallel.ranks import World
-from common.tracking.console import exit_with_error
 
 if TYPE_CHECKING:
     from common.model.policy import Policy
@@ -143,33 +135,6 @@ def replace_hf(out: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str
     partial.rename(out)
 
 
-def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:
-    """Write a policy as a Hugging Face folder. SOURCE: a checkpoint, or a run folder (its newest checkpoint)."""
-    folder = find(source)
-    if damage := check_files(folder):
-        raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
-    files = {}
-    for path in (folder / "hf").rglob("*"):
-        if path.is_symlink():
-            raise ValueError(f"{path} is a symbolic link, which no run writes: its target would be copied to {out}")
-        if path.is_file() and not path.name.startswith("model"):
-            files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
-    replace_hf(out, stored_weights(folder, dtype_of(files)), files)
-    print(f"{folder} -> {out}")
-
-
-def list_checkpoints(run: Positional[str]) -> None:
-    """Show the checkpoints of a run folder, and read them all to find damage."""
-    for folder in sorted((Path(run).resolve() / "checkpoints").glob("*step_*")):
-        if lacks := incomplete(folder):
-            print(f"{folder.name}  incomplete: {lacks}")
-            continue
-        manifest, damage = read_manifest(folder), check_files(folder)
-        gb = sum(entry["size"] for entry in manifest["files"].values()) / 2**30
-        print(f"{folder.name}  {gb:.2f} GiB  {manifest['world_size']} rank(s)  score {manifest['score']}  "
-              f"{'damaged: ' + '; '.join(damage) if damage else 'complete'}")
-
-
 def export(policy: "Policy", files: dict[str, bytes], out: Path, world: World, file_gb: float = 4.0) -> None:
     """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it."""
     weights = policy.full_tensors(dtype_of(files), bucket_mb=256)
@@ -179,10 +144,3 @@ def export(policy: "Policy", files: dict[str, bytes], out: Path, world: World, f
         for _ in weights:                                       # The other ranks take part in unsharding.
             pass
     dist.barrier()
-
-
-if __name__ == "__main__":
-    try:
-        tyro.extras.subcommand_cli_from_dict({"export": export_checkpoint, "list": list_checkpoints})
-    except ValueError as error:
-        exit_with_error(error)

@@ -24,6 +24,7 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from tests.checkpoint.test_checkpoint import assert_same, model, trained, watch  # noqa: F401 (fixtures)
 from tests.rank_worker import STATE, checkpoints_of, start, train
+from tools import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +126,15 @@ def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, mo
     loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
     want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
     assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
-    export.list_checkpoints(str(tmp_path))
+    checkpoints.list_checkpoints(str(tmp_path))
     assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
-    export.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
+    checkpoints.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
     names = sorted(path.name for path in (folder / "hf").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
     assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
     (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
     with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
-        export.export_checkpoint(str(folder), tmp_path / "again")
+        checkpoints.export_checkpoint(str(folder), tmp_path / "again")
 
 
 def weights_of(folder) -> dict[str, torch.Tensor]:
@@ -166,7 +167,7 @@ def test_a_mixture_is_exported_as_it_was_published(kind, exported, world, watch,
     run.after_step(STATE, last=True)
     run.close()
     assert_same(weights_of(tmp_path / "run/checkpoints/step_000002/hf"), want)
-    export.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
+    checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
     assert_same(weights_of(tmp_path / "again"), want)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto", output_loading_info=True)
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -180,7 +181,7 @@ def test_export_is_in_the_dtype_that_the_run_computes_in(trained, exported, mode
     run = checkpoints_of(tmp_path / "run", world, *trained, watch, hf_files)
     run.after_step(STATE, last=True)
     run.close()
-    export.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
+    checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
     for folder in (tmp_path / "model", tmp_path / "again"):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         assert loaded.dtype == torch.float32
@@ -195,7 +196,7 @@ def test_a_link_in_an_untrusted_checkpoint_is_not_followed(trained, world, watch
     folder = tmp_path / "run/checkpoints/step_000002"
     (folder / "hf/notes.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"hf/notes.txt is a symbolic link"):
-        export.export_checkpoint(str(folder), tmp_path / "out")
+        checkpoints.export_checkpoint(str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -196,7 +196,7 @@ def test_with_vllm_a_killed_run_continues_exactly(ranks, tmp_path, smollm):
 def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):
     """From its folder alone, in a process without a group: the bytes that the run's own end wrote, and what loads."""
     alone = shutil.copytree(in_one_go / "checkpoints/step_000004", tmp_path / "step_000004")
-    done = launch("common/checkpoint/export.py", "export", alone, tmp_path / "out", warm=True)
+    done = launch("tools/checkpoints.py", "export", alone, tmp_path / "out", warm=True)
     assert "step_000004 ->" in done.stdout
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == sorted(path.name for path in (in_one_go / "model").iterdir())
