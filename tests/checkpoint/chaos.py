@@ -17,6 +17,7 @@ import tyro
 
 from common.checkpoint import files
 from tests.checkpoint.faulty import Server
+from tests.checkpoint.faulty import server as warm_server
 from tests.checkpoint.test_resume import assert_same_run, steps_on_disk, tiny_run
 from tests.conftest import launch, make_tiny_llama
 
@@ -99,7 +100,8 @@ def disturb(server: Server, folder: Path, name: str, ranks: int, kills: int, fla
 def main(chaos: Chaos) -> None:
     numbers = random.Random(chaos.seed)
     with tempfile.TemporaryDirectory() as name:
-        folder, server = Path(name), Server()
+        folder = Path(name)
+        server = warm_server()
         model = make_tiny_llama(folder / "model", 128)
         flags = [*tiny_run(model, folder), "--total-steps", str(TOTAL), "--save.every", "1", "--save.keep", "1",
                  "--eval-every", "2"]
@@ -122,7 +124,6 @@ def main(chaos: Chaos) -> None:
                 name, most = f"{kind} {runs}", min(5, kills - killed)
                 killed += disturb(server, folder, name, ranks, most, flags + more, want, numbers)
             total += killed
-        server.close()
         print(f"\n{total} kills in {runs} runs: every run ended with the weights, optimizer state, metrics and "
               f"exported model of the undisturbed one, byte for byte; no kill left a damaged checkpoint.")
 
