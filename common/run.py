@@ -105,7 +105,8 @@ class Run:
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         self.world = ranks.init(args.save.timeout_s)
-        if is_finished(args.run_dir, args, args.total_steps, args.save.hf != "never", self.world):
+        continues = args.save.resume == "auto"
+        if continues and is_finished(args.run_dir, args, args.total_steps, args.save.hf != "never", self.world):
             ranks.shutdown()
             sys.exit(0)
         open_run_folder(args.run_dir, self.world)
@@ -334,8 +335,6 @@ class Run:
             )
             self.engine.sleep()
         return metrics
-
-    # ---- the end
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         """Leave together, at the end or after a stop signal. After an error nothing is closed: closing waits for other
