@@ -173,6 +173,6 @@ def test_the_majority_is_of_the_samples_that_have_a_score_and_an_answer(world):
 
 @pytest.mark.parametrize("acc", [None, "1", [1], {}, float("nan"), float("inf")], ids=repr)
 def test_an_acc_that_is_no_number_leaves_the_score(world, acc):
-    samples = make_samples([0.5, 0.25, 0.25], group_size=1, rows=[0, 2, 4], extras=[{"acc": acc}, {"acc": True}, {}])
+    samples = make_samples([0.5, 0.25, 0.25], group_size=1, rows=[0, 2, 4], extras=[{"acc": acc}, {"acc": 0.75}, {}])
     got = validation_metrics(samples, greedy=True)
-    assert got["val-core/source0/acc/greedy"] == pytest.approx((0.5 + 1 + 0.25) / 3)
+    assert got["val-core/source0/acc/greedy"] == pytest.approx((0.5 + 0.75 + 0.25) / 3)
