@@ -230,30 +230,30 @@ def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter)
     elif config.weights == "geometric":
         log_weight = segment_mean(log_weight, batch.mask, batch.cu_seqlens)
         counted = _has_tokens(batch)
-    weight = log_weight.clamp(-20, 20).exp()
-    _measure_weights(meter, weight[counted], _per_token(batch, weight, config)[batch.mask], config.upper)
-    if config.weights == "none":
-        return torch.ones_like(weight), counted
+    raw = log_weight.clamp(-20, 20).exp()
+    weight = raw.clamp(config.lower, config.upper)
     if config.outside == "zero":
-        return torch.where((weight >= config.lower) & (weight <= config.upper), weight, 0), counted
-    return weight.clamp(config.lower, config.upper), counted
+        weight = torch.where(weight == raw, raw, 0)
+    _measure_weights(meter, raw[counted], _per_token(batch, weight, config)[batch.mask], config)
+    return torch.ones_like(weight) if config.weights == "none" else weight, counted
 
 
-def _measure_weights(meter: Meter, weights: Tensor, token_weights: Tensor, upper: float) -> None:
-    """Adds rollout_is_*, all of weights before truncation. Fractions out of [1 / upper, upper] are of `weights`, one a
-    token or a response; the rest is over tokens: std and eff_sample_size (Kish's, over the number of tokens) of weights
-    clamped to that interval."""
+def _measure_weights(meter: Meter, raw: Tensor, truncated: Tensor, config: CorrectionConfig) -> None:
+    """Adds rollout_is_*. Fractions out of bounds are of weights before truncation, one a token or a response; mean, std
+    and eff_sample_size (Kish's, over the number of tokens) are of tokens' weights after it; max and min are so for
+    token weights, and of weights before it for those of responses."""
     name = "rollout_corr/rollout_is"
-    clamped = token_weights.clamp(1 / upper, upper)
-    meter.mean(f"{name}_mean", token_weights)
-    meter.max(f"{name}_max", token_weights)
-    meter.min(f"{name}_min", token_weights)
-    meter.mean(f"_{name}_clamped", clamped)
-    meter.mean(f"_{name}_square", clamped.square())
-    meter.derive(f"{name}_std", _std, f"_{name}_clamped", f"_{name}_square")
-    meter.derive(f"{name}_eff_sample_size", lambda x, square: x**2 / square, f"_{name}_clamped", f"_{name}_square")
-    meter.mean(f"{name}_ratio_fraction_high", weights > upper)
-    meter.mean(f"{name}_ratio_fraction_low", weights < 1 / upper)
+    low = config.lower if config.outside == "zero" and config.lower else 1 / config.upper
+    extremes = raw if config.weights in ("sequence", "geometric") else truncated
+    meter.mean(f"{name}_mean", truncated)
+    meter.mean(f"_{name}_square", truncated.square())
+    meter.max(f"{name}_max", extremes)
+    meter.min(f"{name}_min", extremes)
+    meter.derive(f"{name}_std", _std, f"{name}_mean", f"_{name}_square")
+    share = lambda mean, square: mean**2 / square if square else 0.0                                # noqa: E731
+    meter.derive(f"{name}_eff_sample_size", share, f"{name}_mean", f"_{name}_square")
+    meter.mean(f"{name}_ratio_fraction_high", raw > config.upper)
+    meter.mean(f"{name}_ratio_fraction_low", raw < low)
 
 
 def _write_weights(microbatches: list[Batch], config: CorrectionConfig, meter: Meter) -> None:

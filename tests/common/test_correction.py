@@ -126,8 +126,8 @@ def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[fl
             w = math.exp(clamp(l, -20, 20))
             within = inside(w, o["lower"], o["upper"])
             raws.append(w)
-            of_tokens.extend([w] * (len(kept) // len(logs)))
             applied[i].append(w if within else 0.0 if o["outside"] == "zero" else clamp(w, o["lower"], o["upper"]))
+            of_tokens.extend(applied[i][-1:] * (len(kept) // len(logs)))
 
     weights = []                                                          # of each response token that remains
     for ids in MINIBATCHES:
@@ -163,16 +163,17 @@ def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[fl
         "rejected_frac": fmean(any(r.mask) and not any(keep) for r, keep in zip(step, keeps) if any(r.mask)),
     }
     if raws:
-        held = [min(max(w, 1 / o["upper"]), o["upper"]) for w in of_tokens]
+        extremes = raws if o["weights"] in ("sequence", "geometric") else of_tokens
+        low = o["lower"] if o["outside"] == "zero" and o["lower"] else 1 / o["upper"]
         metrics |= {
             "rollout_is_mean": fmean(of_tokens),
-            "rollout_is_std": pstdev(held),
-            "rollout_is_max": max(raws),
-            "rollout_is_min": min(raws),
+            "rollout_is_std": pstdev(of_tokens),
+            "rollout_is_max": max(extremes),
+            "rollout_is_min": min(extremes),
             "rollout_is_eff_sample_size":
-                math.fsum(held) ** 2 / math.fsum(w * w for w in held) / len(held),
+                math.fsum(of_tokens) ** 2 / (math.fsum(w * w for w in of_tokens) * len(of_tokens) or 1),
             "rollout_is_ratio_fraction_high": fmean(w > o["upper"] for w in raws),
-            "rollout_is_ratio_fraction_low": fmean(w < 1 / o["upper"] for w in raws),
+            "rollout_is_ratio_fraction_low": fmean(w < low for w in raws),
         }
     metrics = {f"rollout_corr/{name}": x for name, x in metrics.items()} | {
         "training/rollout_probs_diff_mean": fmean(diffs),
@@ -386,13 +387,13 @@ def test_by_hand():
     expect(training_ppl=((0.4 * 0.2) ** -0.5 + 4 / 3) / 2)
     expect(**{"training/rollout_probs_diff_mean": 0.35, "training/rollout_probs_diff_max": 0.6,
               "training/rollout_probs_diff_std": ((0.15**2 + 0.25**2 + 0.1**2) / 2) ** 0.5})      # unbiased
-    expect(rollout_is_mean=3.75 / 3, rollout_is_max=2, rollout_is_min=0.25, rollout_is_eff_sample_size=(
-        3.75**2 / (4 + 1 / 16 + 9 / 4) / 3))                               # 1 / upper is 1/5: no weight is clamped
-    expect(rollout_is_ratio_fraction_high=0, rollout_is_ratio_fraction_low=0)
-    metrics = {name.removeprefix("rollout_corr/"): x for name, x in apply(weights="sequence", upper=1.6)[1].items()}
-    expect(rollout_is_mean=(0.5 + 0.5 + 1.5) / 3, rollout_is_max=1.5, rollout_is_min=0.5)           # over tokens
-    expect(rollout_is_std=2**0.5 / 3 * 0.875, rollout_is_eff_sample_size=2.75**2 / (2 * 0.625**2 + 1.5**2) / 3)
-    expect(rollout_is_ratio_fraction_high=0, rollout_is_ratio_fraction_low=0.5)                     # over responses
+    expect(rollout_is_mean=3.5 / 3, rollout_is_max=2, rollout_is_min=0)    # of token weights after truncation
+    expect(rollout_is_eff_sample_size=3.5**2 / (4 + 9 / 4) / 3)
+    expect(rollout_is_ratio_fraction_high=0, rollout_is_ratio_fraction_low=1 / 3)                   # 1/4 < lower
+    metrics = {name.removeprefix("rollout_corr/"): x for name, x in apply(weights="sequence", upper=1.4)[1].items()}
+    expect(rollout_is_mean=(0.5 + 0.5 + 1.4) / 3, rollout_is_max=1.5, rollout_is_min=0.5)           # over tokens
+    expect(rollout_is_std=2**0.5 / 3 * 0.9, rollout_is_eff_sample_size=2.4**2 / (0.5 + 1.4**2) / 3)
+    expect(rollout_is_ratio_fraction_high=0.5, rollout_is_ratio_fraction_low=0.5)                   # over responses
 
 
 def test_log_ratios_are_summed_before_they_are_clamped():
