@@ -137,7 +137,9 @@ class Run:
         self.watchdog.phase("start of the engine")
         probe = [prompt.tokens for prompt in self.train_set[:4]]
         stops = stop_tokens(args.model, self.tokenizer)
-        trainer_gb = resident_gb(self.hf_config, args.offload, self.world.size, trained=trained, frozen=frozen)
+        trainer_gb = resident_gb(
+            self.hf_config, args.policy, args.offload, self.world.size, trained=trained, frozen=frozen
+        )
         trainer_gb += check_reward_model(args.reward_model, args.policy, self.world.size)
         self.engine = make_engine(
             args.model, self.hf_config, args.rollout, args.policy, self.world, probe, stops, self.max_sequence_length,

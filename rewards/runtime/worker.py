@@ -95,7 +95,8 @@ class Reward:
             return {"failure": "invalid",
                     "text": f"{self.name} returned {result!r:.500}; the rule is a finite number of at most "
                             f"{MAX_SCORE:g} in size, or a dict with such a 'score'"}
-        first = itertools.islice(values.items(), MAX_NAMES)
+        given = ((key, value) for key, value in values.items() if value is not None)
+        first = itertools.islice(given, MAX_NAMES)
         return {"score": score, "extra": {str(key)[:MAX_NAME]: metric_or_text(value) for key, value in first}}
 
 
