@@ -11,7 +11,6 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, Sampling
 from common.engine.restore import unchanged_generators, unchanged_process
-from common.engine.sync import checksum, compare_checksums, fill_with_nan, nan_parameters
+from common.engine.sync import Held, Sent, differing, fill_with_nan, held_checksums, nan_parameters
 from common.engine.vllm_checks import gpu_share, parse_extra
 from common.model.policy import ModelConfig
-from common.parallel.ranks import World
+from common.parallel.ranks import World, all_names
 from common.seeds import seed_of
 from common.tracking.console import say
 
@@ -124,24 +123,27 @@ class VLLMEngine(Engine):
         self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
         return {"sleep/used_before_gb": before, "sleep/used_weights_gb": self._used_gb()}
 
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
-        packed: dict[str, int] = {}
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
+        held: dict[str, Held] = {}
+        fused = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
 
-        def sum_before_packing(layer: nn.Module) -> None:
-            parent = layer.prefix.rpartition(".")[0] + "."
-            if any(name.startswith(parent) for name in sent):
-                for name, parameter in layer.named_parameters():
-                    if parameter.dtype == self.dtype:
-                        packed[f"{layer.prefix}.{name}"] = checksum(parameter)
+        def add_checksums(module: nn.Module, prefix: str) -> None:
+            held.update(held_checksums(module, prefix, sent, fused, self.dtype))
 
-        with vllm_cpu.before_packing(sum_before_packing) if self.on_cpu else contextlib.nullcontext():
+        def add_all(model: nn.Module) -> None:
+            for prefix, module in model.named_modules():
+                add_checksums(module, prefix)
+
+        before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
+        with before_packing if self.on_cpu else contextlib.nullcontext():
             if self._is_load_checked:
                 self._load_by_vllm(tensors)
             else:
                 self._load_and_check(tensors)
+        self.llm.apply_model(add_all)
         if self.on_cpu:
             self.llm.apply_model(vllm_cpu.pack_rest)
-        return self.llm.apply_model(partial(compare_checksums, sent=sent, packed=packed, dtype=self.dtype))[0]
+        return len(held), differing(sent, held)
 
     def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if self.on_cpu or self.config.quantization != "none":
@@ -164,11 +166,11 @@ class VLLMEngine(Engine):
         else:
             missing = set()
             self._load_by_vllm(tensors)
-        missing |= self.llm.apply_model(nan_parameters)[0]
+        missing = all_names(missing | self.llm.apply_model(nan_parameters)[0])  # of any rank: all of them raise
         if missing:
             raise RuntimeError(
                 f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine, or into "
-                f"parts of them ({', '.join(sorted(missing)[:3])}): transformers' model has other weights"
+                f"parts of them ({', '.join(missing[:3])}): transformers' model has other weights"
             )
         self._is_load_checked = True
 
