@@ -206,9 +206,7 @@ class Engine:
             raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
         if len(prompts) != len(seeds):
             raise ValueError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds")
-        self.stop = stop
-        if self.config.tp > 1:  # the ranks of an engine would stop at different steps
-            self.stop = lambda: False
+        self.stop = self._agreed(stop)
         groups = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
         requests, request_seeds, group_of = [], [], []
         for number, group in enumerate(groups):
@@ -334,6 +332,10 @@ class Engine:
         """Load all `tensors`. `sent`: what is to be compared, filled while `tensors` is read. Returns the number of
         tensors that were compared and the names of those that differ."""
         raise NotImplementedError
+
+    def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        """`stop`, so that all ranks of an engine stop at the same call of it."""
+        return stop
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling

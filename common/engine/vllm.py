@@ -10,12 +10,13 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.engine import vllm_cpu
@@ -32,6 +33,8 @@ RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the buckets of the weight sync."""
 GRAPHS_GB = 1.5
 """GPU memory for the engine's CUDA graphs."""
+STOP_EVERY = 8
+"""Calls after which the ranks of an engine ask each other whether to stop."""
 
 
 class VLLMEngine(Engine):
@@ -250,6 +253,25 @@ class VLLMEngine(Engine):
                     logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
                     self._running.discard(int(request.request_id))
                     yield int(request.request_id), Response(tokens, logp, out.finish_reason)
+
+    def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        """With more than one rank, every STOP_EVERY-th call asks all of them; they make the same calls in step."""
+        if self.config.tp == 1:
+            return stop
+        from vllm.distributed import get_tp_group
+
+        num_calls = 0
+
+        def agreed() -> bool:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls % STOP_EVERY:
+                return False
+            is_stopping = torch.tensor(int(stop()))
+            dist.all_reduce(is_stopping, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+            return bool(is_stopping)
+
+        return agreed
 
     def _abort(self, requests: set[int]) -> None:
         for i in sorted(requests & self._running):  # in the same order on all ranks of an engine: this frees cache

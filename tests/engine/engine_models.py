@@ -132,6 +132,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     engine.wake(policy)
     finished = []
     again = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12), on_finish=lambda i, _: finished.append(i))
+    stopped = stop_early(engine)
     engine.sleep()
     engine.close()
     return {
@@ -143,7 +144,20 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
         "after": [r.tokens for r in after[2]],
         "again": [r.tokens for r in again],
         "finished": finished,
+        "stopped": stopped,
     }
+
+
+def stop_early(engine: Engine) -> dict:
+    """Rank 0 alone is told to stop, once three of the responses that it scores have ended: what each rank has then."""
+    requests = [PROMPTS[i % 5] + [i] for i in range(64)]
+    ends = tuple(range(0, 512, 12))  # a response ends after 12 tokens or so
+    finished = []
+    sampled = engine.generate(
+        requests, range(64), Sampling(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
+        stop=lambda: engine.world.is_main and len(finished) >= 3,
+    )
+    return {"sampled": [r and r.tokens for r in sampled], "num_before": 3}
 
 
 def verdict(model: str, world: ranks.World) -> str:

@@ -84,6 +84,7 @@ def test_experts_in_another_order_stop_the_first_sync(world, tmp_path, monkeypat
     with pytest.raises(RuntimeError, match=r"4 tensors: model.layers.0.mlp.experts.down_proj"):
         engine.wake(policy)
     engine.close()
+    engine.close()
 
 
 @pytest.mark.parametrize("family", [*NUM_IN_LAYERS, "gemma2"])
@@ -101,6 +102,11 @@ def test_two_ranks_are_one_engine(tmp_path):
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for seen, other, family in zip(*ranks, ("llama", "qwen3")):
         check(seen, num_compared(family, family == "llama"))
+        stopped = seen.pop("stopped"), other.pop("stopped")
+        assert stopped[0]["sampled"] == stopped[1]["sampled"]
+        num_sampled = sum(tokens is not None for tokens in stopped[0]["sampled"])
+        print(f"{num_sampled} of 64 responses sampled, {stopped[0]['num_before']} before the stop")
+        assert stopped[0]["num_before"] <= num_sampled < 32
         assert "checksums differ" in seen["verdict"] and "model.norm.weight" in seen["verdict"]
         announced = seen.pop("finished"), other.pop("finished")
         assert [sorted(x) for x in announced] == [[0, 2, 4], [1, 3]]
