@@ -108,6 +108,7 @@ class VLLMEngine(Engine):
             self.seeds = "engine" if slow else "response"
         self._is_load_checked = config.quantization != "none"  # NaN does not survive quantisation
         self._running: set[int] = set()  # requests
+        self._is_closed = False
         self._residue_gb = 0.0
         self._first_residue_gb = math.inf
         self._sleep()
@@ -279,6 +280,9 @@ class VLLMEngine(Engine):
             self._running.remove(i)
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         from vllm.distributed import parallel_state
 
         # vLLM's shutdown would destroy the trainer's process group too, on each rank at another time
