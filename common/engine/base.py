@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.engine.sync import checksum
+from common.engine.sync import Sent, checksum
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
-from common.parallel.ranks import World, all_max, all_sum
+from common.parallel.ranks import World, all_max, all_names, all_sum
 from common.parallel.seeds import seed_of
 
 
@@ -81,8 +81,8 @@ class RolloutConfig:
     batch_invariant: bool = False
     """On GPUs, use vLLM's batch-invariant kernels, so that a response with its own seed does not depend on the other
     responses of its batch. This slows the trainer too: torch's kernels are replaced and NCCL gets a single channel."""
-    max_probe_diff: float = 0.0
-    """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: report only."""
+    max_probe_diff: float = 0.1
+    """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: never."""
     extra: tuple[str, ...] = ()
     """Additional arguments for vLLM's LLM(...), each as key=value with a Python literal as the value."""
 
@@ -154,6 +154,7 @@ class Engine:
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
         self._num_checksums = 0
+        self._has_compared_all = False
         self._probed: tuple[Policy, Batch] | None = None
         self._num_requested = 0
         self._num_aborted = 0
@@ -205,9 +206,7 @@ class Engine:
             raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
         if len(prompts) != len(seeds):
             raise ValueError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds")
-        self.stop = stop
-        if self.config.tp > 1:  # the ranks of an engine would stop at different steps
-            self.stop = lambda: False
+        self.stop = self._agreed(stop)
         groups = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
         requests, request_seeds, group_of = [], [], []
         for number, group in enumerate(groups):
@@ -260,28 +259,33 @@ class Engine:
         return metrics
 
     def close(self) -> None:
-        """Shut the engine down. Call it before the process group is destroyed."""
+        """Shut the engine down, before the process group is destroyed: vLLM's groups are part of it. A second call does
+        nothing."""
 
     def _sync(self, policy: Policy) -> int:
-        """Load the trainer's weights and compare checksums of a sample: all tensors outside the layers and those of one
-        layer, another one at each version. Returns how many were compared."""
+        """Load the trainer's weights and compare checksums: of all tensors the first time, then of those outside the
+        layers and those of one layer, another one at each version. Returns how many were compared."""
         layer = policy.version % policy.lm.config.num_hidden_layers
-        sent: dict[str, int] = {}
+        sent: dict[str, Sent] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             bucket_mb = self.config.sync_bucket_mb or self._free_bucket_mb()
             # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
             for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None, bucket_mb):
                 number = re.search(r"\.layers\.(\d+)\.", name)
-                if number is None or int(number[1]) == layer:
-                    sent[name] = sum(checksum(part.to(self.dtype)) for part in tensor.reshape(-1).split(1 << 22))
+                if not self._has_compared_all or number is None or int(number[1]) == layer:
+                    sent[name] = Sent(checksum(tensor, self.dtype), tensor.shape)
                 yield name, tensor
 
-        held = self._load(tensors(), sent)
-        wrong = [f"{name} ({want} sent, {have} held)" for name, (want, have) in held.items() if want != have]
-        if wrong:
-            raise RuntimeError(f"weight sync: checksums differ, the engine holds other weights: {', '.join(wrong)}")
-        return len(held)
+        num_compared, differing = self._load(tensors(), sent)
+        differing = all_names(differing)  # of any rank: all of them raise
+        if differing:
+            raise RuntimeError(
+                f"weight sync: checksums differ, the engine does not hold the trainer's weights in {len(differing)} "
+                f"tensors: {', '.join(differing[:5])}"
+            )
+        self._has_compared_all = True
+        return num_compared
 
     def _free_bucket_mb(self) -> int:
         """A sixteenth of the free memory of the rank that has least, between 64 MiB and 1 GiB."""
@@ -306,7 +310,8 @@ class Engine:
         rollout_logp = batch.rollout_logp[batch.mask]
         mean_prob_diff = (logp.exp() - rollout_logp.exp()).abs().mean()
         mean_logp_diff = (logp - rollout_logp).abs().mean()
-        prob_diff, logp_diff = all_max([float(mean_prob_diff), float(mean_logp_diff)]).tolist()
+        differences = torch.stack([mean_prob_diff, mean_logp_diff]).nan_to_num(nan=torch.inf)
+        prob_diff, logp_diff = all_max(differences).tolist()
         if 0 < self.config.max_probe_diff < prob_diff:
             raise RuntimeError(
                 f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on the probe, above "
@@ -323,10 +328,14 @@ class Engine:
     def _sleep(self) -> dict[str, float]:
         return {}
 
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
-        """Load all `tensors`. `sent`: checksums of the sample, filled while `tensors` is read. Returns the checksums
-        that can be compared, (sent, held) by the engine's names."""
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
+        """Load all `tensors`. `sent`: what is to be compared, filled while `tensors` is read. Returns the number of
+        tensors that were compared and the names of those that differ."""
         raise NotImplementedError
+
+    def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        """`stop`, so that all ranks of an engine stop at the same call of it."""
+        return stop
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling

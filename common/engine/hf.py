@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from common.engine.base import Engine, Response, RolloutConfig, Sampling
-from common.engine.sync import checksum
+from common.engine.sync import Sent, checksum
 from common.model.gather import saved_buffers
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World
@@ -87,14 +87,15 @@ class HFEngine(Engine):
         self.running: dict[int, Slot] = {}
 
     @torch.no_grad()
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
         own = dict(self.model.named_parameters()) | saved_buffers(self.model)
         missing = set(own)
         for name, tensor in tensors:
             own[name].copy_(tensor)
             missing.remove(name)
         assert not missing, f"weights that the trainer did not send: {sorted(missing)}"
-        return {name: (value, checksum(own[name])) for name, value in sent.items()}
+        differing = {name for name in sent if checksum(own[name], self.dtype) != sent[name].checksum}
+        return len(sent), differing
 
     def _sleep(self) -> dict[str, float]:
         self.caches = []

@@ -10,22 +10,22 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, Sampling
 from common.engine.restore import unchanged_generators, unchanged_process
-from common.engine.sync import checksum, compare_checksums, fill_with_nan, nan_parameters
+from common.engine.sync import Held, Sent, differing, fill_with_nan, held_checksums, nan_parameters
 from common.engine.vllm_checks import gpu_share, parse_extra
 from common.model.policy import ModelConfig
-from common.parallel.ranks import World
+from common.parallel.ranks import World, all_names
 from common.parallel.seeds import seed_of
 from common.tracking.console import print_on_main
 
@@ -33,6 +33,8 @@ RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the buckets of the weight sync."""
 GRAPHS_GB = 1.5
 """GPU memory for the engine's CUDA graphs."""
+STOP_EVERY = 8
+"""Calls after which the ranks of an engine ask each other whether to stop."""
 
 
 class VLLMEngine(Engine):
@@ -106,6 +108,7 @@ class VLLMEngine(Engine):
             self.seeds = "engine" if slow else "response"
         self._is_load_checked = config.quantization != "none"  # NaN does not survive quantisation
         self._running: set[int] = set()  # requests
+        self._is_closed = False
         self._residue_gb = 0.0
         self._first_residue_gb = math.inf
         self._sleep()
@@ -124,24 +127,27 @@ class VLLMEngine(Engine):
         self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
         return {"sleep/used_before_gb": before, "sleep/used_weights_gb": self._used_gb()}
 
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, int]) -> dict[str, tuple[int, int]]:
-        packed: dict[str, int] = {}
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
+        held: dict[str, Held] = {}
+        fused = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
 
-        def sum_before_packing(layer: nn.Module) -> None:
-            parent = layer.prefix.rpartition(".")[0] + "."
-            if any(name.startswith(parent) for name in sent):
-                for name, parameter in layer.named_parameters():
-                    if parameter.dtype == self.dtype:
-                        packed[f"{layer.prefix}.{name}"] = checksum(parameter)
+        def add_checksums(module: nn.Module, prefix: str) -> None:
+            held.update(held_checksums(module, prefix, sent, fused, self.dtype))
 
-        with vllm_cpu.before_packing(sum_before_packing) if self.on_cpu else contextlib.nullcontext():
+        def add_all(model: nn.Module) -> None:
+            for prefix, module in model.named_modules():
+                add_checksums(module, prefix)
+
+        before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
+        with before_packing if self.on_cpu else contextlib.nullcontext():
             if self._is_load_checked:
                 self._load_by_vllm(tensors)
             else:
                 self._load_and_check(tensors)
+        self.llm.apply_model(add_all)
         if self.on_cpu:
             self.llm.apply_model(vllm_cpu.pack_rest)
-        return self.llm.apply_model(partial(compare_checksums, sent=sent, packed=packed, dtype=self.dtype))[0]
+        return len(held), differing(sent, held)
 
     def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if self.on_cpu or self.config.quantization != "none":
@@ -164,11 +170,11 @@ class VLLMEngine(Engine):
         else:
             missing = set()
             self._load_by_vllm(tensors)
-        missing |= self.llm.apply_model(nan_parameters)[0]
+        missing = all_names(missing | self.llm.apply_model(nan_parameters)[0])  # of any rank: all of them raise
         if missing:
             raise RuntimeError(
                 f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine, or into "
-                f"parts of them ({', '.join(sorted(missing)[:3])}): transformers' model has other weights"
+                f"parts of them ({', '.join(missing[:3])}): transformers' model has other weights"
             )
         self._is_load_checked = True
 
@@ -249,12 +255,34 @@ class VLLMEngine(Engine):
                     self._running.discard(int(request.request_id))
                     yield int(request.request_id), Response(tokens, logp, out.finish_reason)
 
+    def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        """With more than one rank, every STOP_EVERY-th call asks all of them; they make the same calls in step."""
+        if self.config.tp == 1:
+            return stop
+        from vllm.distributed import get_tp_group
+
+        num_calls = 0
+
+        def agreed() -> bool:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls % STOP_EVERY:
+                return False
+            is_stopping = torch.tensor(int(stop()))
+            dist.all_reduce(is_stopping, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+            return bool(is_stopping)
+
+        return agreed
+
     def _abort(self, requests: set[int]) -> None:
         for i in sorted(requests & self._running):  # in the same order on all ranks of an engine: this frees cache
             self.llm.llm_engine.abort_request([str(i)])
             self._running.remove(i)
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         from vllm.distributed import parallel_state
 
         # vLLM's shutdown would destroy the trainer's process group too, on each rank at another time

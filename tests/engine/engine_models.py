@@ -19,9 +19,10 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks, seeds
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3",
-            "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
-MIXTURES = {
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2",
+            "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
+SPECIAL = {
+    "gemma2": {"attn_logit_softcapping": 3.0, "sliding_window": 6, "query_pre_attn_scalar": 20},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     # a dense layer first; the routers' biases are buffers
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1,
@@ -37,7 +38,7 @@ def make_model(family: str, tied: bool, folder: Path) -> str:
     config = getattr(transformers, f"{FAMILIES[family]}{text}Config")(
         vocab_size=512, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
-        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0, **MIXTURES.get(family, {}),
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0, **SPECIAL.get(family, {}),
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config)
@@ -87,7 +88,7 @@ def noise_for(name: str, shape: torch.Size) -> Tensor:
 
 def oracle(model: str, scale: float) -> torch.nn.Module:
     """transformers' own model with the same perturbation."""
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in lm.named_parameters():
             parameter.mul_(1 + scale * noise_for(name, parameter.shape))
@@ -130,6 +131,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     engine.wake(policy)
     finished = []
     again = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12), on_finish=lambda i, _: finished.append(i))
+    stopped = stop_early(engine)
     engine.sleep()
     engine.close()
     return {
@@ -141,12 +143,42 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
         "after": [r.tokens for r in after[2]],
         "again": [r.tokens for r in again],
         "finished": finished,
+        "stopped": stopped,
     }
+
+
+def stop_early(engine: Engine) -> dict:
+    """Rank 0 alone is told to stop, once three of the responses that it scores have ended: what each rank has then."""
+    requests = [PROMPTS[i % 5] + [i] for i in range(64)]
+    ends = tuple(range(0, 512, 12))  # a response ends after 12 tokens or so
+    finished = []
+    sampled = engine.generate(
+        requests, range(64), Sampling(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
+        stop=lambda: engine.world.is_main and len(finished) >= 3,
+    )
+    return {"sampled": [r and r.tokens for r in sampled], "num_before": 3}
+
+
+def verdict(model: str, world: ranks.World) -> str:
+    """Two engines of one rank each, the second one with a weight that is not what was sent."""
+    engine, policy = start(model, world, kind="hf")
+    load = engine._load
+
+    def broken(tensors, sent):
+        found = load(((n, t + world.rank) if n == "model.norm.weight" else (n, t) for n, t in tensors), sent)
+        return found
+
+    engine._load = broken
+    try:
+        engine.wake(policy)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 if __name__ == "__main__":
     world = ranks.init()
     out, *models = sys.argv[1:]
-    results = [round_trip(model, world, tp=2) for model in models]
+    results = [round_trip(model, world, tp=2) | {"verdict": verdict(model, world)} for model in models]
     Path(out, f"{world.rank}.json").write_text(json.dumps(results))
     ranks.shutdown()

@@ -208,9 +208,13 @@ def test_hf_engine_in_float32_is_exact_and_independent_of_other_prompts(tiny_lla
 
 
 @pytest.mark.parametrize("kind", ["vllm", "hf"])
-def test_a_stop_text_ends_a_response(kind, vllm, policy, smollm, world, prompts):
+def test_a_stop_text_ends_a_response(kind, request, tiny_llama, smollm, world, prompts):
     """The same response up to the token that completes the text; a text that never comes changes nothing."""
-    engine = vllm if kind == "vllm" else start("hf", smollm, world, prompts, stop=("x",))
+    if kind == "vllm":
+        engine, policy = request.getfixturevalue("vllm"), request.getfixturevalue("policy")
+    else:
+        engine = start("hf", tiny_llama, world, prompts, stop=("x",))
+        policy = load_policy(tiny_llama, ModelConfig(), world)
     tokenizer = AutoTokenizer.from_pretrained(smollm)
     engine.wake(policy)
     whole = engine.generate(prompts, range(len(prompts)), SAMPLING)
@@ -293,6 +297,18 @@ def test_remote_code_of_a_tokenizer_needs_its_flag_and_gets_it(tiny_llama, world
     assert engine.tokenizer.own
     with pytest.raises(ValueError, match="trust_remote_code"):
         make_engine(str(model), hf_config, config, ModelConfig(), world, [[5]], [2], 20, 0)
+
+
+def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prompts):
+    policy = load_policy(tiny_llama, ModelConfig(), world)
+    engine = start("hf", tiny_llama, world, prompts)
+    assert engine.wake(policy)["sync/probe_prob_diff"] < 0.02
+    for wrong in (torch.nan, 0.0):                                      # 0: the engine says it was certain
+        engine._sample_probe(policy)
+        batch = engine._probed[1]
+        batch.rollout_logp.fill_(wrong)
+        with pytest.raises(RuntimeError, match=r"max-probe-diff 0\.1: the engine does not hold the trainer's weights"):
+            engine._check_probe()
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,11 @@ def start(world, tmp_path, monkeypatch):
     """start(**flags) -> engine, policy."""
     monkeypatch.setattr(StandIn, "log", [])
     monkeypatch.setattr("vllm.LLM", StandIn)
-    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: types.SimpleNamespace(world_size=1, cpu_group=None))
+    group = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: group)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: StandIn.log.append("synchronize"))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: StandIn.log.append("empty"))
+    monkeypatch.setattr("gc.collect", lambda: 0)                        # slow beside vLLM's modules
     model, engines = make_model("llama", False, tmp_path), []
 
     def memory():
@@ -162,7 +164,8 @@ def test_weights_come_back_at_both_levels(start, level):
     for name, parameter in engine.llm.model.named_parameters():
         assert torch.equal(parameter, mine[name])
     engine.sleep()
-    assert engine._loaded == (None if level == 2 else policy.version) and metrics["sync/num_checksums"] == 12
+    assert engine._loaded == (None if level == 2 else policy.version)
+    assert metrics["sync/num_checksums"] == (12 if level == 2 else 21)  # of the second load, of the first one
 
 
 def test_fp8_is_loaded_by_reloads(start):
