@@ -1,4 +1,4 @@
-"""The parts that the scripts share. Nothing here imports a script or sees a script's `Args`.
+"""The parts that the scripts share. Nothing here imports a script or sees a script's own flags.
 
 Letters in shape comments:
 
@@ -8,8 +8,12 @@ Letters in shape comments:
 
 Index convention: `x[t]` describes token t. `logp[t]` is log p(token t | tokens before t), `mask[t]` says that the
 policy sampled token t (its stop token included). The shift from the model's "next token" output happens in one
-place, `policy.Policy.forward`.
+place, `PackedModel.hidden_before` in common/model/policy.py.
 
-A module that has flags owns a dataclass beside the code it configures (`RolloutConfig`, `OptimConfig`, ...) and the
-scripts nest it. vLLM is imported inside functions only, so every module can be imported on any machine.
+What a step means is in the files of this folder. Read them in this order: rollout, batch, packing, losses, segments,
+correction, kernels, metrics, optim, prompts, run. What makes it run is in the packages below (engine, model, parallel,
+dataset, checkpoint, tracking); a file here names what it needs of them, and you need not open them.
+
+A module that has flags owns a dataclass beside the code it configures (`RolloutConfig`, `OptimConfig`, ...), and
+`RunArgs` in run.py nests them. vLLM is imported inside functions only, so every module can be imported on any machine.
 """

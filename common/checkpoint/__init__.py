@@ -1,0 +1,1 @@
+"""Checkpoints, the run folder, signals and hangs, export."""

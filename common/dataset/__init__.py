@@ -1,0 +1,1 @@
+"""Data files to tokenised prompts on disk."""

@@ -1,0 +1,1 @@
+"""The models: loading, sharding, packed forward, attention, shared prompts, offload, FLOPs, memory."""

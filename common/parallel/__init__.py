@@ -1,0 +1,1 @@
+"""The process group, and what travels between ranks."""

@@ -1,0 +1,1 @@
+"""Loggers, console, recorded rollouts, validation results, warnings, profiles."""
