@@ -27,6 +27,7 @@ def untied(tmp_path_factory) -> str:
         (OptimConfig(lr=4.0, schedule="cosine"), 5, [4, 2 + math.sqrt(2), 2, 2 - math.sqrt(2), 0]),
         (OptimConfig(lr=4.0, schedule="cosine", warmup_steps=1, min_lr_frac=0.5), 4, [4, 4, 3, 2]),
         (OptimConfig(lr=3.0, schedule="linear"), 1, [3]),
+        (OptimConfig(lr=3.0, schedule="linear"), 2, [3, 0]),
         (OptimConfig(lr=3.0, schedule="cosine", warmup_steps=3), 3, [1, 2, 3]),
     ],
 )

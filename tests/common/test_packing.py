@@ -363,6 +363,7 @@ def check_plan(plan: Plan, lengths, costs, num_minibatches, world_size, budget, 
 @example([(40, 1.0), (30, 1.0), (20, 50.0), (10, 50.0)], 1, 1, 50, 0, -1)   # balanced costs would be 60 tokens
 @example([(30, 10.0), (21, 90.0), (25, 40.0), (24, 60.0)], 1, 1, 50, 0, -1) # nor does anything fit in two
 @example([(50, 3.0)] * 3 + [(1, 1.0)], 1, 2, 20, 0, -1)                     # longer than the budget: alone, each
+@example([(50, 3.0)] + [(1, 1.0)] * 3, 1, 1, 20, 0, -1)                     # alone, and the three short ones together
 @example([(5, 1.0)], 1, 6, 5, 0, -1)                                        # five ranks of dummies
 @example([(5, 1.0), (4, 1.0)], 2, 2, 9, 0, 0)                               # nothing to train on
 def test_plan_properties(items, num_minibatches, world_size, budget, seed, trained):
