@@ -219,7 +219,7 @@ def test_a_hang_shows_all_stacks(flags, tmp_path):
                     ranks=2)
     text = log.read_text()
     assert code == signals.HANG_EXIT_CODE, text[-3000:]
-    for rank, where in ((0, "all_gather"), (1, "faulty.py")):
+    for rank, where in ((0, "all_reduce"), (1, "faulty.py")):
         report = text[text.index(f"[rank {rank}] phase ") :]
         said = rf"\[rank {rank}\] phase '[a-z ]+' takes longer than --save.timeout-s 15; all Python stacks:"
         assert re.match(said, report), report[:3000]

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 from itertools import chain
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 import dapo
 import rloo
 from tests.conftest import ROOT, TRAIN, launch, launch_all
+from tests.scripts.test_grpo import metrics_of, weights_of
 
 BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--prompts-per-step", "4", "--samples-per-prompt", "3", "--rollout.max-response-length", "6",
@@ -28,6 +30,8 @@ VARIANTS = {
        ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")},
     **{f"grpo kl {name}": ["--kl-loss-coef", "0.1", "--kl-estimator", name, *TWO_UPDATES]
        for name in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
+    "grpo exported": ["--run-zero-advantage", "--kl-loss-coef", "0.1", "--entropy-coef", "0.1", "--total-steps", "2",
+                      "--max-tokens-per-gpu", "300", "--save.hf", "end", *TWO_UPDATES],
     "grpo passk": ["--advantage", "passk"],
     "grpo no std": ["--no-norm-by-std"],
     "grpo entropy": ["--entropy-coef", "10"],
@@ -78,19 +82,22 @@ def reward_model(tiny_llama, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int, dict[str, list[dict]]]:
-    """ranks -> variant -> its metrics, a row a step."""
-    found = {}
-    for ranks in (1, 2):
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+def folders(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int, Path]:
+    """ranks -> a folder with a run folder for each variant."""
+    found = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
+    for ranks, folder in found.items():
         own = ["--model", tiny_llama, "--train-data", small_train, *BASE]
         launch_all(folder, {
             name: [name.split()[0], *(reward_model if flag == "RM" else flag for flag in own + flags)]
             for name, flags in VARIANTS.items()
         }, ranks)
-        found[ranks] = {name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-                        for name in VARIANTS}
     return found
+
+
+@pytest.fixture(scope="module")
+def runs(folders) -> dict[int, dict[str, list[dict]]]:
+    """ranks -> variant -> its metrics, a row a step."""
+    return {ranks: {name: metrics_of(folder / name) for name in VARIANTS} for ranks, folder in folders.items()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -105,6 +112,14 @@ def test_a_variant_is_the_same_on_one_and_two_ranks(runs, name):
                 assert a[key] == pytest.approx(b[key], rel=2e-3, abs=2e-5), key
     all_masked = name == "dapo mask truncated"                  # random models never stop: every response is cut
     assert (one[-1]["actor/grad_norm"] == 0) == all_masked and one[-1]["actor/grad_norm"] < 1e4
+
+
+def test_the_exported_weights_are_the_same_on_one_and_two_ranks(runs, folders):
+    """Per-response seeds: the same tokens are sampled, and the same updates made."""
+    rows = runs[1]["grpo exported"]
+    assert rows[0]["actor/entropy"] > 1 and rows[0]["actor/kl_loss"] >= 0 and rows[1]["actor/kl_loss"] > 0
+    a, b = (weights_of(folders[ranks] / "grpo exported") for ranks in (1, 2))
+    assert a and all(torch.allclose(a[name].float(), b[name].float(), atol=1e-3) for name in a)
 
 
 def first(runs, name, key):
