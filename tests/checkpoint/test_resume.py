@@ -133,6 +133,17 @@ def test_a_stopped_run_continues_exactly(fault, number, saved, flags, start, in_
     assert_same_run(run, in_one_go)
 
 
+def test_a_run_stopped_in_its_last_validation_makes_up_for_it(flags, start, in_one_go, tmp_path):
+    """The step is saved at once, without its validation; the next start validates, and logs the step as a whole."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    flags = [*flags, "--run-dir", run]
+    assert start(log, "rollout:125:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
+    assert f"stopped by SIGTERM after step {TOTAL}, which is saved" in log.read_text()
+    assert [row["step"] for row in metrics(run)] == list(range(TOTAL)) and not (run / "model").exists()
+    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert_same_run(run, in_one_go)
+
+
 def test_a_run_stopped_before_its_first_step_starts_again(flags, start, in_one_go, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     flags = [*flags, "--run-dir", run]

@@ -52,7 +52,8 @@ VARIANTS = {
     "ppo kl loss": ["--kl-loss-coef", "0.1", "--minibatches-per-step", "2", "--epochs-per-step", "2"],
     "ppo gae": ["--gamma", "0.99", "--lam", "0.95", "--value-clip", "0.2", "--critic-optim.lr", "1e-2",
                 "--total-steps", "2", "--policy.share-prompt"],
-    "ppo warmup": ["--critic-warmup-steps", "1", "--total-steps", "2", "--minibatches-per-step", "2"],
+    "ppo warmup": ["--critic-warmup-steps", "1", "--total-steps", "2", "--minibatches-per-step", "2",
+                   "--optim.warmup-steps", "2"],
     "dapo": ["--total-steps", "3"],
     "dapo overlong": ["--overlong-buffer", "3", *TWO_UPDATES],
     "dapo mask truncated": ["--mask-truncated"],
@@ -170,6 +171,20 @@ def test_critic_learns_and_warmup_leaves_the_policy(runs):
     assert rows[0]["critic/values/mean"] == 0 != rows[1]["critic/values/mean"]
     warm = runs[1]["ppo warmup"]
     assert "actor/grad_norm" not in warm[0] and warm[0]["critic/grad_norm"] > 0 and warm[1]["actor/grad_norm"] > 0
+
+
+def test_the_critics_warmup_does_not_use_up_that_of_the_actor(runs):
+    """The actor's first update, in step 2, has the first rate of its two warm-up steps."""
+    warm = runs[1]["ppo warmup"]
+    assert "actor/lr" not in warm[0] and warm[1]["actor/lr"] == pytest.approx(runs[1]["ppo"][0]["actor/lr"] / 2)
+
+
+def test_truncated_responses_that_are_masked_run_nowhere(runs):
+    """Every response is truncated: only the dummy of two tokens runs. MFU counts what ran."""
+    row = runs[1]["dapo mask truncated"][0]
+    assert row["rollout/truncated_frac"] == 1 and row["global_seqlen/balanced_max"] == 2 < row["global_seqlen/max"]
+    found = [row["perf/mfu/actor"] for rows in runs[1].values() for row in rows if "perf/mfu/actor" in row]
+    assert 0 < max(found) < 1
 
 
 def test_adaptive_controller_moves_the_coefficient(runs):
