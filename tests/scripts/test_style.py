@@ -520,9 +520,11 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
     scripts = "|".join(map(re.escape, [*SCRIPTS, "-m tools.report"]))
     found = []
     for line in lines:
-        match = re.search(rf"(?:python3?|torchrun|train)\b[^#|;&]*?[ /\"]({scripts})(?= |$)(.*)", line)
+        line = expand(line, known)
+        start = r"(?:python3?|torchrun|train)\b(?! -m tools.try_script)"
+        match = re.search(rf"{start}[^#|;&]*?[ /\"]({scripts})(?= |$)(.*)", line)
         if match:
-            flags = re.split(r"\s(?:>|2>|\||&&|;)", expand(match[2], known))[0]
+            flags = re.split(r"\s(?:>|2>|\||&&|;)", match[2])[0]
             found.append((match[1], shlex.split(flags, comments=True)))
         elif "make quickstart ARGS=" in line:
             base = next(flags for script, flags in commands(ROOT / "Makefile") if script in SCRIPTS)

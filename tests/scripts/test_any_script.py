@@ -1,0 +1,92 @@
+"""What any script must do, also your own: `make test SCRIPT=mine.py`. Without SCRIPT it is grpo.py."""
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import ROOT, launch
+from tools import try_script
+
+SCRIPT = os.environ.get("SCRIPT", "grpo.py")
+SIZES = ["--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_llama, smollm) -> list[str]:
+    data = str(ROOT / "data/word_problems/train.parquet")
+    return [
+        "--model", tiny_llama, "--train-data", data, *SIZES, "--rollout.engine", "hf", "--policy.compute-dtype",
+        "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-3",
+        "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", "--save.every", "1",
+        "--log.rollouts-every", "1", "--rollout.stop", "ing",
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory) -> Path:
+    """Two steps in one go, every response in one micro-batch."""
+    run = tmp_path_factory.mktemp("any") / "whole"
+    launch(SCRIPT, *flags, "--run-dir", run, warm=True)
+    return run
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((run / "model").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, ["--max-tokens-per-gpu", "1"]), (2, [])])
+def test_the_gradient_does_not_depend_on_the_layout(ranks, more, flags, whole, tmp_path):
+    """Every response in a micro-batch of its own; two ranks: the same gradient norm in the first step. After two steps
+    the weights differ by rounding only, which AdamW turns into whole steps where a gradient is nearly 0."""
+    launch(SCRIPT, *flags, *more, "--run-dir", tmp_path, ranks=ranks, warm=True)
+    first, expected = metrics_of(tmp_path)[0], metrics_of(whole)[0]
+    assert first["critic/rewards/mean"] == expected["critic/rewards/mean"]
+    assert first["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+    assert first["actor/grad_norm"] > 0
+    theirs = weights_of(whole)
+    for name, weight in weights_of(tmp_path).items():
+        assert ((weight - theirs[name]).abs() > 1e-4).float().mean() < 0.01, name
+
+
+def test_a_killed_run_continues_exactly(flags, whole, tmp_path):
+    """kill -9 as the second step is logged, then the same command again: weights and metrics byte for byte."""
+    faulty = ("tests/checkpoint/faulty.py", "log:2:0:kill", SCRIPT)
+    launch(*faulty, *flags, "--run-dir", tmp_path, check=False)
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1]
+    assert "resumed after step 1" in launch(SCRIPT, *flags, "--run-dir", tmp_path, warm=True).stdout
+    theirs = weights_of(whole)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(tmp_path).items())
+    for ours, expected in zip(metrics_of(tmp_path), metrics_of(whole), strict=True):
+        compared = {name for name in expected if not re.match(r"timing|perf|sync|sleep|rollout/tokens_per_s", name)}
+        assert {name: ours[name] for name in compared} == {name: expected[name] for name in compared}
+
+
+def test_the_ten_questions_are_answered_in_numbers(whole):
+    """What `make try` prints of a run."""
+    said = try_script.describe(whole)
+    print(said)                                                         # pytest -s shows it
+    answers = dict(re.split(r" {2,}", line, maxsplit=1) for line in said.splitlines())
+    assert len(answers) == 12
+    assert re.fullmatch(r"[1-9]\d*, of [1-9]\d* sampled on all ranks", answers["tokens in the loss"])
+    assert re.fullmatch(r"[1-9]\d* of [1-9]\d*", answers["stop tokens trained"])
+    assert "at most" in answers["temperature"] and float(answers["temperature"].split()[-2]) < 1e-4
+
+
+def test_every_flag_of_the_script_is_read():
+    """A flag that the script declares, and neither it nor anything that it passes `args` to reads, has no effect."""
+    source = (ROOT / SCRIPT).read_text()
+    args = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    declared = {node.target.id for node in args.body if isinstance(node, ast.AnnAssign)}
+    shared = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
+    unread = {name for name in declared if not re.search(rf"\bargs\.{name}\b", source + shared)}
+    assert not unread, f"{SCRIPT} never reads args.{sorted(unread)[0]}"

@@ -1,0 +1,62 @@
+"""What a start leaves in the run folder, and what `tools.compare` says of two runs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from common.tracking import start
+from tools import compare
+
+
+@pytest.fixture
+def make_run(tmp_path, monkeypatch):
+    """A run folder as a run leaves it, of a script with this text."""
+    def make(name: str, script: str, flags: dict, rewards: list[float]):
+        folder = tmp_path / name
+        file = tmp_path / f"{name}_script" / "mine.py"
+        file.parent.mkdir()
+        file.write_text(script)
+        monkeypatch.setattr(sys, "argv", [str(file), "--optim.lr", "1", "--reward.kwargs", '{"api_key": "abc123"}'])
+        start.record_start(folder, flags, num_ranks=2)
+        rows = [{"step": 0, "val-core/sums/acc/greedy": 0.25}]
+        rows += [{"step": i + 1, "critic/rewards/mean": reward} for i, reward in enumerate(rewards)]
+        rows[-1]["val-core/sums/acc/greedy"] = 0.75
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+    return make
+
+
+def test_a_start_is_kept(make_run):
+    """Script, command without its secrets, the commit that git names; a second start has a folder of its own."""
+    key = "sk-" + "a1" * 10
+    run = make_run("a", f"KEY = '{key}'\nprint(1)\n", {"seed": 1}, [0.5])
+    start.record_start(run, {"seed": 2}, num_ranks=1)
+    assert (run / "start_1/mine.py").read_text() == "KEY = '***'\nprint(1)\n"
+    first, second = (json.loads((run / f"start_{n}/start.json").read_text()) for n in (1, 2))
+    assert first["flags"] == {"seed": 1} and second["flags"] == {"seed": 2} and first["ranks"] == 2
+    assert first["command"][1:4] == ["--optim.lr", "1", "--reward.kwargs"] and "abc123" not in json.dumps(first)
+    assert first["versions"]["torch"]
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=start.ROOT, capture_output=True, text=True)
+    assert first["commit"] == git.stdout.strip()
+    assert (run / "start_1/changes.diff").is_file()
+
+
+def test_code_then_flags_then_curves(make_run, capsys):
+    flags = {"seed": 1, "optim": {"lr": 0.1, "betas": [0.9]}, "run_dir": "a"}
+    a = make_run("a", "x = 1\ny = 2\n", flags, [0.1] * 9)
+    b = make_run("b", "x = 1\ny = 3\n", flags | {"optim": {"lr": 0.2, "betas": [0.9]}, "run_dir": "b"}, [0.1, 0.3] * 5)
+    compare.main(a, b)
+    code, flags, curves = capsys.readouterr().out.split("== ")[1:]
+    assert "-y = 2\n+y = 3" in code and "x = 1" in code
+    assert flags == "flags\noptim.lr: 0.1 -> 0.2\n\n"
+    reward = next(line for line in curves.splitlines() if line.startswith("critic/rewards/mean"))
+    assert reward.split()[1:] == ["0.1", "0.22"]                        # of 0.3 0.1 0.3 0.1 0.3
+    greedy = next(line for line in curves.splitlines() if line.startswith("val-core"))
+    assert greedy.split()[1:] == ["0.250", "->", "0.750", "0.250", "->", "0.750"]
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path} holds no start_N/start.json: it must be a run folder"):
+        compare.main(tmp_path, tmp_path)
