@@ -77,9 +77,14 @@ def _stats(mask, log_ratio, ratio, high=None, low=None, capped=None) -> dict[str
     return {name: torch.where(mask, x.detach().to(ratio.dtype), 0) for name, x in stats.items()}
 
 
+def _clip(ratio, clip_low, clip_high):
+    """Bounds are numbers, or tensors [T] with one for each token."""
+    return ratio.clamp(min=1 - clip_low).clamp(max=1 + clip_high)
+
+
 def _clipped(ratio, advantage, clip_low, clip_high, clip_dual):
     """max(-A q, -A clip(q)), where A < 0 at most -A clip_dual; and what was clipped: high, low, capped."""
-    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    plain, clipped = -advantage * ratio, -advantage * _clip(ratio, clip_low, clip_high)
     loss, cut = torch.maximum(plain, clipped), clipped > plain
     capped = torch.zeros_like(cut)
     if clip_dual is not None:
@@ -123,7 +128,7 @@ def cispo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
     logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
     log_ratio = _log_ratio(logp, old_logp).detach()
     ratio = log_ratio.exp()
-    loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantage * logp
+    loss = -_clip(ratio, clip_low, clip_high) * advantage * logp
     return loss, _stats(mask, log_ratio, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
 
 

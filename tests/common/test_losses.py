@@ -131,6 +131,29 @@ def test_policy_loss_gradcheck(name):
     assert error(grad[grad != 0], want[grad != 0].detach()) < 1e-12
 
 
+@pytest.mark.parametrize("name", [name for name, (low, _) in CLIPS.items() if low is not None])
+def test_clip_bounds_may_differ_from_token_to_token(name):
+    """A tensor of bounds: each token as with its own bound as a number, for losses whose tokens do not meet."""
+    low, high = CLIPS[name]
+    batch = ragged()
+    is_wide = torch.arange(len(batch.tokens)) % 2 == 0
+    batch.advantage = torch.arange(len(batch.tokens)).double().sin() * batch.mask
+    more = {"selected": torch.zeros_like(batch.mask)} if name == "clip_cov" else {}
+
+    def loss(clip_low, clip_high):
+        inputs = (batch.logp, batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens)
+        return POLICY_LOSSES[name](*inputs, clip_low, clip_high, **more)[0]
+
+    narrow, wide_loss = high / 100, loss(low, 2 * high)
+    if name == "gmpo":                                                  # a product over the response: one bound for all
+        assert torch.equal(loss(torch.full_like(batch.logp, low), torch.full_like(batch.logp, high)), loss(low, high))
+        return
+    mixed = loss(low, torch.where(is_wide, torch.tensor(2 * high, dtype=F64), torch.tensor(narrow, dtype=F64)))
+    assert torch.equal(mixed[is_wide], wide_loss[is_wide])
+    assert torch.equal(mixed[~is_wide], loss(low, narrow)[~is_wide])
+    assert not torch.equal(mixed, wide_loss) and not torch.equal(mixed, loss(low, narrow))
+
+
 def test_policy_losses_never_read_what_is_masked():
     for name, function in POLICY_LOSSES.items():
         batch = ragged(2)
