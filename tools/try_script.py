@@ -63,6 +63,7 @@ def describe(run_dir: Path) -> str:
     recorded = pq.read_table(run_dir / f"rollouts/step_{last['step']:06d}.parquet").to_pylist()
     ran = [row for row in recorded if row["trained"] is not None]
     trained = sum(sum(row["trained"]) for row in ran)
+    sampled = sum(row["response_length"] for row in recorded)
     ended = [row for row in ran if row["finish_reason"] == "stop"]
     cut = [row for row in ran if row["finish_reason"] == "length"]
     ratios = [abs(ratio - 1) for row in ran for ratio, used in zip(row["ratio"], row["trained"]) if used]
@@ -78,7 +79,7 @@ def describe(run_dir: Path) -> str:
         "gradient norm": " -> ".join(f"{row['actor/grad_norm']:.3g}" for row in rows if "actor/grad_norm" in row),
         "advantages": f"{last['critic/advantages/mean']:.3g} mean, {last['critic/advantages/min']:.3g} to "
                       f"{last['critic/advantages/max']:.3g}",
-        "tokens in the loss": f"{trained}, of {sum(row['response_length'] for row in recorded)} sampled on all ranks",
+        "tokens with a gradient": f"{trained}, of {sampled} sampled on all ranks",
         "KL to a reference": f"{last['actor/kl_loss']:.3g}" if "actor/kl_loss" in last else "no term in the loss",
         "old log-probs": f"|ratio - 1| is at most {max(ratios, default=0.0):.2g}",
         "stop tokens trained": f"{sum(row['trained'][-1] for row in ended)} of {len(ended)}",

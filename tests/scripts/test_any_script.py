@@ -77,7 +77,7 @@ def test_the_ten_questions_are_answered_in_numbers(whole):
     print(said)                                                         # pytest -s shows it
     answers = dict(re.split(r" {2,}", line, maxsplit=1) for line in said.splitlines())
     assert len(answers) == 12
-    assert re.fullmatch(r"[1-9]\d*, of [1-9]\d* sampled on all ranks", answers["tokens in the loss"])
+    assert re.fullmatch(r"[1-9]\d*, of [1-9]\d* sampled on all ranks", answers["tokens with a gradient"])
     assert re.fullmatch(r"[1-9]\d* of [1-9]\d*", answers["stop tokens trained"])
     assert "at most" in answers["temperature"] and float(answers["temperature"].split()[-2]) < 1e-4
 

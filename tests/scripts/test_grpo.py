@@ -18,6 +18,10 @@ TINY = (*DATA[:2], *DATA[4:], "--rollout.engine", "hf", "--policy.compute-dtype"
         "1", "--total-steps", "2", "--save.hf", "never")
 
 
+FORK = (*TINY, "--total-steps", "1", "--minibatches-per-step", "2", "--optim.lr", "1e-2", "--reward.function",
+        f"{REWARD}:compute_score")
+
+
 @pytest.fixture(scope="session")
 def small_val(tmp_path_factory) -> str:
     """The first 8 validation problems: the tests look at the plumbing, not at the accuracy."""
@@ -207,19 +211,39 @@ def test_broken_weights_are_refused_with_the_sample(tiny_llama, tmp_path):
     assert len(metrics_of(tmp_path)) == 1
 
 
-def test_the_readmes_fork_runs(tiny_llama, tmp_path):
-    """Exactly the README's change, applied to a copy of grpo.py, trains and changes the gradient."""
-    readme = (ROOT / "README.md").read_text().split("## Fork it")[1]
-    (change,) = re.findall(r"```python\n(.*?)```", readme, re.S)[:1]
-    source = (ROOT / "grpo.py").read_text()
-    before, phase, after = source.partition("# 4 advantages")
-    (line,) = re.findall(r"^ +advantages = .*\n", after[:after.index("# 5 update")], re.M)
-    assert change.count("\n") < 10
-    (tmp_path / "mine.py").write_text(before + phase + after.replace(line, line + change, 1))
-    for script, run in (("grpo.py", "theirs"), (str(tmp_path / "mine.py"), "mine")):
-        flags = (*TINY, "--total-steps", "1", "--run-dir", str(tmp_path / run), "--run-zero-advantage",
-                 "--reward.function", f"{REWARD}:compute_score")
-        launch(script, "--model", tiny_llama, *flags, warm=True)
-    theirs, mine = metrics_of(tmp_path / "theirs")[0], metrics_of(tmp_path / "mine")[0]
-    assert theirs["critic/rewards/mean"] == mine["critic/rewards/mean"]
-    assert 0 < mine["actor/grad_norm"] < theirs["actor/grad_norm"]
+def forks() -> list[tuple[str, str]]:
+    """(title, diff) of each fork in docs/forks.md."""
+    return re.findall(r"## (.*?)\n.*?```diff\n(.*?)```", (ROOT / "docs/forks.md").read_text(), re.S)
+
+
+def apply(diff: str, source: str) -> str:
+    for hunk in re.split(r"^@@.*@@.*\n", diff, flags=re.M)[1:]:
+        old = "".join(line[1:] + "\n" for line in hunk.splitlines() if not line.startswith("+"))
+        new = "".join(line[1:] + "\n" for line in hunk.splitlines() if not line.startswith("-"))
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+@pytest.fixture(scope="session")
+def unchanged(tiny_llama, tmp_path_factory) -> dict[str, float]:
+    """The first step of grpo.py itself."""
+    run = tmp_path_factory.mktemp("unchanged")
+    launch("grpo.py", "--model", tiny_llama, *FORK, "--run-dir", run, warm=True)
+    return metrics_of(run)[0]
+
+
+@pytest.mark.parametrize(("title", "diff"), forks())
+def test_the_forks_of_the_docs_run(unchanged, tiny_llama, tmp_path, title, diff):
+    """Exactly the documented change, applied to a copy of grpo.py, trains on the same rollout with another gradient."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(apply(diff, (ROOT / "grpo.py").read_text()))
+    launch(mine, "--model", tiny_llama, *FORK, "--run-dir", tmp_path / "run", warm=True)
+    first = metrics_of(tmp_path / "run")[0]
+    assert first["critic/rewards/mean"] == unchanged["critic/rewards/mean"]
+    assert 0 < first["actor/grad_norm"] != pytest.approx(unchanged["actor/grad_norm"], rel=1e-4)
+
+
+def test_the_readmes_fork_is_the_first_one():
+    (change,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert f"+{change}" in forks()[0][1]
