@@ -1,10 +1,8 @@
 """What the machine can do and did: peak FLOP/s, torch profiler traces, what to say when memory runs out."""
 
-import os
 import time
 from pathlib import Path
 
-import psutil
 import torch
 
 from common.parallel.ranks import World
@@ -50,16 +48,6 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, sec
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
-
-
-def machine_line(world: World, peak: float) -> str:
-    """What one rank has to run on, for the start screen."""
-    if world.device.type == "cuda":
-        what, (free, total) = torch.cuda.get_device_name(world.device), torch.cuda.mem_get_info()
-    else:
-        memory = psutil.virtual_memory()
-        what, free, total = f"{os.cpu_count()} CPU cores", memory.available, memory.total
-    return f"{what}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, at most {peak / 1e12:.2f} TFLOP/s a rank"
 
 
 class Profiler:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pty
-import re
 import select
 import sys
 import time
@@ -339,15 +338,6 @@ def test_peak_flops_from_the_table_or_measured(monkeypatch):
     monkeypatch.setattr(profiling, "matmul_flops", lambda device, dtype: (device.type, dtype))
     assert profiling.peak_flops(WORLD, "bfloat16") == ("cpu", torch.bfloat16)
     assert profiling.peak_flops(gpu, "float32") == ("cuda", torch.float32)
-
-
-def test_the_machine_in_words(monkeypatch):
-    cpu = profiling.machine_line(WORLD, 1.5e12)
-    assert re.fullmatch(r"\d+ CPU cores, [\d.]+ of [\d.]+ GiB free, at most 1.50 TFLOP/s a rank", cpu)
-    gpu = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"), mesh=None)
-    monkeypatch.setattr(profiling.torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    monkeypatch.setattr(profiling.torch.cuda, "mem_get_info", lambda: (2**30, 3 * 2**30))
-    assert profiling.machine_line(gpu, 121e12) == "NVIDIA L4, 1.0 of 3.0 GiB free, at most 121.00 TFLOP/s a rank"
 
 
 # --------------------------------------------------------------------------- warnings
