@@ -11,15 +11,15 @@ from common.parallel.ranks import World
 class PlainProgress:
     """Prints `rollout 40/64, 62 s` when 30 s have passed since the start or the last such line."""
 
-    def __init__(self, phase: str, total: int, every_s: float = 30.0):
-        self.phase, self.total, self.every_s, self.done = phase, total, every_s, 0
-        self.start = self.said = time.monotonic()
+    def __init__(self, phase: str, total: int):
+        self.phase, self.total, self.done = phase, total, 0
+        self.start = self.last_line = time.monotonic()
 
     def advance(self) -> None:
         self.done += 1
         now = time.monotonic()
-        if now - self.said >= self.every_s:
-            self.said = now
+        if now - self.last_line >= 30:
+            self.last_line = now
             print(f"  {self.phase} {self.done}/{self.total}, {now - self.start:.0f} s", flush=True)
 
 

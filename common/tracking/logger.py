@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from tqdm import tqdm
 
 from common.checkpoint.files import sync
 from common.checkpoint.secrets import redacted
@@ -128,11 +129,8 @@ class Tracker:
         if "console" not in self.on:
             yield lambda: None
         elif sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            with Progress(*columns, transient=True, refresh_per_second=4) as bar:
-                yield partial(bar.advance, bar.add_task(phase, total=total))
+            with tqdm(desc=phase, total=total, leave=False, file=sys.stdout) as bar:
+                yield bar.update
         else:
             yield PlainProgress(phase, total).advance
 

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import sys
+import termios
 import time
 from dataclasses import dataclass, field
 
@@ -261,20 +263,22 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, capsys, mo
 
 def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     with open(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         monkeypatch.setenv("TERM", "xterm")
         tracker = Tracker(LogConfig(to=("console",)), str(tmp_path), Args(), WORLD, {})
         with tracker.progress("rollout", 64) as advance:
             for _ in range(64):
+                time.sleep(0.005)                                       # the bar moves every 0.1 s
                 advance()
         terminal.flush()
         shown = ""
         while select.select([ours], [], [], 0.2)[0]:                    # a terminal hands over what it has, in pieces
             shown += os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert "rollout" in shown and "64/64" in shown
-    assert shown.endswith("\x1b[2K")                                    # and is wiped off in the end
+    assert "rollout:   0%" in shown and len(set(re.findall(r"\d+/64 ", shown))) > 2
+    assert re.fullmatch(r" *", shown.split("\r")[-2])                    # and is wiped off in the end
 
 
 # --------------------------------------------------------------------------- profiles and memory
