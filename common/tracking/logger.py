@@ -24,8 +24,8 @@ from common.tracking.profiling import Profiler
 
 @dataclass
 class LogConfig:
-    to: tuple[Literal["console", "jsonl", "wandb", "tensorboard"], ...] = ("console", "jsonl")
-    """Where metrics go. wandb and tensorboard need their packages; without an account set WANDB_MODE=offline."""
+    to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Where metrics go besides the console and metrics.jsonl. Without a wandb account set WANDB_MODE=offline."""
     wandb_project: str = "rl"
     """Weights & Biases project."""
     rollouts_every: int = 5
@@ -42,7 +42,7 @@ class LogConfig:
             raise ValueError(f"--log.rollouts-every {self.rollouts_every} and --log.warn-every {self.warn_every} must "
                              f"be at least 0, --log.rollouts-max {self.rollouts_max} and --log.profile-steps "
                              f"{self.profile_steps} at least 1")
-        for package in {"wandb", "tensorboard"} & set(self.to):
+        for package in self.to:
             if importlib.util.find_spec(package) is None:
                 raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}, or leave it "
                                  f"out of --log.to")
@@ -59,27 +59,24 @@ class Tracker:
     def __init__(self, config: LogConfig, run_dir: str, args: Any, world: World, state: dict[str, Any]):
         """`state`: what `state_dict` returned when the run is resumed, else {}. What was written about steps that the
         checkpoint has not seen is dropped, so no step appears twice."""
-        self.on = set(config.to) if world.is_main else set()
+        self.is_main = world.is_main
         self.run_dir, self.wandb, self.wandb_id, self.board = Path(run_dir), None, state.get("wandb_id"), None
+        self.jsonl = self.run_dir / "metrics.jsonl"
         self.profiler = Profiler(self.run_dir / "profiles", config.profile_steps, world.rank)
         self.health = HealthCheck(config.warn_every)
-        if not world.is_main:
+        if not self.is_main:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         flags = redacted(dataclasses.asdict(args))
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
-        self.jsonl = self.run_dir / "metrics.jsonl"
-        kept = []
-        if state and self.jsonl.exists():
-            kept = lines_until(self.jsonl, state["step"])
-        if "jsonl" in self.on:
-            temporary = self.jsonl.with_suffix(".partial")                   # a kill must not cost the old lines
-            temporary.write_text("".join(line + "\n" for line in kept))
-            temporary.rename(self.jsonl)
+        kept = lines_until(self.jsonl, state["step"]) if state and self.jsonl.exists() else []
+        temporary = self.jsonl.with_suffix(".partial")                       # a kill must not cost the old lines
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.rename(self.jsonl)
         for file in sorted((self.run_dir / "rollouts").glob("step_*.parquet")):
             if int(file.stem.removeprefix("step_")) > state.get("step", -1):
                 file.unlink()
-        if "wandb" in self.on:
+        if "wandb" in config.to:
             import wandb
 
             self.wandb = wandb.init(
@@ -87,7 +84,7 @@ class Tracker:
                 id=self.wandb_id, resume="allow",
             )
             self.wandb_id = self.wandb.id
-        if "tensorboard" in self.on:
+        if "tensorboard" in config.to:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self.run_dir / "tensorboard"
@@ -102,14 +99,14 @@ class Tracker:
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is what the console shows of it. Every rank calls it."""
         trace = self.profiler.stop(step)
-        if "console" in self.on:
-            lines = [line, *self.health.look(step, metrics)]
-            if trace is not None:
-                lines.append(f"profile {trace}")
-            print(*lines, sep="\n", flush=True)
-        if "jsonl" in self.on:
-            with self.jsonl.open("a") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if not self.is_main:
+            return
+        lines = [line, *self.health.look(step, metrics)]
+        if trace is not None:
+            lines.append(f"profile {trace}")
+        print(*lines, sep="\n", flush=True)
+        with self.jsonl.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
         if self.board is not None:
@@ -119,14 +116,14 @@ class Tracker:
 
     def flush(self) -> None:
         """Brings metrics.jsonl to the disk. Every rank calls it before a checkpoint is written."""
-        if "jsonl" in self.on and self.jsonl.exists():
+        if self.is_main:
             sync(self.jsonl)
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
         """`with tracker.progress("rollout", 64) as advance:`, and `advance()` whenever one of them is done: a bar on a
         terminal, elsewhere a line every 30 s."""
-        if "console" not in self.on:
+        if not self.is_main:
             yield lambda: None
         elif sys.stdout.isatty():
             with tqdm(desc=phase, total=total, leave=False, file=sys.stdout) as bar:

@@ -5,6 +5,8 @@ calls of common/tracking.py, common/record.py and correction.measure. Files of r
 a fifth of their seconds counts. The share is of --step-s, or of the median step of --run.
 """
 
+import contextlib
+import io
 import json
 import statistics
 import tempfile
@@ -78,7 +80,6 @@ def main(args: Args) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         tracker = Tracker(args.log, folder, args, world, {})
-        tracker.on.discard("console")                                   # its lines would stand between ours
         meter, timer = Meter(), Timer()
         timer.seconds |= {"gen": 4.0, "update_actor": 5.0}
         batch = minibatches[0][0]
@@ -110,7 +111,8 @@ def main(args: Args) -> None:
         measure("metrics of the step", 1.0, numbers)
         metrics = numbers()
         measure("warnings", 1.0, lambda: tracker.health.look(1, metrics))
-        measure("line and metrics.jsonl", 1.0, lambda: tracker.log(1, metrics, step_line(1, 25, metrics)))
+        with contextlib.redirect_stdout(io.StringIO()):                 # its lines would stand between ours
+            measure("line and metrics.jsonl", 1.0, lambda: tracker.log(1, metrics, step_line(1, 25, metrics)))
         size = (Path(folder) / "rollouts/step_000005.parquet").stat().st_size
     print("| part | ms a step | share of the step |\n| --- | --- | --- |")
     for name, s in [*seconds.items(), ("all", sum(seconds.values()))]:

@@ -83,7 +83,7 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])
 def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path, capsys):
-    log = LogConfig(to=("jsonl",))
+    log = LogConfig()
     tracker = Tracker(log, str(tmp_path), Flags(SaveConfig()), world, {})
     for step in (1, 2):
         tracker.log(step, {"x": step}, "")
@@ -91,6 +91,7 @@ def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_
     metrics = tmp_path / "metrics.jsonl"
     want = metrics.read_text()
     metrics.write_bytes(want.encode() + damage)
+    capsys.readouterr()
     Tracker(log, str(tmp_path), Flags(SaveConfig()), world, tracker.state_dict(2))
     assert metrics.read_text() == want
     text = capsys.readouterr().out
@@ -101,7 +102,7 @@ def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_
 def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("common.tracking.logger.sync", synced.append)
-    tracker = Tracker(LogConfig(to=("jsonl",)), str(tmp_path), Flags(SaveConfig()), world, {})
+    tracker = Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, {})
     tracker.log(1, {"x": 1}, "")
     tracker.flush()
     assert synced == [tmp_path / "metrics.jsonl"]

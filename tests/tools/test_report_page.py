@@ -19,7 +19,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-ge
 def make_run(folder: Path, lr: float = 1e-5, scale: float = 1.0) -> Path:
     """Curves of six steps, rollouts of steps 1 and 5, some flags."""
     write_run(folder, scale)
-    flags = {"model": "models/<b>tiny</b>", "optim": {"lr": lr, "betas": [0.9, 0.99]}, "log": {"to": ["jsonl"]}}
+    flags = {"model": "models/<b>tiny</b>", "optim": {"lr": lr, "betas": [0.9, 0.99]}, "log": {"to": ["wandb"]}}
     (folder / "config.json").write_text(json.dumps(flags))
     for step in (1, 5):
         record(folder, [0, 1, 2, 3], [2, 0, 1], LogConfig(), step)
