@@ -118,13 +118,13 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
         self.train_set = load_prompts(args.train_data, self.tokenizer, args.data)
         self.val_set = load_prompts(args.val_data, self.tokenizer, args.data) if args.val_data else None
-        self.sampler = PromptSampler(len(self.train_set), self.train_set.data_hash, args.seed)
+        self.sampler = PromptSampler(len(self.train_set), self.train_set.loaded.data_hash, args.seed)
         sources = set()
         for name, prompts in {"train": self.train_set, "val": self.val_set}.items():
             if prompts is not None:
                 print_on_main(self.world, f"{name:5}  {prompts.summary()}")
                 prompts.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
-                sources |= set(prompts.data_sources)
+                sources |= set(prompts.loaded.data_sources)
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
         self.sampling = Sampling.training(args.rollout)
         self.greedy_sampling = Sampling.validation(args.rollout, temperature=0.0)

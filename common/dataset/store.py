@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,43 +35,33 @@ class Loaded:
     min_length: int = 0  # of these prompts, in tokens
     max_length: int = 0
     data_hash: str = ""  # of all that is in these prompts, in their order
-    batches: list[tuple[int, int]] = field(default_factory=list)  # (prompts, bytes) of each in the Arrow file
 
 
 class PromptSet(Sequence):
-    """The prompts in file order, read from the files that `tokenise_files` wrote; `loaded` says what was left out."""
+    """The prompts in file order, read from the file that `tokenise_files` wrote; `loaded` says what was left out."""
 
-    def __init__(self, folder: str, config: DataConfig):
-        self.loaded = Loaded(**json.loads(Path(folder, "loaded.json").read_text()))
+    def __init__(self, folder: str, loaded: Loaded, config: DataConfig):
+        self.loaded = loaded
         self.config = config
-        ends = np.cumsum([(0, 0), *self.loaded.batches], axis=0)
-        self.first_prompts = ends[:, 0]  # of each batch, and at the end the number of all prompts
-        self.offsets = ends[:, 1]
-        self.arrow = pa.memory_map(f"{folder}/prompts.arrow").read_buffer()
+        self.batches: list[pa.RecordBatch] = []  # mapped to memory: what is not indexed is not read
+        with pa.memory_map(f"{folder}/prompts.arrow") as arrow:
+            while arrow.tell() < arrow.size():
+                self.batches += pa.ipc.open_stream(arrow)
+        self.ends = np.cumsum([len(batch) for batch in self.batches])
 
     def __len__(self) -> int:
-        return int(self.first_prompts[-1])
+        return int(self.ends[-1])
 
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # negative ones; IndexError
-        number = np.searchsorted(self.first_prompts, index, side="right") - 1
-        stream = self.arrow[self.offsets[number] : self.offsets[number + 1]]
-        batch = pa.ipc.open_stream(stream).read_next_batch()
-        kept = np.flatnonzero(batch.column("tokens").is_valid().to_numpy(zero_copy_only=False))
-        row = int(kept[index - self.first_prompts[number]])
-        prompt = parse_row(rows_of(batch.slice(row, 1), self.config)[0], self.config)
-        prompt.tokens = batch.column("tokens")[row].as_py()
+        number = np.searchsorted(self.ends, index, side="right")
+        batch = self.batches[number]
+        row = batch.slice(index - (self.ends[number] - len(batch)), 1)
+        prompt = parse_row(rows_of(row, self.config)[0], self.config)
+        prompt.tokens = row.column("tokens")[0].as_py()
         return prompt
-
-    @property
-    def data_sources(self) -> list[str]:
-        return self.loaded.data_sources
-
-    @property
-    def data_hash(self) -> str:
-        return self.loaded.data_hash
 
     def summary(self) -> str:
         loaded = self.loaded
@@ -96,33 +86,32 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
     In a process group all ranks must call this: local rank 0 of each node does the work, the others wait and get the
     same prompts or the same error."""
     local_rank = int(os.environ["LOCAL_RANK"]) if dist.is_initialized() else 0
-    folder = None
-    problem = None
+    folder = loaded = problem = None
     with ExitStack() as stack:
         if local_rank == 0:
             try:
                 folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts", dir=config.cache_dir or None))
-                tokenise_files(find_files(files), tokenizer, config, folder)
+                loaded = tokenise_files(find_files(files), tokenizer, config, folder)
             except ValueError as error:
                 problem = str(error)
             except OSError as error:  # those of reading are ValueErrors by now
                 problem = f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
         if dist.is_initialized():
             results = [None] * dist.get_world_size()
-            dist.all_gather_object(results, (folder, problem))
-            folder, _ = results[dist.get_rank() - local_rank]  # torchrun: the ranks of a node are consecutive
-            problem = next((problem for _, problem in results if problem), None)
+            dist.all_gather_object(results, (folder, loaded, problem))
+            folder, loaded, _ = results[dist.get_rank() - local_rank]  # torchrun: the ranks of a node are consecutive
+            problem = next((problem for *_, problem in results if problem), None)
         if problem:
             raise ValueError(problem)
-        prompts = PromptSet(folder, config)
+        prompts = PromptSet(folder, loaded, config)
         if dist.is_initialized():
             dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
     return prompts
 
 
-def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> None:
-    """Stream `files` into folder/prompts.arrow (every batch an Arrow stream of its own, with the further column
-    `tokens`: null for a row that is left out) and folder/loaded.json."""
+def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> Loaded:
+    """Stream what is kept of `files` into folder/prompts.arrow, with the further column `tokens`. Every batch is an
+    Arrow stream of its own, as files have different columns."""
     if config.max_prompt_length < 1:
         raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
     template = template_arguments(tokenizer, config)
@@ -139,10 +128,9 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
                     if tokens[-1] is not None:
                         data_hash.update(repr((tokens[-1], prompt)).encode())
                 batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
-                start = arrow.tell()
-                with pa.ipc.new_stream(arrow, batch.schema) as stream:
-                    stream.write_batch(batch)
-                loaded.batches.append((batch.num_rows - batch.column("tokens").null_count, arrow.tell() - start))
+                kept = batch.filter(batch.column("tokens").is_valid())
+                with pa.ipc.new_stream(arrow, kept.schema) as stream:
+                    stream.write_batch(kept)
     if not loaded.data_sources:
         bad = loaded.bad_rows
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
@@ -151,7 +139,7 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
                          f"bad{shown}")
     loaded.data_sources.sort()
     loaded.data_hash = data_hash.hexdigest()
-    Path(folder, "loaded.json").write_text(json.dumps(asdict(loaded)))
+    return loaded
 
 
 def parse_batch(

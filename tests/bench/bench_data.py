@@ -72,13 +72,14 @@ def main() -> None:
         seconds = time.perf_counter() - start
         stop.set()
         watcher.join()
+        arrow_mb = sum(batch.nbytes for batch in prompts.batches) / 1e6
         print(prompts.summary())
         print(f"file {path.stat().st_size / 1e6:.0f} MB in {pq.ParquetFile(path).num_row_groups} row group(s); "
-              f"Arrow file {prompts.arrow.size / 1e6:.0f} MB")
+              f"Arrow file {arrow_mb:.0f} MB")
         after = anonymous_mb()
         print(f"load {seconds:.1f} s, {prompts.loaded.num_rows / seconds:.0f} rows/s; anonymous memory before "
               f"{samples[0]:.0f} MB, peak {max(samples):.0f} MB, after {after:.0f} MB")
-        sampler = PromptSampler(len(prompts), prompts.data_hash, seed=0)
+        sampler = PromptSampler(len(prompts), prompts.loaded.data_hash, seed=0)
         start = time.perf_counter()
         sampler.take(1)
         shuffle = time.perf_counter() - start
@@ -90,7 +91,7 @@ def main() -> None:
         print(f"shuffle {shuffle * 1e3:.0f} ms an epoch; 128 random prompts {np.median(times) * 1e3:.1f} ms (median); "
               f"{sum(len(prompt.tokens) for prompt in batch)} tokens; memory then {anonymous_mb():.0f} MB")
         rows = prompts.loaded.num_rows
-        report("data", rows=rows, file_mb=path.stat().st_size / 1e6, arrow_mb=prompts.arrow.size / 1e6,
+        report("data", rows=rows, file_mb=path.stat().st_size / 1e6, arrow_mb=arrow_mb,
                row_groups=pq.ParquetFile(path).num_row_groups, load_s=seconds, rows_per_s=rows / seconds,
                before_mb=samples[0], peak_mb=max(samples), after_mb=after, shuffle_ms=shuffle * 1e3,
                read_128_ms=float(np.median(times)) * 1e3)

@@ -112,7 +112,7 @@ def write_prompts(file: Path, flags: list[str], args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(value_of(flags, "--model"))
     config = DataConfig(max_prompt_length=int(value_of(flags, "--data.max-prompt-length")))
     prompts = load_prompts([value_of(flags, "--train-data")], tokenizer, config)
-    sampler = PromptSampler(len(prompts), prompts.data_hash, seed=0)
+    sampler = PromptSampler(len(prompts), prompts.loaded.data_hash, seed=0)
     chosen = [prompts[i] for i in sampler.take(args.prompts * args.steps)]
     file.write_text("".join(json.dumps({"prompt": tokenizer.decode(p.tokens), "tokens": p.tokens,
                                         "ground_truth": p.ground_truth}) + "\n" for p in chosen))

@@ -56,7 +56,7 @@ def test_tokens_are_the_chat_template_by_hand(tokenizer, tmp_path):
     assert prompts[0].ground_truth == "4"
     assert prompts[0].extra_info == row()["extra_info"]  # untouched
     assert prompts[0].messages == row()["prompt"]
-    assert prompts.data_sources == ["openai/gsm8k"]
+    assert prompts.loaded.data_sources == ["openai/gsm8k"]
 
 
 def test_string_prompts_and_other_columns(tokenizer, tmp_path):
@@ -160,7 +160,8 @@ def test_a_large_file_is_streamed(tmp_path, suffix):
     prompts = load_prompts([str(path)], tokenizer := Counting(), DataConfig())
     python_peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(prompts) == 10_000 and prompts.arrow.size > 60e6 and tokenizer.longest_call == 512
+    assert len(prompts) == 10_000 and sum(batch.nbytes for batch in prompts.batches) > 60e6
+    assert tokenizer.longest_call == 512
     assert python_peak < 20e6 and tokenizer.arrow_bytes - before < 20e6
     assert pa.total_allocated_bytes() - before < 1e6
     assert prompts[7777].extra_info == {"index": 7777}
@@ -184,8 +185,8 @@ calls, encode = [], tokenizer.apply_chat_template
 tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs)
 config = data.DataConfig(cache_dir={str(tmp_path / "cache")!r})
 prompts = load_prompts([{path!r}], tokenizer, config)
-sampler = data.PromptSampler(len(prompts), prompts.data_hash, seed=5)
-result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.summary(), prompts.data_hash]
+sampler = data.PromptSampler(len(prompts), prompts.loaded.data_hash, seed=5)
+result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.summary(), prompts.loaded.data_hash]
 try:
     load_prompts([{bad!r}], tokenizer, config)
 except ValueError as error:
@@ -303,7 +304,7 @@ def test_sampler_refuses_to_go_on_with_other_data(tmp_path):
         return load_prompts([path], Counting(), DataConfig())
 
     def sampler(prompts):
-        return PromptSampler(len(prompts), prompts.data_hash, seed=0)
+        return PromptSampler(len(prompts), prompts.loaded.data_hash, seed=0)
 
     before = sampler(load(*"abcdefgh"))
     taken = before.take(3)
