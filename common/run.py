@@ -213,8 +213,8 @@ class Run:
             self.tracker.log(self.first_step, self.metrics | results, line)
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, args.total_steps):
-            self.tracker.begin(step + 1)
-            self.timer = Timer(self.tracker.run_dir, self.watchdog.phase)
+            self.tracker.profiler.start(step + 1)
+            self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()
             self.num_sampled_tokens = 0.0
             self.record = Record(args.log, self.tracker.run_dir, step + 1)
@@ -322,7 +322,6 @@ class Run:
         else:
             self.metrics |= results
             self.tracker.log(done, self.metrics, step_line(done, args.total_steps, self.metrics))
-        self.tracker.flush()
         self.checkpoints.after_step(state, last, validation_score(self.metrics, args.save.best_metric))
 
     def _validate(self) -> dict[str, float] | None:

@@ -64,23 +64,15 @@ def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
 
 def read_parquet(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
     """The columns that are needed."""
+    num_rows = 0
     try:
-        parquet = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)  # the defaults hold the file in memory
+        with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
+            columns = find_columns(file, parquet.schema_arrow.names, config)
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())):
+                yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
+                num_rows += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is not a readable parquet file (truncated?): {error}") from None
-    with parquet:
-        columns = find_columns(file, parquet.schema_arrow.names, config)
-        batches = parquet.iter_batches(BATCH_ROWS, columns=list(columns.values()))
-        num_rows = 0
-        while True:
-            try:
-                batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{file} is damaged after row {num_rows} (counted from 0): {error}") from None
-            if batch is None:
-                return
-            yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
-            num_rows += batch.num_rows
+        raise ValueError(f"{file} cannot be read as parquet from row {num_rows} on (counted from 0): {error}") from None
 
 
 def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, str]:

@@ -47,7 +47,8 @@ class PromptSet(Sequence):
         with pa.memory_map(f"{folder}/prompts.arrow") as arrow:
             while arrow.tell() < arrow.size():
                 self.batches += pa.ipc.open_stream(arrow)
-        self.ends = np.cumsum([len(batch) for batch in self.batches])
+        self.kept = [np.flatnonzero(batch.column("tokens").is_valid()) for batch in self.batches]  # rows
+        self.ends = np.cumsum([len(rows) for rows in self.kept])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -57,8 +58,7 @@ class PromptSet(Sequence):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # negative ones; IndexError
         number = np.searchsorted(self.ends, index, side="right")
-        batch = self.batches[number]
-        row = batch.slice(index - (self.ends[number] - len(batch)), 1)
+        row = self.batches[number].slice(int(self.kept[number][index - self.ends[number]]), 1)
         prompt = parse_row(rows_of(row, self.config)[0], self.config)
         prompt.tokens = row.column("tokens")[0].as_py()
         return prompt
@@ -110,8 +110,8 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
 
 
 def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> Loaded:
-    """Stream what is kept of `files` into folder/prompts.arrow, with the further column `tokens`. Every batch is an
-    Arrow stream of its own, as files have different columns."""
+    """Stream `files` into folder/prompts.arrow: every batch as an Arrow stream of its own, as files differ in columns,
+    with the further column `tokens`, which is null for a row that is left out."""
     if config.max_prompt_length < 1:
         raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
     template = template_arguments(tokenizer, config)
@@ -128,9 +128,8 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
                     if tokens[-1] is not None:
                         data_hash.update(repr((tokens[-1], prompt)).encode())
                 batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
-                kept = batch.filter(batch.column("tokens").is_valid())
-                with pa.ipc.new_stream(arrow, kept.schema) as stream:
-                    stream.write_batch(kept)
+                with pa.ipc.new_stream(arrow, batch.schema) as stream:
+                    stream.write_batch(batch)
     if not loaded.data_sources:
         bad = loaded.bad_rows
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""

@@ -15,8 +15,8 @@ CPU_UPCAST_BELOW = 160
 
 def packed_sdpa(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, key_rows: Tensor | None = None, **kwargs,
+    sliding_window: int | None = None, softcap: float | None = None, cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None, key_rows: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
 
@@ -24,8 +24,6 @@ def packed_sdpa(
     queries the last of them (a response that goes on after a prompt which others share)."""
     _check_packed("packed_sdpa", query, cu_seq_lens_q, kwargs)
     lengths = lengths_k = cu_seq_lens_q.diff().tolist()
-    if sum(lengths) != query.shape[2]:
-        raise ValueError(f"cu_seq_lens cover {sum(lengths)} tokens, the packed row has {query.shape[2]}")
     if key_rows is not None:
         key, value, lengths_k = key[:, :, key_rows], value[:, :, key_rows], cu_seq_lens_k.diff().tolist()
     gqa, dtype = query.shape[1] != key.shape[1], query.dtype
@@ -41,14 +39,14 @@ def packed_sdpa(
         masked = windowed or softcap is not None or new < length
         mask = _causal_mask(length, new, sliding_window, q.device) if masked else None
         if softcap is None:
-            out.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scaling,
+            out.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
                                                       enable_gqa=gqa))
         else:                                                   # Gemma 2: tanh between the scores and the softmax
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
             scores = (q @ k.transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
-            weights = F.dropout(scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
+            weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
             out.append(weights.to(q.dtype) @ v)
     out = torch.cat([x.to(query.dtype) for x in out], dim=2).to(dtype)
     return out.transpose(1, 2), None                                                    # [1, T, heads, D]
@@ -56,16 +54,16 @@ def packed_sdpa(
 
 def packed_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None, max_length_k: int | None = None, key_rows: Tensor | None = None, **kwargs,
+    sliding_window: int | None = None, softcap: float | None = None, cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None,
+    key_rows: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, None]:
     """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
     _check_packed("packed_varlen", query, cu_seq_lens_q, kwargs)
-    if softcap is not None or dropout:
-        raise ValueError("packed_varlen has neither soft-cap nor dropout: use packed_sdpa")
+    if softcap is not None:
+        raise ValueError("packed_varlen has no soft-cap: use packed_sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [T, heads, D]
     if key_rows is not None:
         k, v = k[key_rows], v[key_rows]                                                 # [K, kv_heads, D]
@@ -76,11 +74,9 @@ def packed_varlen(
 
 
 def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: dict) -> None:
-    if cu_seqlens is None:
-        raise ValueError(f"{name} needs cu_seq_lens_q: without it packed sequences would see each other; "
-                         "pass cu_seq_lens_q/k and max_length_q/k to the model's forward")
-    if query.shape[0] != 1:
-        raise ValueError(f"{name} takes one packed row, got a batch of {query.shape[0]}")
+    if cu_seqlens is None or query.shape[0] != 1:
+        raise ValueError(f"{name} needs one packed row with its cu_seq_lens_q, got a batch of {query.shape[0]}: packed "
+                         "sequences would see each other")
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{name} has no attention sinks: this model needs another attention function")
 

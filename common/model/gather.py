@@ -16,15 +16,12 @@ def unshard_parameters(
 
     Shards are cast first and gathered in one collective per bucket of `bucket_mb` (of the full size). The next bucket
     travels while the caller reads this one, so at most two buckets and one tensor exist beside the shards."""
-    previous = None
+    previous: Iterator[tuple[str, Tensor]] = iter(())
     for bucket in _buckets(parameters, dtype.itemsize, bucket_mb * 2**20):
-        gathering = _Gathering(bucket, dtype)
-        gathering.start()
-        if previous is not None:
-            yield from previous.tensors()
-        previous = gathering
-    if previous is not None:
-        yield from previous.tensors()
+        started = _start_gathering(bucket, dtype)
+        yield from previous
+        previous = started
+    yield from previous
 
 
 def _buckets(
@@ -41,39 +38,30 @@ def _buckets(
         yield bucket
 
 
-class _Gathering:
-    """The all-gather of one bucket of parameters. On one rank nothing moves."""
+def _start_gathering(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Start the all-gather of a bucket. The iterator waits for its end and gives the parameters in full.
 
-    def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype):
-        self.bucket = bucket
-        self.dtype = dtype
-        self.mesh = bucket[0][1].device_mesh
-        self.num_ranks = self.mesh.size()
-        # FSDP2 cuts dimension 0 into equal chunks, the last ones shorter or empty: pad to the first one's size
-        self.rows = [-(-parameter.shape[0] // self.num_ranks) for _, parameter in bucket]
-        self.sizes = [rows * math.prod(parameter.shape[1:]) for rows, (_, parameter) in zip(self.rows, bucket)]
+    On one rank nothing moves."""
+    mesh = bucket[0][1].device_mesh
+    if mesh.size() == 1:
+        return ((name, parameter.to_local().to(dtype)) for name, parameter in bucket)
+    # FSDP2 cuts dimension 0 into equal chunks, the last ones shorter or empty: pad to the first one's size
+    rows = [-(-parameter.shape[0] // mesh.size()) for _, parameter in bucket]
+    sizes = [num_rows * math.prod(parameter.shape[1:]) for num_rows, (_, parameter) in zip(rows, bucket)]
+    mine = torch.zeros(sum(sizes), dtype=dtype, device=bucket[0][1].device)
+    for part, (_, parameter) in zip(mine.split(sizes), bucket):
+        local = parameter.to_local().flatten()
+        part[: local.numel()].copy_(local)
+    everyone = mine.new_empty(mesh.size(), mine.numel())
+    work = dist.all_gather_single(everyone.view(-1), mine, group=mesh.get_group(), async_op=True)
 
-    def start(self) -> None:
-        if self.num_ranks == 1:
-            return
-        self.mine = torch.zeros(sum(self.sizes), dtype=self.dtype, device=self.bucket[0][1].device)
-        for part, (_, parameter) in zip(self.mine.split(self.sizes), self.bucket):
-            local = parameter.to_local().flatten()
-            part[: local.numel()].copy_(local)
-        self.everyone = self.mine.new_empty(self.num_ranks, self.mine.numel())
-        self.work = dist.all_gather_single(
-            self.everyone.view(-1), self.mine, group=self.mesh.get_group(), async_op=True
-        )
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Wait for the bucket and give its parameters in full."""
-        if self.num_ranks == 1:
-            yield from ((name, parameter.to_local().to(self.dtype)) for name, parameter in self.bucket)
-            return
-        self.work.wait()
-        for shares, rows, (name, parameter) in zip(self.everyone.split(self.sizes, dim=1), self.rows, self.bucket):
-            full = shares.reshape(self.num_ranks * rows, *parameter.shape[1:])
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        work.wait()
+        for shares, num_rows, (name, parameter) in zip(everyone.split(sizes, dim=1), rows, bucket):
+            full = shares.reshape(mesh.size() * num_rows, *parameter.shape[1:])
             yield name, full[: parameter.shape[0]]
+
+    return tensors()
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:

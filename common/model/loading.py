@@ -5,17 +5,15 @@ Rank 0 alone reads the folder; the others receive one tensor at a time and keep 
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
@@ -39,15 +37,17 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model config from {path} ({flag}): {error}") from error
-    if hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
-        raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-    if causal_lm:
+    if causal_lm is None and not config.trust_remote_code:
+        raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
+    if causal_lm is not None:
         saved_as = hf_config.architectures or [causal_lm]
         takes_causal_lm = "ForCausalLM" in heads
         if not any(name.endswith(heads) or (takes_causal_lm and name == causal_lm) for name in saved_as):
             wanted = causal_lm if takes_causal_lm else f"*{heads[0]}"
             raise ValueError(f"{path} holds a {saved_as[0]}, must be a {wanted}: choose another {flag}")
+    if is_scored(hf_config) and hf_config.num_labels != 1:
+        raise ValueError(f"{path} has {hf_config.num_labels} labels, must have 1: choose another {flag}")
     if not hasattr(hf_config, "hidden_size"):
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
     try:
@@ -57,21 +57,23 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     return hf_config
 
 
+def is_scored(hf_config: PretrainedConfig) -> bool:
+    """Whether it is a reward model: a sequence classifier."""
+    return any(name.endswith(SCORED) for name in hf_config.architectures or ())
+
+
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False) -> Policy:
     """The causal LM of a Hugging Face folder, sharded.
 
     Master weights are float32. Those of a `frozen` model have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
-    _disable_dropout(hf_config)
-    options = _constructor_options(hf_config, config, world)
-    with torch.device("meta"), explain_failure(path, hf_config):
-        lm = AutoModelForCausalLM.from_config(hf_config, dtype=_weight_dtype(config, frozen), **options)
+    lm = _build(AutoModelForCausalLM, path, hf_config, config, world, frozen)
     lm.tie_weights()
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
     _shard(policy, lm, config, world, frozen)
-    source = _read_folder(AutoModelForCausalLM, path, hf_config, options) if world.is_main else None
+    source = _read_folder(AutoModelForCausalLM, path, hf_config, config) if world.is_main else None
     _copy_from_main(lm, source, world)
     check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
@@ -83,20 +85,20 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     A causal LM gets a head of zeros, so every value starts at 0. A reward model (a *ForSequenceClassification with one
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
-    _disable_dropout(hf_config)
-    options = _constructor_options(hf_config, config, world)
-    with torch.device("meta"), explain_failure(path, hf_config):
-        critic = Critic(AutoModel.from_config(hf_config, dtype=_weight_dtype(config, frozen), **options))
+    with torch.device("meta"):
+        critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen))
     _shard(critic, critic.backbone, config, world, frozen)
-    source = _read_folder(AutoModel, path, hf_config, options) if world.is_main else None
-    _copy_from_main(critic.backbone, source, world)
-    test_head = _score_head(torch.linspace(-1, 1, hf_config.hidden_size)[None])     # with zeros, no value could differ
-    _copy_from_main(critic.head, test_head, world)
+    reader = AutoClassifier if is_scored(hf_config) else AutoModel
+    source = _read_folder(reader, path, hf_config, config) if world.is_main else None
+    _copy_from_main(critic.backbone, source.base_model if world.is_main else None, world)
+    with torch.no_grad():                                   # with a head of zeros, no value could differ
+        critic.head.weight.to_local().copy_(torch.linspace(-1, 1, hf_config.hidden_size))
     check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
-    nn.init.zeros_(critic.head.weight)
-    if any(name.endswith(SCORED) for name in hf_config.architectures or ()):
-        source = _read_score_head(path, hf_config.hidden_size) if world.is_main else None
-        _copy_from_main(critic.head, source, world)
+    if is_scored(hf_config):
+        with explain_failure(path, hf_config):              # classifiers of encoders have other heads
+            _copy_from_main(critic.head, source.score if world.is_main else None, world)
+    else:
+        nn.init.zeros_(critic.head.weight)
     return critic
 
 
@@ -109,14 +111,16 @@ def _disable_dropout(config: PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _constructor_options(hf_config: PretrainedConfig, config: ModelConfig, world: World) -> dict[str, Any]:
-    """Arguments that all of transformers' constructors get."""
+def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World,
+           frozen: bool) -> PreTrainedModel:
+    """The model without dropout, and without memory for its weights."""
+    _disable_dropout(hf_config)
     attention, _ = choose_attention(world.device, hf_config, config.attention, config.share_prompt)
-    return {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
-
-
-def _weight_dtype(config: ModelConfig, frozen: bool) -> torch.dtype:
-    return getattr(torch, config.compute_dtype) if frozen else torch.float32
+    dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
+    with torch.device("meta"), explain_failure(path, hf_config):
+        return auto_class.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+        )
 
 
 def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, world: World, frozen: bool) -> None:
@@ -125,10 +129,8 @@ def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, worl
     A critic's head computes in float32."""
     model.train()
     model.share_prompt = config.share_prompt
-    checkpointing = config.gradient_checkpointing
-    if checkpointing is None:
-        checkpointing = sum(p.numel() for p in transformer.parameters()) > 1e9
-    if checkpointing:
+    is_large = transformer.num_parameters() > 1e9
+    if config.gradient_checkpointing or (config.gradient_checkpointing is None and is_large):
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if frozen:
         model.requires_grad_(False)
@@ -142,34 +144,16 @@ def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, worl
     model.to_empty(device=world.device)
 
 
-def _read_folder(cls: type, path: str, hf_config: PretrainedConfig, options: dict[str, Any]) -> nn.Module:
+def _read_folder(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    source, report = cls.from_pretrained(path, dtype="auto", config=hf_config, output_loading_info=True, **options)
+    source, report = auto_class.from_pretrained(
+        path, dtype="auto", config=hf_config, output_loading_info=True, trust_remote_code=config.trust_remote_code
+    )
     if report["missing_keys"]:  # transformers would go on with random numbers
         some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ValueError(f"{path} lacks weights, {some} among them: --model must be a complete causal LM")
+        raise ValueError(f"{path} lacks weights, {some} among them: choose a complete model")
     source.tie_weights()
     return source
-
-
-def _read_score_head(path: str, hidden_size: int) -> nn.Module:
-    """The head of a reward model, from the folder's safetensors."""
-    folder = path if os.path.isdir(path) else snapshot_download(path, allow_patterns=["*.safetensors"])
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            if "score.weight" not in tensors.keys():  # noqa: SIM118, it is no dict
-                continue
-            weight = tensors.get_tensor("score.weight")
-            if weight.shape != (1, hidden_size):
-                raise ValueError(f"{path}: score.weight is {list(weight.shape)}, must be [1, {hidden_size}]: one label")
-            return _score_head(weight)
-    raise ValueError(f"{path} has no tensor score.weight in its safetensors files")
-
-
-def _score_head(weight: Tensor) -> nn.Linear:
-    head = nn.Linear(weight.shape[1], 1, bias=False, device="meta")             # no random numbers are drawn
-    head.weight = nn.Parameter(weight)
-    return head
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ def resident_gb(hf_config: PretrainedConfig, model_config: ModelConfig, offload:
     of them, on several those of embedding and head, twice while they are gathered."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
-    weights = sum(p.numel() for p in model.parameters())
+    weights = model.num_parameters()
     outside = sum(p.numel() for p in {model.get_input_embeddings().weight, model.get_output_embeddings().weight})
     sharded, probe = 0, 0                                                                       # bytes
     if not offload.optimizer:

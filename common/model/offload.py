@@ -23,9 +23,12 @@ class Offload:
     def __init__(self, config: OffloadConfig, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         """`models`: all that live on the GPU, frozen ones too. On CPUs it works and gains nothing."""
         self.config = config
-        self.params = OffloadedTensors(lambda: (p for model in models for p in model.parameters()))
+        self.params = OffloadedTensors(
+            lambda: (p for model in models for p in model.parameters()) if config.params else ()
+        )
         self.moments = OffloadedTensors(
             lambda: (moment for opt in optimizers for state in opt.state.values() for moment in state.values())
+            if config.optimizer else ()
         )
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.moments.wait())
@@ -34,23 +37,20 @@ class Offload:
     @property
     def away_gb(self) -> float:
         """GiB that are in host memory and not on the GPU."""
-        return (self.params.num_offloaded_bytes() + self.moments.num_offloaded_bytes()) / 2**30
+        offloaded = [*self.params.offloaded, *self.moments.offloaded]
+        return sum(len(buffer) for _, buffer in offloaded) / 2**30
 
     def optimizer_out(self) -> None:
-        if self.config.optimizer:
-            self.moments.to_host()
+        self.moments.to_host()
 
     def params_out(self) -> None:
-        if self.config.params:
-            self.params.to_host()
+        self.params.to_host()
 
     def back(self) -> None:
         """Bring back the weights now; the moments travel until the next `optimizer.step()`."""
-        if self.config.params:
-            self.params.to_device()
-            self.params.wait()
-        if self.config.optimizer:
-            self.moments.to_device()
+        self.params.to_device()
+        self.params.wait()
+        self.moments.to_device()
 
 
 class OffloadedTensors:
@@ -64,9 +64,6 @@ class OffloadedTensors:
         self.host: list[Tensor] = []                    # host buffers, kept between rounds: pinning memory is slow
         self.offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []      # emptied storages and their host buffers
         self.arrived: torch.cuda.Event | None = None    # when the copies back to the device are done
-
-    def num_offloaded_bytes(self) -> int:
-        return sum(len(buffer) for _, buffer in self.offloaded)
 
     def to_host(self) -> None:
         """Copy the storages to host memory and free them."""

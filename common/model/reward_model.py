@@ -38,11 +38,11 @@ def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, ran
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
     if not _tokenizer(config, model_config).chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
+    if config.offload:
+        return 0.0
     with torch.device("meta"):
         model = AutoModel.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
-        weights = sum(p.numel() for p in model.parameters())
-    itemsize = getattr(torch, model_config.compute_dtype).itemsize
-    return 0.0 if config.offload else weights * itemsize / ranks / 2**30
+    return model.num_parameters() * getattr(torch, model_config.compute_dtype).itemsize / ranks / 2**30
 
 
 def _tokenizer(config: RewardModelConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -53,13 +53,11 @@ class RewardModel:
     """Scores conversations in the model's own chat template and tokens."""
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
-        check_reward_model(config, model_config, world.size)
         self.weight, self.max_tokens, self.world = config.weight, config.max_tokens, world
         self.tokenizer = _tokenizer(config, model_config)
         self.model = load_critic(config.path, model_config, world, frozen=True)
-        self.weights = OffloadedTensors(self.model.parameters) if config.offload else None
-        if self.weights is not None:
-            self.weights.to_host()
+        self.offloaded = OffloadedTensors(lambda: self.model.parameters() if config.offload else ())
+        self.offloaded.to_host()
 
     def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         """One score per response. All ranks call this together, each with its own responses (or none)."""
@@ -69,25 +67,24 @@ class RewardModel:
             )
             for prompt, text in zip(prompts, texts)
         ]
-        # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
-        # end of the conversation.
-        rows = [Batch.build([tokens], [[0]], index=[i]) for i, tokens in enumerate(conversations)]
-        groups, room = [], 0
-        for row in rows:
-            if not groups or len(row.tokens) > room:
+        groups: list[list[Batch]] = []
+        room = 0
+        for tokens in conversations:
+            # The critic gives a value to a token from the tokens before it. With one more token, its value is read at
+            # the end of the conversation.
+            row = Batch.build([tokens], [[0]])
+            if len(row.tokens) > room:
                 groups.append([])
                 room = self.max_tokens
             groups[-1].append(row)
             room -= len(row.tokens)
         dummy = Batch.build([[0]], [[0]])
-        scores = []
-        if self.weights is not None:
-            self.weights.to_device()
-            self.weights.wait()
-        for number in range(int(all_max([len(groups)])[0])):                    # as many on every rank
-            batch = Batch.cat(groups[number] if number < len(groups) else [dummy])
-            values = self.model.score(batch.to(self.world.device))[batch.mask.to(self.world.device)]
-            scores += values.tolist() if number < len(groups) else []
-        if self.weights is not None:
-            self.weights.to_host()
-        return scores
+        groups += [[dummy]] * (int(all_max([len(groups)])[0]) - len(groups))    # as many on every rank
+        scores: list[float] = []
+        self.offloaded.to_device()
+        self.offloaded.wait()
+        for group in groups:
+            batch = Batch.cat(group).to(self.world.device)
+            scores += self.model.score(batch)[batch.mask].tolist()
+        self.offloaded.to_host()
+        return scores[: len(prompts)]

@@ -72,6 +72,7 @@ class Tracker:
         kept = lines_until(self.jsonl, state["step"]) if state and self.jsonl.exists() else []
         temporary = self.jsonl.with_suffix(".partial")                       # a kill must not cost the old lines
         temporary.write_text("".join(line + "\n" for line in kept))
+        sync(temporary)
         temporary.rename(self.jsonl)
         for file in sorted((self.run_dir / "rollouts").glob("step_*.parquet")):
             if int(file.stem.removeprefix("step_")) > state.get("step", -1):
@@ -92,10 +93,6 @@ class Tracker:
                 shutil.rmtree(folder, ignore_errors=True)
             self.board = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
 
-    def begin(self, step: int) -> None:
-        """Every rank calls it as `step` begins, counted from 1: profiles start here, `log` ends them."""
-        self.profiler.start(step)
-
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is what the console shows of it. Every rank calls it."""
         trace = self.profiler.stop(step)
@@ -107,6 +104,7 @@ class Tracker:
         print(*lines, sep="\n", flush=True)
         with self.jsonl.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
+        sync(self.jsonl)                                                    # before a checkpoint knows this step
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
         if self.board is not None:
@@ -114,19 +112,12 @@ class Tracker:
                 self.board.add_scalar(name, value, step)
             self.board.flush()
 
-    def flush(self) -> None:
-        """Brings metrics.jsonl to the disk. Every rank calls it before a checkpoint is written."""
-        if self.is_main:
-            sync(self.jsonl)
-
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
         """`with tracker.progress("rollout", 64) as advance:`, and `advance()` whenever one of them is done: a bar on a
         terminal, elsewhere a line every 30 s."""
-        if not self.is_main:
-            yield lambda: None
-        elif sys.stdout.isatty():
-            with tqdm(desc=phase, total=total, leave=False, file=sys.stdout) as bar:
+        if sys.stdout.isatty() or not self.is_main:
+            with tqdm(desc=phase, total=total, leave=False, file=sys.stdout, disable=not self.is_main) as bar:
                 yield bar.update
         else:
             yield PlainProgress(phase, total).advance

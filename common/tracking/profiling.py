@@ -52,20 +52,15 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, sec
 
 class Profiler:
     """Traces chosen steps: `folder/step_000003_rank0.json.gz` for chrome://tracing or ui.perfetto.dev, with a span for
-    each phase that a Timer timed, and on a GPU `..._memory.pickle` for pytorch.org/memory_viz."""
+    each phase that a Timer timed and, on a GPU, the memory that is allocated."""
 
     def __init__(self, folder: Path, steps: tuple[int, ...], rank: int):
         self.folder, self.steps, self.rank, self.running = folder, steps, rank, None
 
     def start(self, step: int) -> None:
-        if step not in self.steps:
-            return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-        self.running = torch.profiler.profile(activities=activities)
-        self.running.start()
+        if step in self.steps:
+            self.running = torch.profiler.profile(profile_memory=torch.cuda.is_available())
+            self.running.start()
 
     def stop(self, step: int) -> Path | None:
         """Write the trace of the step that `start` began; None where it began none."""
@@ -75,23 +70,13 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{step:06d}_rank{self.rank}.json.gz"
         self.running.export_chrome_trace(str(path))
-        if torch.cuda.is_available():
-            snapshot(path.with_name(path.name.replace(".json.gz", "_memory.pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
         self.running = None
         return path
 
 
-def snapshot(path: Path) -> None:
-    """Which tensors and cached blocks fill this rank's GPU; with the stacks that made them inside a profiled step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """torch's own class on GPUs; on CPUs torch raises a plain RuntimeError of this text."""
-    cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return cpu or isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def memory_note(phase: str) -> str:

@@ -1,7 +1,7 @@
 """What every script logs of a step beside its own numbers: lengths, memory, seconds, throughput. Names are verl's."""
 
+import resource
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -74,19 +74,10 @@ def constant_group_frac(scores: Tensor, group: Tensor) -> float:
 
 def memory(world: World) -> dict[str, float]:
     """Memory of this rank in GiB."""
-    metrics = {
-        "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
-        "perf/cpu_memory_peak_gb": _peak_rss_gb(),
-    }
+    used = psutil.Process().memory_info().rss
+    peak = max(used, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)     # Linux counts in KiB, and late
+    metrics = {"perf/cpu_memory_used_gb": used / 2**30, "perf/cpu_memory_peak_gb": peak / 2**30}
     if world.device.type == "cuda":
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return metrics
-
-
-def _peak_rss_gb() -> float:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return psutil.Process().memory_info().rss / 2**30
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 2**20

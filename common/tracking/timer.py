@@ -1,23 +1,21 @@
 """Seconds by phase."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
-from common.tracking.profiling import is_out_of_memory, memory_note, snapshot
+from common.tracking.profiling import is_out_of_memory, memory_note
 
 
 class Timer:
     """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
-    memory: the error says the phase and the flags to turn, and on a GPU a snapshot is left in `run_dir/profiles`."""
+    memory: the error says the phase and the flags to turn."""
 
-    def __init__(self, run_dir: Path | None = None, on_phase: Callable[[str], None] = lambda name: None):
-        self.run_dir, self.on_phase, self.start = run_dir, on_phase, time.perf_counter()
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
+        self.on_phase, self.start = on_phase, time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -30,8 +28,6 @@ class Timer:
         except RuntimeError as error:                                   # torch.OutOfMemoryError is one
             if is_out_of_memory(error):
                 error.add_note(memory_note(phase))
-                if self.run_dir is not None and torch.cuda.is_available():
-                    snapshot(self.run_dir / f"profiles/out_of_memory_rank{os.environ['RANK']}.pickle")
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()

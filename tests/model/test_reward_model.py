@@ -56,7 +56,7 @@ def test_what_it_keeps_on_a_gpu_by_hand(folder):
     assert check_reward_model(RewardModelConfig(), FLOAT32, 1) == 0
 
 
-def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path, world):
+def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "bare")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
@@ -65,6 +65,6 @@ def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path, world)
     with pytest.raises(ValueError, match=r"the tokenizer of .*bare \(--reward-model.path\) has no chat template"):
         check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32, 1)
     with pytest.raises(ValueError, match=r"must be a \*ForSequenceClassification: choose another --reward-model.path"):
-        RewardModel(RewardModelConfig(path=tiny_llama), FLOAT32, world)
+        check_reward_model(RewardModelConfig(path=tiny_llama), FLOAT32, 1)
     with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):
         RewardModelConfig(alone=True)

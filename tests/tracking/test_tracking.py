@@ -285,7 +285,7 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
 def test_a_profile_of_chosen_steps_names_the_phases(tmp_path, capsys):
     tracker = Tracker(LogConfig(profile_steps=(2, 4)), str(tmp_path), Args(), WORLD, {})
     for step in range(1, 6):
-        tracker.begin(step)
+        tracker.profiler.start(step)
         timer = Timer()
         with timer("update_actor"):
             torch.ones(64, 64) @ torch.ones(64, 64)
