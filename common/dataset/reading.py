@@ -1,7 +1,7 @@
 """Reads the rows of parquet and JSON lines files as a stream of small batches: a file may be larger than memory.
 
-`find_files` turns what the user names into files, `read_batches` gives a file's batches of Arrow rows with only the
-columns that are needed, under our names, and `rows_of` turns a batch into Python values.
+`find_files` turns what the user names into files, `read_json_lines` and `read_parquet` give a file's batches of Arrow
+rows, and `rows_of` turns a batch into Python values. Files that cannot be read, or lack a column, raise ValueError.
 """
 
 import glob
@@ -45,14 +45,8 @@ def find_files(entries: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_batches(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
-    """The rows of one file in batches, under our names for the columns. Raises ValueError for a file that is unreadable
-    or lacks a column."""
-    return read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, config)
-
-
 def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
-    """The lines that are not blank, as they are, in one column `json`."""
+    """The lines that are not blank, as they are, in one column `json`, in batches."""
     try:
         with open(file, "rb") as text:
             lines = (line for line in text if line.strip())
@@ -63,7 +57,7 @@ def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def read_parquet(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
-    """The columns that are needed."""
+    """The columns that are needed, under our names, in batches."""
     num_rows = 0
     try:
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory

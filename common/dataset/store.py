@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
 
-from common.dataset.reading import find_files, read_batches, rows_of
+from common.dataset.reading import JSON_LINES, find_files, read_json_lines, read_parquet, rows_of
 from common.dataset.template import template_arguments, template_name
+from common.parallel.ranks import all_gather_objects
 from common.prompts import DataConfig, Prompt, encode, parse_row
 
 
@@ -85,7 +86,9 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
 
     In a process group all ranks must call this: local rank 0 of each node does the work, the others wait and get the
     same prompts or the same error."""
-    local_rank = int(os.environ["LOCAL_RANK"]) if dist.is_initialized() else 0
+    rank, local_rank = 0, 0
+    if dist.is_initialized():
+        rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
     folder = loaded = problem = None
     with ExitStack() as stack:
         if local_rank == 0:
@@ -96,11 +99,9 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
                 problem = str(error)
             except OSError as error:  # those of reading are ValueErrors by now
                 problem = f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
-        if dist.is_initialized():
-            results = [None] * dist.get_world_size()
-            dist.all_gather_object(results, (folder, loaded, problem))
-            folder, loaded, _ = results[dist.get_rank() - local_rank]  # torchrun: the ranks of a node are consecutive
-            problem = next((problem for *_, problem in results if problem), None)
+        results = all_gather_objects((folder, loaded, problem))
+        folder, loaded, _ = results[rank - local_rank]  # torchrun: the ranks of a node are consecutive
+        problem = next((problem for *_, problem in results if problem), None)
         if problem:
             raise ValueError(problem)
         prompts = PromptSet(folder, loaded, config)
@@ -120,7 +121,8 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
     with open(f"{folder}/prompts.arrow", "wb") as arrow:
         for file in files:
             first_row = loaded.num_rows
-            for batch in read_batches(file, config):
+            batches = read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, config)
+            for batch in batches:
                 tokens = []
                 for prompt in parse_batch(batch, tokenizer, template, config):
                     tokens.append(tokens_to_keep(prompt, file, loaded.num_rows - first_row, config, loaded))

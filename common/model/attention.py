@@ -83,9 +83,8 @@ def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: d
 
 def _causal_mask(length: int, new: int, window: int | None, device) -> Tensor:
     """[new, length], True where the last `new` queries may see a key: their own and the `window - 1` before it."""
-    if new * length <= 1 << 16:
-        return _cached_mask(length, new, window, device)        # every layer asks for the same mask
-    return _make_mask(length, new, window, device)
+    make = _cached_mask if new * length <= 1 << 16 else _make_mask      # every layer asks for the same mask
+    return make(length, new, window, device)
 
 
 def _make_mask(length: int, new: int, window: int | None, device) -> Tensor:

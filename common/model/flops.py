@@ -5,7 +5,6 @@ the output head, and QK^T and PV over the pairs of tokens inside the causal mask
 rotary embeddings, softmax and routers are not counted.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,8 +13,6 @@ from transformers import PretrainedConfig
 from common.batch import Batch
 from common.model.shared_prompts import share_prompts
 from common.parallel.ranks import all_sum
-
-KINDS = ("full_attention", "sliding_attention")
 
 
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
@@ -74,18 +71,13 @@ def _head_per_token(config: PretrainedConfig) -> float:
 def _attention(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """FLOPs of QK^T and PV in all layers for `new` [S] queries, each after `before` [S] keys that came earlier: [S]."""
     fields = config.to_dict()
-    window = fields.get("sliding_window") or np.inf
-    plain = "sliding_attention" if fields.get("sliding_window") else "full_attention"
-    kinds = fields.get("layer_types") or [plain] * config.num_hidden_layers
-    unknown = {"latent_attention"} if "kv_lora_rank" in fields else set(kinds) - set(KINDS)
+    spans = {"full_attention": np.inf, "sliding_attention": fields.get("sliding_window") or np.inf}
+    kinds = fields.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
+    unknown = {"latent_attention"} if "kv_lora_rank" in fields else set(kinds) - set(spans)
     if unknown:
         raise ValueError(f"sequence_cost counts full and sliding attention; {config.model_type} has {sorted(unknown)}")
-    pairs = {
-        "full_attention": _pairs(before + new, np.inf) - _pairs(before, np.inf),
-        "sliding_attention": _pairs(before + new, window) - _pairs(before, window),
-    }
-    counts = Counter(kinds)
-    return 4 * config.num_attention_heads * _head_dim(config) * sum(counts[kind] * pairs[kind] for kind in KINDS)
+    pairs = sum(_pairs(before + new, spans[kind]) - _pairs(before, spans[kind]) for kind in kinds)
+    return 4 * config.num_attention_heads * _head_dim(config) * pairs
 
 
 def _pairs(length: np.ndarray, window: float) -> np.ndarray:

@@ -49,28 +49,22 @@ class PackedModel(nn.Module):
         The shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1.
         """
         sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
+        before = sampled - 1
+        tokens, positions = batch.tokens, batch.position_ids
+        layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
         if self.share_prompt:
             shared = share_prompts(batch)
-            tokens = batch.tokens[shared.run]
-            positions = batch.position_ids[shared.run]
-            before = shared.row[sampled - 1]
-            cu_seqlens, cu_seqlens_k = shared.cu_seqlens, shared.cu_seqlens_k
-            key_rows = {"key_rows": shared.key_rows}
-        else:
-            tokens = batch.tokens
-            positions = batch.position_ids
-            before = sampled - 1
-            cu_seqlens = cu_seqlens_k = batch.cu_seqlens
-            key_rows = {}
+            before = shared.row[before]
+            tokens, positions = tokens[shared.run], positions[shared.run]
+            layout = {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
+                      "key_rows": shared.key_rows}
         hidden = backbone(
             input_ids=tokens[None],
             position_ids=positions[None],
-            cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens_k,
             max_length_q=batch.max_seqlen,
             max_length_k=batch.max_seqlen,
             use_cache=False,
-            **key_rows,
+            **layout,
         ).last_hidden_state[0]                                          # [tokens that run, H]
         return sampled, hidden[before]
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from common.parallel.ranks import World
@@ -62,11 +63,8 @@ def print_on_main(world: World, text: str) -> None:
 
 def exit_with_error(error: ValueError) -> None:
     """A mistake in flags or files, found by our own checks: the message alone and exit code 2. Others: re-raised."""
-    trace = error.__traceback__
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    if not Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent.parent.parent) or \
-            ".venv" in trace.tb_frame.f_code.co_filename:
+    file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
+    if not file.is_relative_to(Path(__file__).parent.parent.parent) or ".venv" in file.parts:
         raise error
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     print(f"{rank}error: {error}", file=sys.stderr, flush=True)

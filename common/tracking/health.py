@@ -1,7 +1,8 @@
 """The well-known failures of a run, told in words: what is seen, the likely cause, the flag to turn."""
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
+from statistics import mean, median_high
 
 
 class HealthCheck:
@@ -10,8 +11,7 @@ class HealthCheck:
     def __init__(self, every: int):
         self.every = every
         self.said: dict[str, int] = {}                                  # kind -> the step that last told it
-        self.past: dict[str, deque] = defaultdict(lambda: deque(maxlen=20))
-        self.first_entropy: float | None = None
+        self.past: dict[str, list[float]] = defaultdict(list)
 
     def look(self, step: int, metrics: dict[str, float]) -> list[str]:
         """The step's warnings. `metrics` has the scripts' names; what is absent is not judged."""
@@ -34,21 +34,20 @@ class HealthCheck:
              "--train-data, more --samples-per-prompt, a higher --rollout.temperature")
         for name, floor, flags in (("actor/ppo_kl", 0.02, "lower --optim.lr or --minibatches-per-step"),
                                    ("actor/kl_loss", 0.5, "lower --optim.lr or raise --kl-loss-coef")):
-            usual = sorted(abs(x) for x in self.past[name])
             if name in metrics:
                 size = abs(metrics[name])
-                if usual and not size <= max(floor, 5 * usual[len(usual) // 2]):
-                    found[name] = (f"{name} jumped to {metrics[name]:.2g} (median of the last {len(usual)} steps "
-                                   f"{usual[len(usual) // 2]:.2g}): the policy moves too far in one step; {flags}")
+                past = self.past[name][-20:]
+                if past and not size <= max(floor, 5 * median_high(past)):
+                    found[name] = (f"{name} jumped to {metrics[name]:.2g} (median of the last {len(past)} steps "
+                                   f"{median_high(past):.2g}): the policy moves too far in one step; {flags}")
                 self.past[name].append(size if math.isfinite(size) else 0.0)
         if math.isfinite(entropy := metrics.get("actor/entropy", math.nan)):
-            self.first_entropy = self.first_entropy or entropy
             self.past["entropy"].append(entropy)
-            last = list(self.past["entropy"])[-5:]
-            if len(last) == 5 and sum(last) / 5 < 0.05 * self.first_entropy:
-                found["entropy"] = (f"entropy fell to {sum(last) / 5:.2g} nats (mean of 5 steps) from "
-                                    f"{self.first_entropy:.2g}: the policy hardly explores any more; set "
-                                    f"--entropy-coef, raise --clip-high, or lower --optim.lr")
+            first, last = self.past["entropy"][0], self.past["entropy"][-5:]
+            if len(last) == 5 and mean(last) < 0.05 * first:
+                found["entropy"] = (f"entropy fell to {mean(last):.2g} nats (mean of 5 steps) from {first:.2g}: the "
+                                    f"policy hardly explores any more; set --entropy-coef, raise --clip-high, or lower "
+                                    f"--optim.lr")
         over("lengths", "response_length/clip_ratio", 0.5,
              "{:.0%} of the responses reach the longest length, their answers cut: raise "
              "--rollout.max-response-length, or the policy no longer ends its responses (read some)")

@@ -15,20 +15,17 @@ from common.batch import Batch
 from common.rollout import Sample
 from common.tracking.logger import LogConfig
 
-PER_RESPONSE = {
+FLOATS = pa.list_(pa.float32())
+
+SCHEMA = pa.schema({
     "step": pa.int32(), "index": pa.int32(), "group": pa.int32(), "data_source": pa.string(), "prompt": pa.string(),
     "response": pa.string(), "ground_truth": pa.string(), "score": pa.float32(), "reward": pa.float32(),
     "reward_parts": pa.string(), "advantage": pa.float32(), "finish_reason": pa.string(), "prompt_length": pa.int32(),
-    "response_length": pa.int32(),
-}
-
-PER_TOKEN = ("rollout_logp", "old_logp", "ref_logp", "token_advantage", "value", "returns", "entropy", "ratio")
-
-SCHEMA = pa.schema([
-    *PER_RESPONSE.items(), ("tokens", pa.list_(pa.int32())), ("token_texts", pa.list_(pa.string())),
-    ("trained", pa.list_(pa.bool_())), ("clipped", pa.list_(pa.bool_())),
-    *((name, pa.list_(pa.float32())) for name in PER_TOKEN),
-])
+    "response_length": pa.int32(), "tokens": pa.list_(pa.int32()), "token_texts": pa.list_(pa.string()),
+    "trained": pa.list_(pa.bool_()), "clipped": pa.list_(pa.bool_()), "rollout_logp": FLOATS, "old_logp": FLOATS,
+    "ref_logp": FLOATS, "token_advantage": FLOATS, "value": FLOATS, "returns": FLOATS, "entropy": FLOATS,
+    "ratio": FLOATS,
+})
 """One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
 rest of its dict as JSON. Lists have one entry per response token; they are null where there was none (no reference, no
 critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of `token_advantage` over it.

@@ -3,15 +3,15 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
-import torch.distributed as dist
 
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, RolloutConfig, Sampling
 from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
-from common.parallel.ranks import all_max
+from common.parallel.ranks import all_gather_objects, all_max
 from common.rollout import Sample
 
 
@@ -42,12 +42,8 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
     """
     rows = [(s.prompt.data_source, s.group, accuracy(s), answer(s)) for s in samples]
-    shares = [rows]
-    if dist.is_initialized():
-        shares = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, rows)
     groups: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
-    for source, group, acc, vote in sorted((row for share in shares for row in share), key=lambda row: row[:3]):
+    for source, group, acc, vote in sorted(chain(*all_gather_objects(rows)), key=lambda row: row[:3]):
         groups[source][group].append((acc, vote))
     metrics = {}
     for source, found in groups.items():
