@@ -37,7 +37,8 @@ if [[ -n ${IMAGE:-} ]]; then
     torchrun=("${container[@]}" torchrun)
 fi
 if ((${SLURM_GPUS_ON_NODE:-0} > 0)); then
-    "${python[@]}" tools/check_gpus.py || die "these packages cannot use the ${SLURM_GPUS_ON_NODE} GPUs of a node"
+    srun "${python[@]}" tools/check_gpus.py --gpus "$SLURM_GPUS_ON_NODE" || die "these packages cannot use the \
+$SLURM_GPUS_ON_NODE GPUs of a node"
 fi
 "${python[@]}" tools/check_model.py --model "$MODEL" "$@" || die "the model cannot be read"  # $@: the flags at the end
 

