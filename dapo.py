@@ -7,7 +7,7 @@ equal are replaced by new ones (dynamic sampling); responses near the longest le
     loss = mean over tokens of  max(-A ratio_t, -A clip(ratio_t, 1 - clip_low, 1 + clip_high)) [- entropy_coef H(p)]
 
     torchrun --standalone --nproc-per-node 8 dapo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data dapo_math/train.parquet --val-data aime/test.parquet --run-dir runs/dapo
+        --train-data data/dapo_math/train.parquet --val-data data/dapo_math/test.parquet --run-dir runs/dapo
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ For every prompt sample a group of G responses, score them, and give each its re
            [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
 
     torchrun --standalone --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data gsm8k/train.parquet --val-data gsm8k/test.parquet --run-dir runs/gsm8k
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ rewards r_t (the score on the last token, minus kl_reward_coef KL(p_old || p_ref
     critic = mean over tokens of  max((V_t - returns_t)^2, (clip(V_t, V_old +- value_clip) - returns_t)^2) / 2
 
     torchrun --standalone --nproc-per-node 8 ppo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data gsm8k/train.parquet --val-data gsm8k/test.parquet --run-dir runs/gsm8k_ppo
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_ppo
 """
 
 from dataclasses import dataclass, field

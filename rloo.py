@@ -7,7 +7,7 @@ For every prompt sample G responses, score them, and subtract a baseline that do
            [with --loss ppo: max(-A ratio_t, -A clip(ratio_t, ...))] [- entropy_coef H(p)]
 
     torchrun --standalone --nproc-per-node 8 rloo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data gsm8k/train.parquet --val-data gsm8k/test.parquet --run-dir runs/gsm8k_rloo
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_rloo
 """
 
 from collections.abc import Callable

@@ -1,21 +1,26 @@
 # Sourced by the sbatch scripts: checks before anything heavy, and a step that is stopped in time, saved and queued again.
+# SCRIPT is the script that trains, VENV the environment, or IMAGE an Apptainer image with the packages of
+# requirements.txt. The repository and RUN_DIR are bound in the image at their own paths; BIND names more (models, data).
 set -euo pipefail
 
 die() { echo "error: $*" >&2; exit 2; }
 
+SCRIPT=${SCRIPT:-grpo.py}
+VENV=${VENV:-.venv-gpu}
 [[ -n ${SLURM_JOB_ID:-} ]] || die "no SLURM_JOB_ID: submit this with sbatch"
-[[ -f grpo.py ]] || die "no grpo.py in $PWD: submit from the root of the repository"
-[[ -n ${IMAGE:-} || -x .venv/bin/torchrun ]] || die "no .venv/bin/torchrun in $PWD: install requirements.txt in .venv first"
+[[ -f $SCRIPT ]] || die "no $SCRIPT in $PWD: submit from the root of the repository; SCRIPT names the script that trains"
+[[ -n ${IMAGE:-} || -x $VENV/bin/torchrun ]] || die "no $VENV/bin/torchrun in $PWD: run \`make setup-gpu\` first, or name \
+another environment: VENV=FOLDER"
 [[ -z ${IMAGE:-} || -f $IMAGE ]] || die "IMAGE $IMAGE does not exist"
 (($(ulimit -n) >= 4096)) || ulimit -n 4096 || die "open files are limited to $(ulimit -n): raise ulimit -n to 4096"
 
 # Every node by itself: the repository is there, the run folder can be written, the GPUs that Slurm promised answer.
-node_check='[[ -f grpo.py ]] || { echo "$HOSTNAME: no $PWD/grpo.py"; exit 1; }
+node_check='[[ -f $SCRIPT ]] || { echo "$HOSTNAME: no $PWD/$SCRIPT"; exit 1; }
 mkdir -p "$RUN_DIR" && touch "$RUN_DIR/.$HOSTNAME" && rm "$RUN_DIR/.$HOSTNAME" || { echo "$HOSTNAME: no $RUN_DIR"; exit 1; }
 found=$( (nvidia-smi -L 2> /dev/null || true) | wc -l)
 (( found >= ${SLURM_GPUS_ON_NODE:-0} )) || { echo "$HOSTNAME: $found GPUs, not ${SLURM_GPUS_ON_NODE}"; exit 1; }
 echo "$HOSTNAME: $found GPUs, $(df -h --output=avail "$RUN_DIR" | tail -n 1 | tr -d " ") free in $RUN_DIR"'
-export RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME}
+export SCRIPT RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME}
 srun bash -c "$node_check" || die "a node is not ready"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
@@ -23,6 +28,19 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100  # seconds that torchrun leaves the ra
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 HEAD=${nodes[0]}
 PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+python=("$VENV/bin/python")
+torchrun=("$VENV/bin/torchrun")
+if [[ -n ${IMAGE:-} ]]; then
+    container=(apptainer exec --nv --pwd "$PWD" --bind "$PWD,$(realpath "$RUN_DIR")${BIND:+,$BIND}" "$IMAGE")
+    python=("${container[@]}" python)
+    torchrun=("${container[@]}" torchrun)
+fi
+if ((${SLURM_GPUS_ON_NODE:-0} > 0)); then
+    srun "${python[@]}" tools/check_gpus.py --gpus "$SLURM_GPUS_ON_NODE" || die "these packages cannot use the \
+$SLURM_GPUS_ON_NODE GPUs of a node"
+fi
+"${python[@]}" tools/check_model.py --model "$MODEL" "$@" || die "the model cannot be read"  # $@: the flags at the end
 
 # train COMMAND: on SIGUSR1, passed on by srun and torchrun, the ranks save and exit; then the job is queued again, and
 # continues from that checkpoint. A run that ends by itself, or fails, is not.

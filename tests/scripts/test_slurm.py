@@ -48,12 +48,13 @@ def cluster(tmp_path):
     put(bin, "apptainer", '#!/usr/bin/env bash\nwhile [[ $1 != *.sif ]]; do shift; done\nexec "${@:2}"\n')
     put(bin, "torchrun", f'#!/usr/bin/env bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     (tmp_path / "image.sif").touch()
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_GPUS_ON_NODE")
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_GPUS_ON_NODE",
+            "SCRIPT", "MODEL", "TRAIN_DATA", "VAL_DATA", "BIND", "HF_HUB_OFFLINE")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     return environment | {
         "PATH": f"{bin}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NAME": "tiny", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2", "OMP_NUM_THREADS": "1",
-        "SCONTROL_LOG": str(tmp_path / "scontrol.log"), "RUN_DIR": str(tmp_path / "run"), "IMAGE": "",
+        "SCONTROL_LOG": str(tmp_path / "scontrol.log"), "RUN_DIR": str(tmp_path / "run"), "IMAGE": "", "VENV": ".venv",
     }
 
 
@@ -86,3 +87,74 @@ def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path): 
     assert len((tmp_path / "scontrol.log").read_text().splitlines()) == 1
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]
     assert files.read_manifest(run / "checkpoints/step_000004")["world_size"] == 2
+
+
+@pytest.fixture
+def echo(cluster, tmp_path):
+    """The environment of a job whose torchrun prints its arguments; beside the venv, an image that has the same."""
+    torchrun = '#!/usr/bin/env bash\necho "torchrun $*"\n'
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    for folder in ("venv/bin", "bin"):
+        put(tmp_path / folder, "torchrun", torchrun)
+        put(tmp_path / folder, "python", f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    put(tmp_path / "bin", "nvidia-smi", "#!/usr/bin/env bash\necho GPU 0\n")
+    return cluster | {"VENV": str(tmp_path / "venv"), "MODEL": str(tmp_path), "SLURM_JOB_NUM_NODES": "1"}
+
+
+def submitted(script: str, environment: dict[str, str], log, *arguments: str, code: int = 0) -> str:
+    """What the job printed."""
+    job = submit(script, environment, log, *arguments)
+    assert job.wait(60) == code, log.read_text()
+    return log.read_text()
+
+
+@pytest.mark.parametrize("script", ["one_node.sbatch", "many_nodes.sbatch"])
+def test_the_environment_names_script_model_and_data(echo, script, tmp_path):
+    job = echo | {"SCRIPT": "dapo.py", "TRAIN_DATA": "a.parquet"}
+    printed = submitted(script, job, tmp_path / "log", "--seed", "1")
+    assert f" dapo.py --model {tmp_path} --run-dir {tmp_path}/run --train-data a.parquet --val-data " \
+           "data/gsm8k/test.parquet --save.every 20 --save.async --seed 1\n" in printed
+    assert " grpo.py --model" in submitted(script, echo, tmp_path / "log2")
+    text = submitted(script, echo | {"SCRIPT": "none.py"}, tmp_path / "log3", code=2)
+    assert text.startswith(f"error: no none.py in {ROOT}")
+
+
+def test_an_image_takes_the_place_of_the_environment(echo, tmp_path):
+    text = submitted("one_node.sbatch", echo | {"VENV": "none", "IMAGE": str(tmp_path / "image.sif")}, tmp_path / "log")
+    assert "torchrun --standalone" in text
+    missing = submitted("one_node.sbatch", echo | {"IMAGE": "none.sif"}, tmp_path / "log2", code=2)
+    assert missing == "error: IMAGE none.sif does not exist\n"
+
+
+def test_an_environment_that_cannot_use_the_gpus_is_refused(echo, tmp_path):
+    """This test's own packages, made by `make setup`, where Slurm promised a GPU."""
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch can use GPUs")
+    text = submitted("one_node.sbatch", echo | {"SLURM_GPUS_ON_NODE": "1"}, tmp_path / "log", code=2)
+    assert "is built without CUDA: it would train on the CPU. Make an environment with `make setup-gpu`" in text
+    assert "cannot use the 1 GPUs" in text and "torchrun" not in text
+    text = submitted("one_node.sbatch", echo | {"VENV": "no-venv"}, tmp_path / "log2", code=2)
+    assert "error: no no-venv/bin/torchrun" in text and "make setup-gpu" in text
+
+
+def test_a_model_that_is_not_at_hand_is_refused_before_the_run(echo, tmp_path):
+    """Offline, which is the default of a job: a hub model must be in the cache, with weights."""
+    cache = tmp_path / "hub"
+    job = echo | {"HF_HUB_CACHE": str(cache), "MODEL": "Qwen/Absent"}
+    text = submitted("one_node.sbatch", job, tmp_path / "log", code=2)
+    assert "run `hf download Qwen/Absent`" in text and str(cache) in text and "torchrun" not in text
+    assert "torchrun" in submitted("one_node.sbatch", job | {"HF_HUB_OFFLINE": "0"}, tmp_path / "log1")
+    assert "torchrun" in submitted("one_node.sbatch", job, tmp_path / "log2", "--model", str(tmp_path))    # the last
+    assert "Other/Absent" in submitted("one_node.sbatch", job, tmp_path / "log3", "--model=Other/Absent", code=2)
+    assert "neither a folder here nor" in submitted("one_node.sbatch", job | {"MODEL": "a/b/c"}, tmp_path / "log4",
+                                                    code=2)
+    snapshot = cache / "models--Qwen--Absent/snapshots/0a1b"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (cache / "models--Qwen--Absent/refs").mkdir()
+    (cache / "models--Qwen--Absent/refs/main").write_text("0a1b")
+    assert "hf download" in submitted("one_node.sbatch", job, tmp_path / "log5", code=2)
+    (snapshot / "model.safetensors").touch()
+    assert "torchrun" in submitted("one_node.sbatch", job, tmp_path / "log6")

@@ -493,9 +493,10 @@ assert added <= {{"KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_
 # --------------------------------------------------------------------------- commands that users copy
 
 def variables(text: str) -> dict[str, str]:
-    """What a Makefile or a shell script assigns: `NAME := x`, `NAME ?= x`, `NAME=x`, without quotes."""
+    """What a Makefile or a shell script assigns: `NAME := x`, `NAME ?= x`, `NAME=x`, without quotes. The value of
+    `NAME=${NAME:-x}` is x."""
     found = re.findall(r"^(?:export )?(\w+) *(?::=|\?=|=) *(.*)$", text, flags=re.MULTILINE)
-    return {name: value.strip().strip("\"'") for name, value in found}
+    return {name: re.sub(rf"^\$\{{{name}:-(.*)\}}$", r"\1", value.strip().strip("\"'")) for name, value in found}
 
 
 def expand(line: str, known: dict[str, str]) -> str:
@@ -517,6 +518,9 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
         text = ast.get_docstring(ast.parse(text))
     text = re.sub(r"\\+\n\s*", " ", text)
     known, lines = variables(text), text.splitlines()
+    if file.suffix == ".sbatch":
+        known = variables((ROOT / "slurm/job.sh").read_text()) | known
+        lines = [line.replace('"$SCRIPT"', known["SCRIPT"]) for line in lines]
     scripts = "|".join(map(re.escape, [*SCRIPTS, "-m tools.report"]))
     found = []
     for line in lines:

