@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -26,7 +25,7 @@ from common.metrics import spread
 from common.rollout import Rollout, check_skipped
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std, is_constant
-from common.tracking.console import exit_with_error
+from common.tracking.console import run_script
 from rewards.format import soft_overlong
 
 
@@ -208,7 +207,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, description=__doc__))
-    except ValueError as error:
-        exit_with_error(error)
+    run_script(main, Args, __doc__)

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -28,7 +27,7 @@ from common.rollout import check_skipped
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std
 from common.selection import SELECTED, select
-from common.tracking.console import exit_with_error
+from common.tracking.console import run_script
 
 
 @dataclass
@@ -195,7 +194,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, description=__doc__))
-    except ValueError as error:
-        exit_with_error(error)
+    run_script(main, Args, __doc__)

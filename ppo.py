@@ -18,7 +18,6 @@ from functools import partial
 from itertools import chain
 from typing import Literal
 
-import tyro
 from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
@@ -31,7 +30,7 @@ from common.optim import OptimConfig
 from common.rollout import scatter_fields
 from common.run import Run, RunArgs
 from common.segments import whiten
-from common.tracking.console import exit_with_error
+from common.tracking.console import run_script
 
 
 @dataclass
@@ -237,7 +236,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, description=__doc__))
-    except ValueError as error:
-        exit_with_error(error)
+    run_script(main, Args, __doc__)

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
-import tyro
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -28,7 +27,7 @@ from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, group_sum, is_constant, whiten
-from common.tracking.console import exit_with_error
+from common.tracking.console import run_script
 
 
 @dataclass
@@ -250,7 +249,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, description=__doc__))
-    except ValueError as error:
-        exit_with_error(error)
+    run_script(main, Args, __doc__)

@@ -1,10 +1,17 @@
 """What a run prints."""
 
+import dataclasses
+import json
 import os
+import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
 
 from common.parallel.ranks import World
 
@@ -36,23 +43,75 @@ def batch_line(
 
 
 def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
-    """One step in one line: what is learned, then seconds by phase."""
-    shown = [("reward", "critic/rewards/mean", ".3f"), ("length", "response_length/mean", ".1f"),
-             ("entropy", "actor/entropy", ".3f"), ("kl", "actor/ppo_kl", ".1e"), ("clip", "actor/pg_clipfrac", ".3f"),
-             ("grad", "actor/grad_norm", ".2f"), ("lr", "actor/lr", ".1e"),
-             ("engine-diff", "training/rollout_probs_diff_mean", ".4f")]
-    numbers = "  ".join(f"{label} {metrics[key]:{form}}" for label, key, form in shown if key in metrics)
-    phases = [(k.removeprefix("timing_s/"), v) for k, v in metrics.items() if k.startswith("timing_s/")]
-    seconds = " ".join(f"{phase} {s:.1f}" for phase, s in phases if phase != "step" and s >= 0.05)
+    """One step in one line: what is learned, the two longest phases, and the time that is left at this pace."""
+    shown = [
+        ("reward", "critic/rewards/mean", ".3f"), ("length", "response_length/mean", ".0f"),
+        ("entropy", "actor/entropy", ".2f"), ("kl", "actor/ppo_kl", ".1e"), ("clip", "actor/pg_clipfrac", ".3f"),
+        ("grad", "actor/grad_norm", ".2g"),
+    ]
+    only_if_it_moves = ("kl", "clip")  # with one update per rollout both are 0
+    numbers = [
+        f"{label} {metrics[name]:{form}}" for label, name, form in shown
+        if name in metrics and (metrics[name] or label not in only_if_it_moves)
+    ]
+    phases = {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")}
+    step_s = phases.pop("step")
+    longest = sorted(phases, key=phases.get, reverse=True)[:2]
+    seconds = " ".join(f"{phase} {_seconds(phases[phase])}" for phase in longest)
+    left = f"{(total_steps - step) * step_s / 60:.0f} min left"
     width = len(str(total_steps))
-    line = f"step {step:>{width}}/{total_steps}  {numbers}  |  {metrics['timing_s/step']:.1f} s: {seconds}"
+    line = f"step {step:>{width}}/{total_steps}  {'  '.join(numbers)} | {_seconds(step_s)} s: {seconds} | {left}"
     return f"{line}\n{val_line(f'after step {step}', metrics)}" if any(k.startswith("val-") for k in metrics) else line
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.1f}" if s < 100 else f"{s:.0f}"
 
 
 def val_line(when: str, metrics: dict[str, float]) -> str:
     """The validation results in one line."""
     results = [f"{k.removeprefix('val-core/')} {v:.3f}" for k, v in metrics.items() if k.startswith("val-core/")]
     return f"validation {when}:  " + "  ".join(results)
+
+
+def summary(run_dir: Path) -> str:
+    """What a finished run says last: validation before and after, seconds, memory, and where everything is."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = []
+    for name in sorted({name for row in rows for name in row if name.startswith("val-core/")}):
+        values = [row[name] for row in rows if name in row]
+        lines.append(f"  {name.removeprefix('val-core/')}  {values[0]:.3f} -> {values[-1]:.3f}")
+    if lines:
+        lines.insert(0, "validation, before -> after")
+    steps = [row for row in rows if "timing_s/step" in row]
+    seconds = sum(row["timing_s/step"] for row in steps)
+    peaks = [value for row in steps for name, value in row.items() if re.match(r"perf/.*memory.*peak.*_gb", name)]
+    lines.append(f"{len(steps)} steps in {seconds:.0f} s, peak memory of a rank {max(peaks, default=0.0):.1f} GiB")
+    lines.append(f"run folder {run_dir.resolve().as_uri()}, report: python -m tools.report {run_dir}")
+    return "\n".join(lines)
+
+
+def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
+    """Read `flags`, a dataclass, from the command line and call `main`. --help shows the script's own flags, --help-all
+    also those of the nested dataclasses. A mistake in flags or files is one line and exit code 2."""
+    arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
+    if {"-h", "--help"} & set(sys.argv):
+        flags = without_nested(flags)
+        description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
+    try:
+        main(tyro.cli(flags, description=description, args=arguments))
+    except ValueError as error:
+        exit_with_error(error)
+
+
+def without_nested(flags: type) -> type:
+    """The dataclass, with those of its fields that are dataclasses left out of its help."""
+    nested = []
+    for field in dataclasses.fields(flags):
+        if dataclasses.is_dataclass(field.type):
+            hidden = Annotated[field.type, tyro.conf.Suppress]
+            nested.append((field.name, hidden, dataclasses.field(default_factory=field.default_factory)))
+    return dataclasses.make_dataclass(flags.__name__, nested, bases=(flags,))
 
 
 def print_on_main(world: World, text: str) -> None:
