@@ -56,14 +56,14 @@ class RolloutConfig:
     """Start this share of additional responses per prompt, keep those that end first and abort the rest. Nothing waits
     for the slowest responses, but short responses are favoured. rollout/aborted_frac counts the aborted ones."""
     max_num_seqs: int = 256
-    """Maximum number of responses that one engine decodes at the same time."""
+    """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
     """Tensor-parallel ranks per engine. There are world size / tp engines."""
     gpu_memory_utilization: float = 0.0
     """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: what the trainer leaves
     free."""
     kv_cache_gb: float = 0.5
-    """Size of the key-value cache of one engine in GiB, on CPUs and for hf."""
+    """Size of the key-value cache of one vLLM engine in GiB, on CPUs."""
     enforce_eager: bool = False
     """On GPUs, do not use CUDA graphs: the start is faster, decoding slower. CPUs always run eagerly."""
     quantization: Literal["none", "fp8"] = "none"

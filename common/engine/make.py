@@ -95,7 +95,7 @@ def make_engine(
     if config.engine == "hf":
         from common.engine.hf import HFEngine
 
-        return HFEngine(model, hf_config, config, model_config, world, probe, stop_token_ids, max_model_len)
+        return HFEngine(model, hf_config, config, model_config, world, probe, stop_token_ids)
     from common.engine.vllm import VLLMEngine
 
     return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)

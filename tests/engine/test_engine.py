@@ -185,28 +185,6 @@ def test_an_engine_start_leaves_the_process_as_it_was(vllm):
     assert "LD_PRELOAD" not in os.environ
 
 
-def test_hf_engine_agrees_with_the_oracle_and_with_the_trainer(smollm, world, prompts, policy, oracle):
-    engine = start("hf", smollm, world, prompts)
-    metrics = engine.wake(policy)
-    responses = engine.generate(prompts[:2], [3, 4], SAMPLING)
-    assert metrics["sync/probe_prob_diff"] < 0.02
-    assert mean_prob_diff(oracle, prompts[:2], responses) < 0.02
-
-
-def test_hf_engine_in_float32_is_exact_and_independent_of_other_prompts(tiny_llama, world, prompts):
-    policy = load_policy(tiny_llama, ModelConfig(compute_dtype="float32"), world)
-    engine = start("hf", tiny_llama, world, prompts, compute_dtype="float32")
-    assert engine.wake(policy)["sync/probe_logp_diff"] < 1e-5
-    asked = [prompts[0]] * 3 + [prompts[1]] * 3
-    both = engine.generate(asked, range(6), SAMPLING)
-    alone = engine.generate(asked[3:], range(3, 6), SAMPLING)
-    assert [r.tokens for r in both[3:]] == [r.tokens for r in alone]
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
-    greedy = engine.generate([prompts[0]], [0], Sampling(0.0, 12))[0]
-    expected = model.generate(torch.tensor([prompts[0]]), max_new_tokens=12, do_sample=False)[0, len(prompts[0]) :]
-    assert greedy.tokens == expected.tolist()
-
-
 @pytest.mark.parametrize("kind", ["vllm", "hf"])
 def test_a_stop_text_ends_a_response(kind, request, tiny_llama, smollm, world, prompts):
     """The same response up to the token that completes the text; a text that never comes changes nothing."""

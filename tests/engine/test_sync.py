@@ -255,17 +255,6 @@ def engine_of(kind, request, world, tmp_path):
     return start(make_model("llama", True, tmp_path), world, kind="hf")
 
 
-def test_hf_slots_are_what_fits_into_the_cache(world, tmp_path):
-    """128 tokens of 2 layers, keys and values, 2 heads, 32 numbers of 4 bytes: 128 KiB a slot; in blocks of 32."""
-    engine, _ = start(make_model("llama", True, tmp_path), world, kind="hf")
-    for max_num_seqs, slots_of_cache, num_slots in [
-        (16, 99, 32), (32, 99, 32), (33, 99, 64), (500, 99, 96), (64, 63, 32), (64, 64, 64), (64, 3, 32),
-    ]:
-        engine.config.max_num_seqs = max_num_seqs
-        engine.config.kv_cache_gb = slots_of_cache * 128 / 2**20
-        assert engine._num_slots() == num_slots
-
-
 @pytest.mark.parametrize("kind", ["vllm", "hf"])
 def test_reported_log_probs_are_those_of_the_filtered_distribution(kind, request, world, tmp_path):
     engine, policy = engine_of(kind, request, world, tmp_path)
@@ -310,7 +299,7 @@ def test_a_response_is_its_own_whoever_is_there(kind, request, world, tmp_path):
     """float32: alone, in another order, among many: the same tokens."""
     engine, policy = engine_of(kind, request, world, tmp_path)
     engine.wake(policy)
-    many = [PROMPTS[i % 5] for i in range(40)]
+    many = [PROMPTS[i // 10] for i in range(40)]                        # a group is more than hf decodes at a time
     among = engine.generate(many, range(40), Sampling(1.0, 20))
     turned = engine.generate(many[::-1], range(39, -1, -1), Sampling(1.0, 20))[::-1]
     alone = [engine.generate([many[i]], [i], Sampling(1.0, 20))[0] for i in (0, 7, 39)]
