@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, Sampling
 from common.engine.restore import unchanged_generators, unchanged_process
-from common.engine.sync import Held, Sent, differing, fill_with_nan, held_checksums, nan_parameters
+from common.engine.sync import Held, Sent, differing, held_checksums
 from common.engine.vllm_checks import gpu_share, parse_extra
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names
@@ -106,7 +106,6 @@ class VLLMEngine(Engine):
         self.seeds = config.seeds
         if config.seeds == "auto":
             self.seeds = "engine" if slow else "response"
-        self._is_load_checked = config.quantization != "none"  # NaN does not survive quantisation
         self._running: set[int] = set()  # requests
         self._is_closed = False
         self._residue_gb = 0.0
@@ -140,43 +139,42 @@ class VLLMEngine(Engine):
 
         before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
         with before_packing if self.on_cpu else contextlib.nullcontext():
-            if self._is_load_checked:
-                self._load_by_vllm(tensors)
-            else:
-                self._load_and_check(tensors)
+            loaded = self._load_by_vllm(tensors)
+        if loaded is not None and self.config.quantization == "none":  # quantised weights have scales of vLLM's own
+            self._check_all_loaded(loaded)
         self.llm.apply_model(add_all)
         if self.on_cpu:
             self.llm.apply_model(vllm_cpu.pack_rest)
         return len(held), differing(sent, held)
 
-    def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        if self.on_cpu or self.config.quantization != "none":
-            # these weights are packed or quantised for the kernels, layer by layer: only a reload may write them
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        else:
-            self.llm.apply_model(lambda model: model.load_weights(tensors) and None)
+    def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
+        """Names of the engine's weights that were loaded; None for the few models of vLLM that do not tell."""
+        if not self.on_cpu and self.config.quantization == "none":
+            return self.llm.apply_model(lambda model: model.load_weights(tensors))[0]
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    def _load_and_check(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """The first load. Raises RuntimeError if it leaves a weight of the engine, or a part of one, as it was."""
-        self.llm.apply_model(fill_with_nan)
-        if self.on_cpu:
-            missing = self.llm.apply_model(vllm_cpu.packed_parameters)[0]
+        vllm_config = self.llm.llm_engine.vllm_config
 
-            def check(layer: nn.Module) -> None:
-                missing.difference_update(vllm_cpu.loaded_parameters(layer))
+        def reload(model: nn.Module) -> set[str] | None:
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(tensors)
+            finalize_layerwise_reload(model, vllm_config.model_config)
+            return loaded
 
-            with vllm_cpu.before_packing(check), vllm_cpu.nan_in_new_memory():
-                self._load_by_vllm(tensors)
-        else:
-            missing = set()
-            self._load_by_vllm(tensors)
-        missing = all_names(missing | self.llm.apply_model(nan_parameters)[0])  # of any rank: all of them raise
+        # these weights are packed or quantised for the kernels, layer by layer: only a reload may write them
+        with set_current_vllm_config(vllm_config):
+            return self.llm.apply_model(reload)[0]
+
+    def _check_all_loaded(self, loaded: set[str]) -> None:
+        """Raises RuntimeError if the trainer sends nothing for a weight of the engine."""
+        weights = self.llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})[0]
+        missing = all_names(weights - loaded)  # of any rank: all of them raise
         if missing:
             raise RuntimeError(
-                f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine, or into "
-                f"parts of them ({', '.join(missing[:3])}): transformers' model has other weights"
+                f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
+                f"({', '.join(missing[:3])}): transformers' model has other weights"
             )
-        self._is_load_checked = True
 
     def _wake_cache(self) -> dict[str, float]:
         if not self.on_cpu:

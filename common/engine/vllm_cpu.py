@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,28 +28,6 @@ def before_packing(read: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         UnquantizedLinearMethod.process_weights_after_loading = pack
-
-
-@contextlib.contextmanager
-def nan_in_new_memory() -> Iterator[None]:
-    """torch fills newly allocated floating-point memory with NaN: a reload of vLLM loads into new tensors."""
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
-
-
-def packed_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that are empty because only their packed copies are kept."""
-    return {name for name, parameter in model.named_parameters() if not parameter.numel()}
-
-
-def loaded_parameters(layer: nn.Module) -> set[str]:
-    """Names of a layer's parameters without any NaN."""
-    return {f"{layer.prefix}.{name}" for name, p in layer.named_parameters() if not p.isnan().any()}
 
 
 def pack_rest(model: nn.Module) -> None:
