@@ -83,8 +83,8 @@ class RolloutConfig:
     responses of its batch. This slows the trainer too: torch's kernels are replaced and NCCL gets a single channel."""
     max_probe_diff: float = 0.1
     """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: never."""
-    extra: tuple[str, ...] = ()
-    """Additional arguments for vLLM's LLM(...), each as key=value with a Python literal as the value."""
+    extra: str = "{}"
+    """Additional arguments for vLLM's LLM(...), as a JSON object."""
 
 
 @dataclass(frozen=True)

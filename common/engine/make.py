@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from common.engine.base import Engine, RolloutConfig
 from common.model.policy import ModelConfig
@@ -104,14 +102,8 @@ def make_engine(
 def stop_tokens(model: str, tokenizer: Any) -> list[int]:
     """Ids that end a response: the tokenizer's end token and those of the model's generation config."""
     ids = {tokenizer.eos_token_id}
-    path = Path(model) / "generation_config.json"
-    if not Path(model).is_dir():
-        try:
-            path = Path(hf_hub_download(model, "generation_config.json"))
-        except EntryNotFoundError:  # the model has none
-            path = None
-    if path is not None and path.is_file():
-        eos = GenerationConfig.from_pretrained(path.parent).eos_token_id
+    if cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
+        eos = GenerationConfig.from_pretrained(model).eos_token_id
         ids |= set(eos if isinstance(eos, list) else [eos])
     ids.discard(None)
     if not ids:

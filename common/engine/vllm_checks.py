@@ -1,10 +1,9 @@
 """Checks of vLLM's flags before anything heavy starts."""
 
-import ast
 import dataclasses
 import importlib.metadata
+import json
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -61,24 +60,23 @@ def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World)
             raise ValueError(f"{name} has expandable_segments:True, which vLLM's sleep mode cannot use: unset it")
 
 
-def parse_extra(extra: Sequence[str], own: set[str]) -> dict[str, Any]:
-    """`key=value` strings as arguments of LLM(...). `own`: names that other flags set."""
+def parse_extra(extra: str, own: set[str]) -> dict[str, Any]:
+    """The arguments of LLM(...) in a JSON object. `own`: names that other flags set."""
     from vllm.engine.arg_utils import EngineArgs
 
+    try:
+        arguments = json.loads(extra)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--rollout.extra {extra} must be a JSON object, e.g. '{{\"max_num_batched_tokens\": 4096}}'")
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    found = {}
-    for item in extra:
-        key, separator, value = item.partition("=")
-        key = key.strip().replace("-", "_")
-        if not separator or key not in known:
-            raise ValueError(f"--rollout.extra {item} must be key=value with an argument of vLLM's LLM(...) as the key")
-        if key in own:
-            raise ValueError(f"--rollout.extra {item}: {key} is set by another flag")
-        try:
-            found[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[key] = value  # a bare word is a string
-    return found
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"--rollout.extra {extra}: {name} is no argument of vLLM's LLM(...)")
+        if name in own:
+            raise ValueError(f"--rollout.extra {extra}: {name} is set by another flag")
+    return arguments
 
 
 def gpu_share(trainer_gb: float, reserved_gb: float) -> float:

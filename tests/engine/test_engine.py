@@ -212,13 +212,14 @@ def test_training_and_validation_sample_by_their_own_flags():
     assert Sampling.validation(config, 0.2) == Sampling(0.2, 5, top_k=7, stop=("a",))
 
 
-def test_extra_arguments_reach_vllm_as_python_values():
-    extra = ["max_logprobs=3", "kv-cache-dtype=auto", "enable_expert_parallel=True"]
-    assert parse_extra(extra, set()) == {"max_logprobs": 3, "kv_cache_dtype": "auto", "enable_expert_parallel": True}
-    for item, message in [("nonsense=1", "must be key=value with an argument"), ("seed", "must be key=value"),
-                          ("seed=1", "seed is set by another flag")]:
+def test_extra_arguments_reach_vllm_as_json():
+    assert parse_extra('{"max_logprobs": 3, "kv_cache_dtype": "auto"}', set()) == {
+        "max_logprobs": 3, "kv_cache_dtype": "auto"
+    }
+    for extra, message in [("max_logprobs=3", "must be a JSON object"), ("[1]", "must be a JSON object"),
+                           ('{"nonsense": 1}', "nonsense is no argument"), ('{"seed": 1}', "set by another flag")]:
         with pytest.raises(ValueError, match=message):
-            parse_extra([item], {"seed"})
+            parse_extra(extra, {"seed"})
 
 
 def hub_model(folder, monkeypatch, **files: dict) -> str:
@@ -302,7 +303,7 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prom
         ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
         ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),
         ({"batch_invariant": True}, r"--rollout.batch-invariant needs --rollout.seeds response, here it is auto"),
-        ({"engine": "hf", "extra": ("a=1",)}, r"--rollout.extra \('a=1',\) needs --rollout.engine vllm"),
+        ({"engine": "hf", "extra": '{"a": 1}'}, r'--rollout.extra {"a": 1} needs --rollout.engine vllm'),
         ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
         ({"kv_cache_gb": 1e4}, r"--rollout.kv-cache-gb 10000.0 on 1 ranks needs 10000.0 GiB"),
     ],

@@ -191,7 +191,7 @@ def test_what_grows_while_asleep_is_said(start, monkeypatch, recwarn):
 
 
 def test_what_the_trainer_leaves(start):
-    engine, _ = start(trainer_gb=40.0, enforce_eager=True, extra=("moe_backend=cutlass",))
+    engine, _ = start(trainer_gb=40.0, enforce_eager=True, extra='{"moe_backend": "cutlass"}')
     assert engine.llm.options["gpu_memory_utilization"] == (80 - 40 - 4) / 80
     assert engine.llm.options["moe_backend"] == "cutlass"
     with pytest.raises(ValueError, match=r"the trainer keeps 70.0 of \d+.\d free GiB on each GPU, 5.5 are reserved"):
