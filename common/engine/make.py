@@ -23,10 +23,9 @@ def check_rollout(
     """
     if config.temperature <= 0:
         raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
-    if not 0 < config.top_p <= 1:
-        raise ValueError(f"--rollout.top-p {config.top_p} must be in (0, 1]")
-    if not 0 < config.val_top_p <= 1:
-        raise ValueError(f"--rollout.val-top-p {config.val_top_p} must be in (0, 1]")
+    for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
+        if not 0 < top_p <= 1:
+            raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
     filters = []
     if config.top_p < 1:
         filters.append(f"--rollout.top-p {config.top_p}")
@@ -54,7 +53,7 @@ def check_rollout(
     if config.engine == "vllm":
         from common.engine.vllm_checks import check_vllm
 
-        check_vllm(config, hf_config, world)
+        check_vllm(config, world)
     else:
         from common.engine.hf import check_hf
 

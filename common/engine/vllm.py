@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -27,7 +28,6 @@ from common.engine.vllm_checks import gpu_share, parse_extra
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names
 from common.parallel.seeds import seed_of
-from common.tracking.console import print_on_main
 
 RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the buckets of the weight sync."""
@@ -64,10 +64,7 @@ class VLLMEngine(Engine):
             "distributed_executor_backend": "external_launcher",
             "max_model_len": max_model_len,
             "max_num_seqs": config.max_num_seqs,
-            "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
             "seed": seed_of(seed, self.engine_rank),
         }
         if self.on_cpu:
@@ -106,14 +103,10 @@ class VLLMEngine(Engine):
         self.seeds = config.seeds
         if config.seeds == "auto":
             self.seeds = "engine" if slow else "response"
-        self._running: set[int] = set()  # requests
-        self._is_closed = False
         self._residue_gb = 0.0
         self._first_residue_gb = math.inf
         self._sleep()
         self._first_residue_gb = self._residue_gb
-        if self.on_cpu:
-            print_on_main(world, "engine on CPUs: sleep() gives the cache's memory back and keeps the engine's weights")
 
     def _wake_weights(self) -> dict[str, float]:
         if self.on_cpu:
@@ -223,9 +216,7 @@ class VLLMEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
-        self._running = set(range(len(prompts)))
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: self._abort(self._running))  # what is left after `stop`
             if self.seeds == "engine":  # one seed for all responses, made of their seeds
                 stack.enter_context(unchanged_generators())
                 torch.manual_seed(seed_of(*seeds))
@@ -250,7 +241,6 @@ class VLLMEngine(Engine):
                     out = request.outputs[0]
                     tokens = list(out.token_ids)
                     logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
-                    self._running.discard(int(request.request_id))
                     yield int(request.request_id), Response(tokens, logp, out.finish_reason)
 
     def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
@@ -273,18 +263,12 @@ class VLLMEngine(Engine):
         return agreed
 
     def _abort(self, requests: set[int]) -> None:
-        for i in sorted(requests & self._running):  # in the same order on all ranks of an engine: this frees cache
-            self.llm.llm_engine.abort_request([str(i)])
-            self._running.remove(i)
+        # in the same order on all ranks of an engine: this frees cache
+        self.llm.llm_engine.abort_request([str(i) for i in sorted(requests)])
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
         from vllm.distributed import parallel_state
 
         # vLLM's shutdown would destroy the trainer's process group too, on each rank at another time
-        destroy = parallel_state.destroy_distributed_environment
-        parallel_state.destroy_distributed_environment = lambda: None
-        self.llm.llm_engine.engine_core.shutdown()
-        parallel_state.destroy_distributed_environment = destroy
+        with mock.patch.object(parallel_state, "destroy_distributed_environment"):
+            self.llm.llm_engine.engine_core.shutdown()

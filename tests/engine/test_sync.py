@@ -82,7 +82,6 @@ def test_experts_in_another_order_stop_the_first_sync(world, tmp_path, monkeypat
     with pytest.raises(RuntimeError, match=r"4 tensors: model.layers.0.mlp.experts.down_proj"):
         engine.wake(policy)
     engine.close()
-    engine.close()
 
 
 @pytest.mark.parametrize("family", [*NUM_IN_LAYERS, "gemma2"])
