@@ -8,7 +8,6 @@ on that number, not on the other rows).
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -23,14 +22,6 @@ from common.parallel.ranks import World
 
 ROWS = 8
 """Number of responses of a group that one forward decodes."""
-
-
-@dataclass
-class Running:
-    """A response that is being sampled."""
-
-    response: Response
-    generator: torch.Generator
 
 
 class HFEngine(Engine):
@@ -53,8 +44,10 @@ class HFEngine(Engine):
                 trust_remote_code=model_config.trust_remote_code,
             )
         self.model.eval().requires_grad_(False)
-        self.running: dict[int, Running] = {}
-        """By request, of the group that is being sampled."""
+        self.running: dict[int, Response] = {}
+        """Unfinished responses of the group that is being sampled, by request."""
+        self.generators: dict[int, torch.Generator] = {}
+        """One for each request of that group."""
 
     @torch.no_grad()
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
@@ -73,9 +66,8 @@ class HFEngine(Engine):
     ) -> Iterator[tuple[int, Response]]:
         for prompt, group in groupby(range(len(prompts)), key=lambda i: list(prompts[i])):
             requests = list(group)
-            for i in requests:
-                generator = torch.Generator(self.world.device).manual_seed(seeds[i])
-                self.running[i] = Running(Response([], [], "length"), generator)
+            self.running = {i: Response([], [], "length") for i in requests}
+            self.generators = {i: torch.Generator(self.world.device).manual_seed(seeds[i]) for i in requests}
             logits, prompt_cache = self._forward([prompt], None)
             blocks = []
             for start in range(0, len(requests), ROWS):
@@ -94,7 +86,7 @@ class HFEngine(Engine):
             return
         tokens = [[0]] * ROWS  # a row without a running request computes something that nobody reads
         for row in rows:
-            tokens[row] = self.running[block[row]].response.tokens[-1:]
+            tokens[row] = self.running[block[row]].tokens[-1:]
         logits, _ = self._forward(tokens, cache)
         yield from self._sample([block[row] for row in rows], logits[rows], sampling)
 
@@ -110,7 +102,7 @@ class HFEngine(Engine):
         if sampling.temperature == 0:
             sampled = logp.argmax(-1)
         else:  # argmax of p / Exp(1) draws from p
-            generators = [self.running[request].generator for request in requests]
+            generators = [self.generators[request] for request in requests]
             noise = torch.stack([torch.empty_like(logp[0]).exponential_(generator=g) for g in generators])
             sampled = (logp.exp() / noise).argmax(-1)
         sampled_logp = logp.gather(1, sampled[:, None])[:, 0]
@@ -118,7 +110,7 @@ class HFEngine(Engine):
         for request, token, token_logp in zip(requests, sampled.tolist(), sampled_logp.tolist()):
             if request not in self.running:
                 continue  # aborted when an earlier one of these ended
-            response = self.running[request].response
+            response = self.running[request]
             response.tokens.append(token)
             response.logp.append(token_logp)
             if token in stops or self._spells_stop(response.tokens, sampling.stop):
@@ -138,17 +130,6 @@ class HFEngine(Engine):
     def _abort(self, requests: set[int]) -> None:
         for request in requests:
             self.running.pop(request, None)
-
-
-def check_hf(config: RolloutConfig) -> None:
-    """Refuse flags that only vLLM has."""
-    defaults = RolloutConfig()
-    for field in ("tp", "batch_invariant", "quantization", "extra"):
-        value = getattr(config, field)
-        if value != getattr(defaults, field):
-            raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")
-    if config.seeds == "engine":
-        raise ValueError("--rollout.seeds engine needs --rollout.engine vllm: hf always seeds each response")
 
 
 def filtered_logp(logits: Tensor, sampling: Sampling) -> Tensor:

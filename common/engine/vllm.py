@@ -5,8 +5,10 @@ ones anyway. On CPUs the memory of the cache is freed and the weights stay.
 """
 
 import contextlib
+import dataclasses
 import gc
 import importlib.util
+import json
 import math
 import os
 import warnings
@@ -24,7 +26,6 @@ from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, Sampling
 from common.engine.restore import unchanged_generators, unchanged_process
 from common.engine.sync import Held, Sent, differing, held_checksums
-from common.engine.vllm_checks import gpu_share, parse_extra
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names
 from common.parallel.seeds import seed_of
@@ -272,3 +273,34 @@ class VLLMEngine(Engine):
         # vLLM's shutdown would destroy the trainer's process group too, on each rank at another time
         with mock.patch.object(parallel_state, "destroy_distributed_environment"):
             self.llm.llm_engine.engine_core.shutdown()
+
+
+def parse_extra(extra: str, own: set[str]) -> dict[str, Any]:
+    """The arguments of LLM(...) in a JSON object. `own`: names that other flags set."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        arguments = json.loads(extra)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--rollout.extra {extra} must be a JSON object, e.g. '{{\"max_num_batched_tokens\": 4096}}'")
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"--rollout.extra {extra}: {name} is no argument of vLLM's LLM(...)")
+        if name in own:
+            raise ValueError(f"--rollout.extra {extra}: {name} is set by another flag")
+    return arguments
+
+
+def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
+    """The memory that the trainer leaves free on a GPU, as a share of the total."""
+    free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
+    share = min((free - trainer_gb - reserved_gb) / total, 0.92)
+    if share < 0.1:
+        raise ValueError(
+            f"the trainer keeps {trainer_gb:.1f} of {free:.1f} free GiB on each GPU, {reserved_gb:g} are reserved: "
+            f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
+        )
+    return share

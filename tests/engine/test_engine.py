@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, Sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
-from common.engine.vllm_checks import parse_extra
+from common.engine.vllm import parse_extra
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
@@ -316,9 +316,9 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    monkeypatch.setattr("common.engine.vllm_checks._installed", lambda name: ["0.11.2"])
-    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range 0.26 to 0.32"):
+    monkeypatch.setattr("common.engine.make._installed", lambda name: ["0.11.2"])
+    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range >=0.26,<0.33"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
-    monkeypatch.setattr("common.engine.vllm_checks._installed", lambda name: [])
-    with pytest.raises(ValueError, match=r"vLLM is not installed: install a version from 0.26 to 0.32"):
+    monkeypatch.setattr("common.engine.make._installed", lambda name: [])
+    with pytest.raises(ValueError, match=r"vLLM is not installed: install vllm>=0.26,<0.33"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
