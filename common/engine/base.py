@@ -56,14 +56,14 @@ class RolloutConfig:
     """Start this share of additional responses per prompt, keep those that end first and abort the rest. Nothing waits
     for the slowest responses, but short responses are favoured. rollout/aborted_frac counts the aborted ones."""
     max_num_seqs: int = 256
-    """Maximum number of responses that one engine decodes at the same time."""
+    """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
     """Tensor-parallel ranks per engine. There are world size / tp engines."""
     gpu_memory_utilization: float = 0.0
     """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: what the trainer leaves
     free."""
     kv_cache_gb: float = 0.5
-    """Size of the key-value cache of one engine in GiB, on CPUs and for hf."""
+    """Size of the key-value cache of one vLLM engine in GiB, on CPUs."""
     enforce_eager: bool = False
     """On GPUs, do not use CUDA graphs: the start is faster, decoding slower. CPUs always run eagerly."""
     quantization: Literal["none", "fp8"] = "none"
@@ -83,8 +83,8 @@ class RolloutConfig:
     responses of its batch. This slows the trainer too: torch's kernels are replaced and NCCL gets a single channel."""
     max_probe_diff: float = 0.1
     """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: never."""
-    extra: tuple[str, ...] = ()
-    """Additional arguments for vLLM's LLM(...), each as key=value with a Python literal as the value."""
+    extra: str = "{}"
+    """Additional arguments for vLLM's LLM(...), as a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ class Engine:
         """Moves trainer tensors to the host while the engine is awake. Set it once the optimizer exists."""
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
-        self._num_checksums = 0
         self._has_compared_all = False
         self._probed: tuple[Policy, Batch] | None = None
         self._num_requested = 0
@@ -178,9 +177,8 @@ class Engine:
         self.offload.optimizer_out()
         metrics = self._wake_weights()
         if self._loaded != policy.version:
-            self._num_checksums = self._sync(policy)
+            metrics["sync/num_checksums"] = self._sync(policy)
             self._loaded = policy.version
-        metrics["sync/num_checksums"] = self._num_checksums
         self.offload.params_out()
         metrics |= self._wake_cache()
         self.awake = True
@@ -209,24 +207,23 @@ class Engine:
         self.stop = self._agreed(stop)
         groups = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
         requests, request_seeds, group_of = [], [], []
+        running: list[set[int]] = []
         for number, group in enumerate(groups):
             num_extra = math.ceil(sampling.oversample * len(group))
+            running.append(set(range(len(requests), len(requests) + len(group) + num_extra)))
             requests += [prompts[group[0]]] * (len(group) + num_extra)
             request_seeds += [seeds[i] for i in group]
             request_seeds += [seed_of(seeds[group[0]], "extra", k) for k in range(num_extra)]
             group_of += [number] * (len(group) + num_extra)
-        running: list[set[int]] = [set() for _ in groups]
-        for request, number in enumerate(group_of):
-            running[number].add(request)
         responses: list[Response | None] = [None] * len(prompts)
         for request, response in self._generate(requests, request_seeds, sampling):
             number = group_of[request]
+            running[number].discard(request)
             place = request
             if sampling.oversample:
                 if not groups[number]:
                     continue  # it ended in the same step as the last response that was kept
                 place = groups[number].pop(0)
-                running[number].discard(request)
                 if not groups[number]:
                     self._abort(running[number])
                     self._num_aborted += len(running[number])
@@ -235,6 +232,7 @@ class Engine:
                 on_finish(place, response)
             if self.stop():
                 break
+        self._abort(set().union(*running))  # what `stop` left
         self._num_requested += len(requests)
         return responses
 
@@ -259,8 +257,7 @@ class Engine:
         return metrics
 
     def close(self) -> None:
-        """Shut the engine down, before the process group is destroyed: vLLM's groups are part of it. A second call does
-        nothing."""
+        """Shut the engine down, before the process group is destroyed: vLLM's groups are part of it."""
 
     def _sync(self, policy: Policy) -> int:
         """Load the trainer's weights and compare checksums: of all tensors the first time, then of those outside the

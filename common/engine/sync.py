@@ -1,4 +1,4 @@
-"""Checks that the engine holds the trainer's weights: checksums, and a search for weights that a load did not write."""
+"""Checksums, which show that the engine holds the trainer's weights."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BLOCK = 1 << 22
+BLOCK = 1 << 20
 """Number of elements that are cast and multiplied at a time."""
-MAX_COLUMNS = 1 << 16
-"""Number of products of two bytes that are added in 32 bits."""
 EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
 
@@ -32,47 +30,27 @@ class Held(NamedTuple):
 def checksum(tensor: Tensor, dtype: torch.dtype, first_row: int = 0, first_column: int = 0) -> int:
     """Sum of the elements of a matrix, each weighted by its row and its column, exact modulo 2**64.
 
-    All dimensions but the last are rows; a vector is one column. An element, cast to `dtype`, is its bytes, each with a
-    sign. The sum over the parts of a matrix is the checksum of the matrix, if each part says where it begins.
+    All dimensions but the last are rows; a vector is one column. An element, cast to `dtype`, is read as one or two
+    integers of 16 bits, each of which has its own column. The sum over the parts of a matrix is the checksum of the
+    matrix, if each part says where it begins.
     """
     matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
-    total = 0
-    for column in range(0, matrix.shape[1], MAX_COLUMNS):
-        columns = matrix[:, column : column + MAX_COLUMNS]
-        num_rows = max(BLOCK // columns.shape[1], 1)
-        for row in range(0, len(matrix), num_rows):
-            block = columns[row : row + num_rows].to(dtype)
-            total += _block_checksum(block, first_row + row, first_column + column)
-    return _signed(total)
+    words = dtype.itemsize // 2
+    # below 2**15, like the words: sums over 2**23 columns are exact in float64, whatever their order
+    column_weights = (_random(first_column * words, matrix.shape[1] * words, tensor.device) >> 48).double()
+    row_weights = _random(first_row, len(matrix), tensor.device)
+    num_rows = max(BLOCK // matrix.shape[1], 1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for block, weights in zip(matrix.split(num_rows), row_weights.split(num_rows)):
+        data = block.to(dtype).contiguous().view(torch.int16)  # [rows, columns * words]
+        total += ((data.double() @ column_weights).long() * weights).sum()
+    return total.item()
 
 
-def _block_checksum(block: Tensor, first_row: int, first_column: int) -> int:
-    num_rows, num_columns = block.shape
-    size = block.element_size()
-    row_weights = _mixed(first_row, num_rows, block.device) | 1  # [rows] int64
-    column_weights = ((_mixed(first_column, num_columns, block.device) >> 57) * 2 + 1).to(torch.int8)  # [columns] odd
-    data = block.contiguous().view(torch.int8)  # [rows, columns * size]
-    if block.device.type == "cpu":  # torch's sum of a product is 9 times slower than this product of matrices
-        by_byte = torch.einsum("c,bd->cbd", column_weights, torch.eye(size, dtype=torch.int8)).reshape(-1, size)
-        sums = torch._int_mm(data, by_byte)  # [rows, size] int32
-    else:
-        products = data.view(num_rows, num_columns, size) * column_weights.to(torch.int16)[:, None]
-        sums = products.sum(1, dtype=torch.int64)
-    byte_values = 1 << 8 * torch.arange(size, device=block.device)  # [size] int64
-    return int(((sums * byte_values).sum(1) * row_weights).sum())
-
-
-def _mixed(start: int, count: int, device: torch.device) -> Tensor:
-    """64 pseudo-random bits for each of the integers start, start + 1, ... (splitmix64), int64 [count]."""
-    x = (torch.arange(start, start + count, device=device) + 1) * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> 27)) * _signed(0x94D049BB133111EB)
-    return x ^ (x >> 31)
-
-
-def _signed(value: int) -> int:
-    """The integer of 64 bits with a sign that equals `value` modulo 2**64."""
-    return (value + 2**63) % 2**64 - 2**63
+def _random(first: int, count: int, device: torch.device) -> Tensor:
+    """64 pseudo-random bits for each of the integers first, first + 1, ..., int64 [count]."""
+    x = (torch.arange(first, first + count, device=device) + 1) * -0x61C8864680B583EB  # 2**64 / golden ratio, signed
+    return x ^ (x >> 32)
 
 
 def held_checksums(
@@ -126,21 +104,6 @@ def differing(sent: dict[str, Sent], held: dict[str, Held]) -> set[str]:
     names = sorted(held)
     total = torch.tensor([held[name].checksum for name in names], dtype=torch.int64)
     dist.all_reduce(total, group=get_tp_group().cpu_group)
-    return {
-        name
-        for name, value in zip(names, total.tolist())
-        if value != _signed(sent[name].checksum * held[name].copies)
-    }
-
-
-@torch.no_grad()
-def fill_with_nan(model: nn.Module) -> None:
-    """Every floating-point parameter becomes NaN: after a load, `nan_parameters` are those that it did not write."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.fill_(torch.nan)
-
-
-def nan_parameters(module: nn.Module) -> set[str]:
-    """Names of the parameters that hold a NaN."""
-    return {name for name, parameter in module.named_parameters() if parameter.isnan().any()}
+    copies = torch.tensor([held[name].copies for name in names], dtype=torch.int64)
+    expected = torch.tensor([sent[name].checksum for name in names], dtype=torch.int64) * copies
+    return {name for name, is_equal in zip(names, (total == expected).tolist()) if not is_equal}

@@ -5,13 +5,16 @@ ones anyway. On CPUs the memory of the cache is freed and the weights stay.
 """
 
 import contextlib
+import dataclasses
 import gc
 import importlib.util
+import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -22,12 +25,10 @@ from torch import Tensor, nn
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, Sampling
 from common.engine.restore import unchanged_generators, unchanged_process
-from common.engine.sync import Held, Sent, differing, fill_with_nan, held_checksums, nan_parameters
-from common.engine.vllm_checks import gpu_share, parse_extra
+from common.engine.sync import Held, Sent, differing, held_checksums
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names
 from common.parallel.seeds import seed_of
-from common.tracking.console import print_on_main
 
 RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the buckets of the weight sync."""
@@ -64,10 +65,7 @@ class VLLMEngine(Engine):
             "distributed_executor_backend": "external_launcher",
             "max_model_len": max_model_len,
             "max_num_seqs": config.max_num_seqs,
-            "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
             "seed": seed_of(seed, self.engine_rank),
         }
         if self.on_cpu:
@@ -106,15 +104,10 @@ class VLLMEngine(Engine):
         self.seeds = config.seeds
         if config.seeds == "auto":
             self.seeds = "engine" if slow else "response"
-        self._is_load_checked = config.quantization != "none"  # NaN does not survive quantisation
-        self._running: set[int] = set()  # requests
-        self._is_closed = False
         self._residue_gb = 0.0
         self._first_residue_gb = math.inf
         self._sleep()
         self._first_residue_gb = self._residue_gb
-        if self.on_cpu:
-            print_on_main(world, "engine on CPUs: sleep() gives the cache's memory back and keeps the engine's weights")
 
     def _wake_weights(self) -> dict[str, float]:
         if self.on_cpu:
@@ -140,43 +133,42 @@ class VLLMEngine(Engine):
 
         before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
         with before_packing if self.on_cpu else contextlib.nullcontext():
-            if self._is_load_checked:
-                self._load_by_vllm(tensors)
-            else:
-                self._load_and_check(tensors)
+            loaded = self._load_by_vllm(tensors)
+        if loaded is not None and self.config.quantization == "none":  # quantised weights have scales of vLLM's own
+            self._check_all_loaded(loaded)
         self.llm.apply_model(add_all)
         if self.on_cpu:
             self.llm.apply_model(vllm_cpu.pack_rest)
         return len(held), differing(sent, held)
 
-    def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        if self.on_cpu or self.config.quantization != "none":
-            # these weights are packed or quantised for the kernels, layer by layer: only a reload may write them
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        else:
-            self.llm.apply_model(lambda model: model.load_weights(tensors) and None)
+    def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
+        """Names of the engine's weights that were loaded; None for the few models of vLLM that do not tell."""
+        if not self.on_cpu and self.config.quantization == "none":
+            return self.llm.apply_model(lambda model: model.load_weights(tensors))[0]
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    def _load_and_check(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """The first load. Raises RuntimeError if it leaves a weight of the engine, or a part of one, as it was."""
-        self.llm.apply_model(fill_with_nan)
-        if self.on_cpu:
-            missing = self.llm.apply_model(vllm_cpu.packed_parameters)[0]
+        vllm_config = self.llm.llm_engine.vllm_config
 
-            def check(layer: nn.Module) -> None:
-                missing.difference_update(vllm_cpu.loaded_parameters(layer))
+        def reload(model: nn.Module) -> set[str] | None:
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(tensors)
+            finalize_layerwise_reload(model, vllm_config.model_config)
+            return loaded
 
-            with vllm_cpu.before_packing(check), vllm_cpu.nan_in_new_memory():
-                self._load_by_vllm(tensors)
-        else:
-            missing = set()
-            self._load_by_vllm(tensors)
-        missing = all_names(missing | self.llm.apply_model(nan_parameters)[0])  # of any rank: all of them raise
+        # these weights are packed or quantised for the kernels, layer by layer: only a reload may write them
+        with set_current_vllm_config(vllm_config):
+            return self.llm.apply_model(reload)[0]
+
+    def _check_all_loaded(self, loaded: set[str]) -> None:
+        """Raises RuntimeError if the trainer sends nothing for a weight of the engine."""
+        weights = self.llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})[0]
+        missing = all_names(weights - loaded)  # of any rank: all of them raise
         if missing:
             raise RuntimeError(
-                f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine, or into "
-                f"parts of them ({', '.join(missing[:3])}): transformers' model has other weights"
+                f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
+                f"({', '.join(missing[:3])}): transformers' model has other weights"
             )
-        self._is_load_checked = True
 
     def _wake_cache(self) -> dict[str, float]:
         if not self.on_cpu:
@@ -225,9 +217,7 @@ class VLLMEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
-        self._running = set(range(len(prompts)))
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: self._abort(self._running))  # what is left after `stop`
             if self.seeds == "engine":  # one seed for all responses, made of their seeds
                 stack.enter_context(unchanged_generators())
                 torch.manual_seed(seed_of(*seeds))
@@ -252,7 +242,6 @@ class VLLMEngine(Engine):
                     out = request.outputs[0]
                     tokens = list(out.token_ids)
                     logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
-                    self._running.discard(int(request.request_id))
                     yield int(request.request_id), Response(tokens, logp, out.finish_reason)
 
     def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
@@ -275,18 +264,43 @@ class VLLMEngine(Engine):
         return agreed
 
     def _abort(self, requests: set[int]) -> None:
-        for i in sorted(requests & self._running):  # in the same order on all ranks of an engine: this frees cache
-            self.llm.llm_engine.abort_request([str(i)])
-            self._running.remove(i)
+        # in the same order on all ranks of an engine: this frees cache
+        self.llm.llm_engine.abort_request([str(i) for i in sorted(requests)])
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
         from vllm.distributed import parallel_state
 
         # vLLM's shutdown would destroy the trainer's process group too, on each rank at another time
-        destroy = parallel_state.destroy_distributed_environment
-        parallel_state.destroy_distributed_environment = lambda: None
-        self.llm.llm_engine.engine_core.shutdown()
-        parallel_state.destroy_distributed_environment = destroy
+        with mock.patch.object(parallel_state, "destroy_distributed_environment"):
+            self.llm.llm_engine.engine_core.shutdown()
+
+
+def parse_extra(extra: str, own: set[str]) -> dict[str, Any]:
+    """The arguments of LLM(...) in a JSON object. `own`: names that other flags set."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        arguments = json.loads(extra)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--rollout.extra {extra} must be a JSON object, e.g. '{{\"max_num_batched_tokens\": 4096}}'")
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"--rollout.extra {extra}: {name} is no argument of vLLM's LLM(...)")
+        if name in own:
+            raise ValueError(f"--rollout.extra {extra}: {name} is set by another flag")
+    return arguments
+
+
+def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
+    """The memory that the trainer leaves free on a GPU, as a share of the total."""
+    free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
+    share = min((free - trainer_gb - reserved_gb) / total, 0.92)
+    if share < 0.1:
+        raise ValueError(
+            f"the trainer keeps {trainer_gb:.1f} of {free:.1f} free GiB on each GPU, {reserved_gb:g} are reserved: "
+            f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
+        )
+    return share

@@ -1,20 +1,19 @@
 """Additions to vLLM's CPU build: packed weights follow a sync, the cache gives its memory back, and each job's shared
 memory has its own name. Written for vLLM 0.32, whose internals it names."""
 
-import contextlib
 import ctypes
 import mmap
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 
-@contextlib.contextmanager
-def before_packing(read: Callable[[nn.Module], None]) -> Iterator[None]:
+def before_packing(read: Callable[[nn.Module], None]) -> AbstractContextManager:
     """Call `read(layer)` right before vLLM packs a linear layer's weights: afterwards they can no longer be read."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -24,33 +23,7 @@ def before_packing(read: Callable[[nn.Module], None]) -> Iterator[None]:
         read(layer)
         pack(self, layer)
 
-    UnquantizedLinearMethod.process_weights_after_loading = read_and_pack
-    try:
-        yield
-    finally:
-        UnquantizedLinearMethod.process_weights_after_loading = pack
-
-
-@contextlib.contextmanager
-def nan_in_new_memory() -> Iterator[None]:
-    """torch fills newly allocated floating-point memory with NaN: a reload of vLLM loads into new tensors."""
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
-
-
-def packed_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that are empty because only their packed copies are kept."""
-    return {name for name, parameter in model.named_parameters() if not parameter.numel()}
-
-
-def loaded_parameters(layer: nn.Module) -> set[str]:
-    """Names of a layer's parameters without any NaN."""
-    return {f"{layer.prefix}.{name}" for name, p in layer.named_parameters() if not p.isnan().any()}
+    return mock.patch.object(UnquantizedLinearMethod, "process_weights_after_loading", read_and_pack)
 
 
 def pack_rest(model: nn.Module) -> None:
@@ -76,21 +49,15 @@ def give_back_cache(worker: Any) -> None:
             raise OSError(ctypes.get_errno(), "madvise on vLLM's key-value cache")
 
 
-@contextlib.contextmanager
-def own_segment_name() -> Iterator[None]:
+def own_segment_name() -> AbstractContextManager:
     """vLLM names the shared memory of a group after its ranks alone, so that a second job on the machine, or what a
     killed job left behind, stops the start. Add a name that the ranks of this job share and no other job has."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     name = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(name, src=0)
-    make_group_name = _CPUSHMDistributed.make_group_name
 
     def with_name(communicator: Any) -> str:
         return f"{name[0]}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}-cpushm"
 
-    _CPUSHMDistributed.make_group_name = staticmethod(with_name)
-    try:
-        yield
-    finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    return mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(with_name))

@@ -60,7 +60,7 @@ def start(
     model_config = ModelConfig(compute_dtype=dtype)
     config = RolloutConfig(engine=kind, max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1, **flags)
     if kind == "vllm":
-        config.extra = ("skip_tokenizer_init=True",)                    # these models have none
+        config.extra = '{"skip_tokenizer_init": true}'                  # these models have none
     engine = make_engine(
         model, read_config(model, model_config), config, model_config, world, PROMPTS[:2], [2], 128, 0,
     )

@@ -82,7 +82,6 @@ def test_experts_in_another_order_stop_the_first_sync(world, tmp_path, monkeypat
     with pytest.raises(RuntimeError, match=r"4 tensors: model.layers.0.mlp.experts.down_proj"):
         engine.wake(policy)
     engine.close()
-    engine.close()
 
 
 @pytest.mark.parametrize("family", [*NUM_IN_LAYERS, "gemma2"])
@@ -131,8 +130,9 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
     load = engine._load_by_vllm
 
     def load_and_spoil(tensors):
-        load(tensors)
+        loaded = load(tensors)
         engine.llm.apply_model(lambda model: model.model.norm.weight.data.add_(1).isnan().any())
+        return loaded
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_load_by_vllm", load_and_spoil)
@@ -157,19 +157,16 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [
-    "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight",
-    "model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight",
+    "model.norm.weight", "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight",
 ])
-def test_a_tensor_that_is_not_sent_is_found_at_the_first_sync(awake, monkeypatch, name):
-    """A packed matrix, a part of one, and weights that are not packed; a later load is complete again."""
+def test_a_tensor_that_is_not_sent_stops_the_sync(awake, monkeypatch, name):
+    """A packed matrix, and weights that are not packed; a later load is complete again."""
     engine, policy = awake
     send = policy.full_tensors
     policy.version += 1
-    monkeypatch.setattr(engine, "_is_load_checked", False)
     with monkeypatch.context() as patch:
         patch.setattr(policy, "full_tensors", lambda *args: ((n, t) for n, t in send(*args) if n != name))
-        weight = name.replace("k_proj", "qkv_proj").replace("up_proj", "gate_up_proj")
-        with pytest.raises(RuntimeError, match=rf"nothing that the trainer sends goes into 1 weights .*\({weight}\)"):
+        with pytest.raises(RuntimeError, match=rf"nothing that the trainer sends goes into 1 weights .*\({name}\)"):
             engine.wake(policy)
     assert engine.wake(policy)["sync/probe_logp_diff"] < 2e-5
     engine.sleep()
@@ -255,17 +252,6 @@ def engine_of(kind, request, world, tmp_path):
     return start(make_model("llama", True, tmp_path), world, kind="hf")
 
 
-def test_hf_slots_are_what_fits_into_the_cache(world, tmp_path):
-    """128 tokens of 2 layers, keys and values, 2 heads, 32 numbers of 4 bytes: 128 KiB a slot; in blocks of 32."""
-    engine, _ = start(make_model("llama", True, tmp_path), world, kind="hf")
-    for max_num_seqs, slots_of_cache, num_slots in [
-        (16, 99, 32), (32, 99, 32), (33, 99, 64), (500, 99, 96), (64, 63, 32), (64, 64, 64), (64, 3, 32),
-    ]:
-        engine.config.max_num_seqs = max_num_seqs
-        engine.config.kv_cache_gb = slots_of_cache * 128 / 2**20
-        assert engine._num_slots() == num_slots
-
-
 @pytest.mark.parametrize("kind", ["vllm", "hf"])
 def test_reported_log_probs_are_those_of_the_filtered_distribution(kind, request, world, tmp_path):
     engine, policy = engine_of(kind, request, world, tmp_path)
@@ -310,7 +296,7 @@ def test_a_response_is_its_own_whoever_is_there(kind, request, world, tmp_path):
     """float32: alone, in another order, among many: the same tokens."""
     engine, policy = engine_of(kind, request, world, tmp_path)
     engine.wake(policy)
-    many = [PROMPTS[i % 5] for i in range(40)]
+    many = [PROMPTS[i // 10] for i in range(40)]                        # a group is more than hf decodes at a time
     among = engine.generate(many, range(40), Sampling(1.0, 20))
     turned = engine.generate(many[::-1], range(39, -1, -1), Sampling(1.0, 20))[::-1]
     alone = [engine.generate([many[i]], [i], Sampling(1.0, 20))[0] for i in (0, 7, 39)]

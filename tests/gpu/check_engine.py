@@ -46,9 +46,9 @@ class Args:
     """Groups of 8 responses, for tokens/s."""
     max_tokens: int = 256
     """Length of each response: end tokens are ignored."""
-    extra: tuple[str, ...] = ()
+    extra: str = "{}"
     """More arguments for vLLM's LLM(...), as --rollout.extra: graphs without torch.compile start a minute faster,
-    compilation_config={'mode':0,'cudagraph_mode':'FULL_DECODE_ONLY'}."""
+    {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}."""
     out: str = ""
     """File for the table."""
     in_process: bool = False
@@ -64,7 +64,7 @@ def main(args: Args) -> None:
     for shape in shapes:
         command = [sys.executable, "-m", "tests.gpu.check_engine", "--shapes", shape, "--in-process",
                    "--cycles", str(args.cycles), "--prompts", str(args.prompts), "--max-tokens", str(args.max_tokens)]
-        done = subprocess.run([*command, "--extra", *args.extra], stdout=subprocess.PIPE, text=True, timeout=600)
+        done = subprocess.run([*command, "--extra", args.extra], stdout=subprocess.PIPE, text=True, timeout=600)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             sys.exit(f"{shape}: ended with {done.returncode}")
@@ -92,7 +92,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     hf_config.save_pretrained(folder.name)
     config = RolloutConfig(
         max_response_length=args.max_tokens, max_num_seqs=256, kv_cache_gb=0.1,
-        extra=("skip_tokenizer_init=True", *args.extra),
+        extra=json.dumps({"skip_tokenizer_init": True} | json.loads(args.extra)),
         gpu_memory_utilization=0.3 if on_gpu else 0.0,  # 7B: 28 GiB of float32 weights, 14 unsharded ones by the probe
     )
     model_config = ModelConfig()
