@@ -50,8 +50,12 @@ def check_rollout(
         )
     if config.oversample < 0:
         raise ValueError(f"--rollout.oversample {config.oversample} must be at least 0")
-    if config.tp < 1 or world.size % config.tp:
-        raise ValueError(f"world size {world.size} must be a multiple of --rollout.tp {config.tp}")
+    heads = hf_config.num_attention_heads
+    if config.tp < 1 or world.size % config.tp or heads % config.tp:
+        raise ValueError(
+            f"world size {world.size} and the model's {heads} attention heads must be multiples of --rollout.tp "
+            f"{config.tp}"
+        )
     max_sequence_length = max_prompt_length + config.max_response_length
     if max_sequence_length > hf_config.max_position_embeddings:
         raise ValueError(
