@@ -22,8 +22,9 @@ import psutil
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 HANG_EXIT_CODE = 124
-GRACE_S = 5.0
-"""Ranks enter a phase at slightly different times: each one shows its stacks before the first one leaves."""
+GRACE_S = 30.0
+"""Ranks enter a phase at different times: each one shows its stacks before the first one leaves. It waits this long, or
+as long as the phase had, whichever is less."""
 
 
 class Watchdog:
@@ -63,7 +64,7 @@ class Watchdog:
             now = time.monotonic()
             suspended_s = now - last_look
             last_look = now
-            if suspended_s > GRACE_S:  # Slurm or Ctrl-Z suspended the whole process: that time is no part of the phase
+            if suspended_s > 5.0:  # Slurm or Ctrl-Z suspended the whole process: that time is no part of the phase
                 name, since = self.current
                 self.current = (name, since + suspended_s)
             for number in os.read(pipe, 64) if ready else b"":
@@ -104,7 +105,7 @@ class Watchdog:
         sys.stderr.write(f"[rank {self.rank}] {why}\n")  # one write, so that the reports of ranks do not mix
         sys.stderr.flush()
         if code == HANG_EXIT_CODE:
-            time.sleep(GRACE_S)
+            time.sleep(min(GRACE_S, self.timeout_s))
         os._exit(code)
 
 

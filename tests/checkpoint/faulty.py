@@ -136,8 +136,8 @@ class Server:
     def __call__(
         self, log: Path, *arguments: str, ranks: int = 1, errors: Path | None = None, env: dict | None = None
     ) -> int:
-        """The exit code of the first rank that failed, 0 if none did; minus the signal's number for one that was
-        killed. `errors`: stderr, else it is in the log."""
+        """The exit code of the first rank, in the order of ranks, that failed, 0 if none did; minus the signal's number
+        for one that was killed. `codes` then has those of all ranks. `errors`: stderr, else it is in the log."""
         environments = [env or {}]
         if ranks > 1:
             with socket.socket() as probe:
@@ -152,8 +152,8 @@ class Server:
                    "environments": environments}
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        codes = json.loads(self.process.stdout.readline())
-        return next((code for code in codes if code), 0)
+        self.codes = json.loads(self.process.stdout.readline())
+        return next((code for code in self.codes if code), 0)
 
     def close(self) -> None:
         self.process.stdin.close()

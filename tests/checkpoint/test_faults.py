@@ -213,12 +213,13 @@ def test_a_failed_ranks_traceback_is_last(flags, tmp_path):
 
 
 def test_a_hang_shows_all_stacks(flags, tmp_path):
-    """Rank 1 hangs before the update of the first step, rank 0 waits for it: both say where."""
+    """Rank 1 hangs before the update of the first step, rank 0 waits for it: both say where. The one that leaves second
+    may then see a closed connection before its own time is over, and end with 1."""
     log = tmp_path / "log"
-    code = server()(log, "reward:3:1:hang", "grpo.py", *flags, "--run-dir", tmp_path / "run", "--save.timeout-s", "15",
-                    ranks=2)
+    start = server()
+    start(log, "reward:3:1:hang", "grpo.py", *flags, "--run-dir", tmp_path / "run", "--save.timeout-s", "15", ranks=2)
     text = log.read_text()
-    assert code == signals.HANG_EXIT_CODE, text[-3000:]
+    assert signals.HANG_EXIT_CODE in start.codes and 0 not in start.codes, (start.codes, text[-3000:])
     for rank, where in ((0, "all_reduce"), (1, "faulty.py")):
         report = text[text.index(f"[rank {rank}] phase ") :]
         said = rf"\[rank {rank}\] phase '[a-z ]+' takes longer than --save.timeout-s 15; all Python stacks:"
