@@ -102,7 +102,7 @@ class Writer:
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
             weights = stored_weights(partial, dtype_of(self.files)) if self.with_hf_weights else []
-            write_hf(partial / "hf", weights, self.files, file_gb=4.0)
+            write_hf(partial / "hf", weights, self.files)
             mine.append(partial / ".metadata")
             mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]
         for path in mine:

@@ -1,7 +1,6 @@
 """Processes: the group that torchrun made (or a group of one), the device, sums over all ranks, seeds."""
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,14 +30,13 @@ def init(timeout_s: float = 3600.0) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
     collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
 
-    GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when MASTER_PORT is
-    taken, or when a rank has no GPU of its own on a machine that has some.
+    GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when a rank has no GPU of
+    its own on a machine that has some.
     """
+    store = None
     if "RANK" not in os.environ:
-        port = os.environ.get("MASTER_PORT") or str(_free_port())
-        _check_port(int(port))
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}     # vLLM reads them
+        store = dist.HashStore()                                                                       # needs no port
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -50,7 +48,6 @@ def init(timeout_s: float = 3600.0) -> World:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -101,20 +98,3 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 def all_names(names: set[str]) -> list[str]:
     """The names that any rank has, sorted: the same list on every rank."""
     return sorted(set().union(*all_gather_objects(names)))
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _check_port(port: int) -> None:
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(
-                f"port {port} (MASTER_PORT) is in use: unset MASTER_PORT to get a free one, or set another"
-            ) from error

@@ -56,7 +56,7 @@ def assert_same_run(run, want, total: int = TOTAL) -> None:
     found, state = final_state(run, total), final_state(want, total)
     assert found.keys() == state.keys()
     assert [name for name in state if not torch.equal(found[name], state[name])] == []
-    assert (run / "model/model-00000.safetensors").read_bytes() == (want / "model/model-00000.safetensors").read_bytes()
+    assert (run / "model/model.safetensors").read_bytes() == (want / "model/model.safetensors").read_bytes()
 
 
 def steps_on_disk(run_dir) -> list[int]:
