@@ -33,10 +33,8 @@ def init(timeout_s: float = 3600.0) -> World:
     GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when a rank has no GPU of
     its own on a machine that has some.
     """
-    store = None
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}     # vLLM reads them
-        store = dist.HashStore()                                                                       # needs no port
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -48,7 +46,10 @@ def init(timeout_s: float = 3600.0) -> World:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    store = None
+    if size == 1:
+        store = dist.HashStore()                                                                    # this needs no port
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
