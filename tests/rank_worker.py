@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.checkpoint import manager
+from common.checkpoint.run_folder import open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.writer import Writer
 from common.metrics import Meter
@@ -87,12 +88,12 @@ def not_shared(folder: Path, world: ranks.World) -> None:
     """Each rank has a run folder of its own under the same name, as without a shared file system."""
     os.makedirs(folder / str(world.rank))
     os.chdir(folder / str(world.rank))
-    checkpoints_of("run", world, *start(str(folder / "model"), world), Watchdog(0))
+    open_run_folder("run", world)
 
 
 def timeouts(folder: Path, world: ranks.World) -> None:
     """Seconds that the collectives of each group wait."""
-    writer = Writer(folder, world, {}, 1, 0, False, float(sys.argv[3]))
+    writer = Writer(manager.SaveConfig(timeout_s=float(sys.argv[3])), folder, world, {})
     groups = (dist.group.WORLD, world.mesh.get_group(), writer.group)
     dist.barrier()
     if world.is_main:

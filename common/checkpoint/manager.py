@@ -6,7 +6,6 @@ RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank
 """
 
 import json
-import math
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ import tyro
 from torch import Tensor
 
 from common.checkpoint.files import check_files, complete_checkpoints, find, incomplete, read_manifest
-from common.checkpoint.run_folder import on_main, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import (
     Parts,
@@ -35,7 +33,7 @@ from common.checkpoint.state import (
     tensors_of,
 )
 from common.checkpoint.writer import SaveError, Writer
-from common.parallel.ranks import World, all_gather_objects, all_max
+from common.parallel.ranks import World, all_gather_objects, all_max, on_main
 from common.tracking.console import print_on_main
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
@@ -94,8 +92,7 @@ class Checkpoints:
         files: dict[str, bytes],
         watchdog: Watchdog,
     ):
-        """`args`: the script's flags, for the manifest; `files`: from `hf_files`. Raises ValueError as
-        `open_run_folder` does."""
+        """`args`: the script's flags, for the manifest; `files`: from `hf_files`."""
         self.config = config
         self.world = world
         self.parts = parts
@@ -109,7 +106,6 @@ class Checkpoints:
         self.state: dict[str, Any] = {"step": 0}
         self.random_state = get_random_state()
         self.score: float | None = None
-        self.best_score = -math.inf
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves.
         self.saved_step = 0
@@ -118,12 +114,9 @@ class Checkpoints:
         self.error: SaveError | None = None                     # of the newest save
         self.host: dict[str, Tensor] = {}                       # what the writer thread reads while training goes on
         self.writing: Future | None = None
-        self.writer = Writer(
-            self.root, world, files, config.keep, config.keep_best, config.hf == "always", config.timeout_s
-        )
+        self.writer = Writer(config, self.root, world, files)
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(self._mark_dirty)
-        open_run_folder(run_dir, world)
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
@@ -134,7 +127,6 @@ class Checkpoints:
         manifest = read_manifest(folder)
         self._load(folder, manifest)
         self.state = manifest["state"]
-        self.best_score = manifest["best_score"]
         if folder.parent == self.root:
             self.score = manifest["score"]
             self.saved_step = manifest["step"]
@@ -156,8 +148,6 @@ class Checkpoints:
         with the step's number as "step"; `score`: from `validation_score`. Saves when it is time to, obeys signals."""
         self.state = json.loads(json.dumps(state))
         self.score = score
-        if score is not None:
-            self.best_score = max(self.best_score, score)
         self.random_state = get_random_state()
         self.dirty = False
         if last or (self.config.every and state["step"] % self.config.every == 0):
@@ -207,7 +197,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the last save. Raises its SaveError, also with `--save.on-error continue`."""
         self.wait()
-        self.writer.close()
+        self.writer.thread.shutdown()
         if self.error is not None:
             raise self.error
 
@@ -231,7 +221,6 @@ class Checkpoints:
         manifest = {
             "step": self.state["step"],
             "score": self.score,
-            "best_score": self.best_score,
             "state": self.state,
             "world_size": self.world.size,
             "script": self.script,
@@ -239,7 +228,7 @@ class Checkpoints:
             "flags": self.flags,
             "versions": {name: version(name) for name in ("torch", "transformers")},
         }
-        self.writing = self.writer.write(tensors, manifest, self.random_state)
+        self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest, self.random_state)
         if not self.config.async_:
             self.wait()
         self.blocked_s = time.perf_counter() - start
@@ -291,8 +280,8 @@ class Checkpoints:
         config_then = json.loads((folder / "hf/config.json").read_bytes())
         config_now = json.loads(self.files["config.json"])
         wrong += [text for text in differences(config_then, config_now) if text.split()[0] not in NOT_COMPARED]
-        shapes_then = {name: tuple(entry.size) for name, entry in stored.items() if _is_weight(name)}
-        shapes_now = {name: tuple(x.shape) for name, x in tensors_of(self.parts).items() if _is_weight(name)}
+        shapes_then = {name: tuple(entry.size) for name, entry in stored.items() if name.split(".")[1] != "optim"}
+        shapes_now = {name: tuple(tensor.shape) for name, tensor in tensors_of(self.parts).items()}
         wrong += differences(shapes_then, shapes_now)
         if wrong:
             raise ValueError(
@@ -300,12 +289,8 @@ class Checkpoints:
                 f"--run-dir or --save.resume"
             )
         make_optimizer_state(self.parts, stored)
+        self.dirty = False
         dcp.load(tensors_of(self.parts), storage_reader=reader)
-
-
-def _is_weight(name: str) -> bool:
-    """Whether a tensor's name in a checkpoint is PART.model.NAME."""
-    return name.partition(".")[2].startswith("model.")
 
 
 def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:

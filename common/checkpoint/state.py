@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pickle
 import random
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,45 +35,33 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
     return found
 
 
-def make_optimizer_state(parts: Parts, stored: dict[str, Any]) -> None:
-    """Makes empty tensors for the optimizer state in a checkpoint; an optimizer itself makes them in its first step."""
-    keys = defaultdict(list)
-    for name in stored:
-        prefix, _, key = name.rpartition(".")
-        keys[prefix].append(key)
+def make_optimizer_state(parts: Parts, stored: Iterable[str]) -> None:
+    """Lets each optimizer make the state that a checkpoint with these names fills, in a step on gradients of zero. Its
+    weight decay changes weights, which the checkpoint fills too."""
+    with_state = {name.rpartition(".")[0] for name in stored}
     for part, (module, optimizer) in parts.items():
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        for group in optimizer.param_groups:
-            # Such optimizers keep their step count on the device.
-            on_device = group.get("fused") or group.get("capturable")
-            for parameter in group["params"]:
-                prefix = f"{part}.optim.{names[parameter]}"
-                for key in keys[prefix]:
-                    entry = stored[f"{prefix}.{key}"]
-                    dtype = entry.properties.dtype
-                    if entry.size == parameter.shape:
-                        empty = torch.empty_like(parameter.detach(), dtype=dtype)
-                    else:
-                        empty = torch.empty(entry.size, dtype=dtype, device=parameter.device if on_device else "cpu")
-                    optimizer.state[parameter][key] = empty
+        for name, parameter in module.named_parameters():
+            if f"{part}.optim.{name}" in with_state:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def get_random_state() -> dict[str, Any]:
     """The random state of torch, numpy and random, as JSON. The scripts draw from their own seeds; a fork may not."""
-    state = {"torch": torch.get_rng_state().tolist(), "numpy": np.random.get_state(legacy=False),
-             "random": random.getstate()}
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().tolist()
+        state["cuda"] = torch.cuda.get_rng_state()
     return json.loads(json.dumps(state, default=lambda array: array.tolist()))
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    torch.set_rng_state(torch.ByteTensor(state["torch"]))
     np.random.set_state(state["numpy"])
     kind, numbers, gauss = state["random"]
     random.setstate((kind, tuple(numbers), gauss))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
 def flags_of(args: Any) -> dict[str, Any]:

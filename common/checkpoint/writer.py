@@ -2,10 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -14,11 +13,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.export import dtype_of, stored_weights, write_hf
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
-from common.parallel.ranks import World, all_gather_objects, collective_timeout
+from common.parallel.ranks import World, collective_timeout, together
+
+if TYPE_CHECKING:
+    from common.checkpoint.manager import SaveConfig
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. Raised on all ranks, with what each of them saw."""
+    """A checkpoint could not be written. Raised on all ranks."""
 
 
 class ShardWriter(dcp.FileSystemWriter):
@@ -34,62 +36,35 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class Writer:
-    """Writes checkpoints into `root` and deletes old ones. All ranks call `write` in the same order."""
+    """Writes checkpoints into `root` and deletes old ones. All ranks submit `write` to their threads in one order."""
 
-    def __init__(
-        self,
-        root: Path,
-        world: World,
-        files: dict[str, bytes],
-        keep: int,
-        keep_best: int,
-        with_hf_weights: bool,
-        timeout_s: float,
-    ):
+    def __init__(self, config: "SaveConfig", root: Path, world: World, files: dict[str, bytes]):
+        self.config = config
         self.root = root
         self.world = world
         self.files = files
-        self.keep = keep
-        self.keep_best = keep_best
-        self.with_hf_weights = with_hf_weights
         # The writer threads have a process group of their own.
-        self.group = dist.new_group(backend="gloo", timeout=collective_timeout(timeout_s))
+        self.group = dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_s))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> Future:
-        """Starts to write a checkpoint. The result is its step; it raises SaveError."""
-        return self.thread.submit(self._write, tensors, manifest, random_state)
-
-    def close(self) -> None:
-        self.thread.shutdown()
-
-    def _write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> int:
+    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> int:
+        """Writes one checkpoint. Returns its step; raises SaveError on all ranks."""
         final = self.root / f"step_{manifest['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
-            self._together(lambda: self.world.is_main and self._make(partial))
+            together(lambda: self.world.is_main and self._make(partial), OSError, self.group)
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
-            files = self._together(lambda: self._finish(partial, random_state))
+            files = together(lambda: self._finish(partial, random_state), OSError, self.group)
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
-            self._together(lambda: self.world.is_main and self._publish(partial, final, manifest))
+            together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
+            return manifest["step"]
         except CheckpointException as error:
-            if self.world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)
             reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()]
-            raise SaveError(f"{final} could not be written: {'; '.join(reasons)}") from None
-        return manifest["step"]
-
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` returns on every rank. If it raises OSError on one rank, all ranks raise what DCP raises then."""
-        try:
-            result = work()
         except OSError as error:
-            result = error
-        results = all_gather_objects(result, self.group)
-        failures = {rank: (error, None) for rank, error in enumerate(results) if isinstance(error, OSError)}
-        if failures:
-            raise CheckpointException("save", failures)
-        return results
+            reasons = [f"{type(error).__name__}: {error}"]
+        if self.world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise SaveError(f"{final} could not be written: {'; '.join(reasons)}")
 
     def _make(self, partial: Path) -> None:
         for leftover in self.root.glob(".step_*"):              # A killed process leaves such folders.
@@ -101,7 +76,7 @@ class Writer:
         (partial / f"__{self.world.rank}_random.json").write_text(json.dumps(random_state))
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            weights = stored_weights(partial, dtype_of(self.files)) if self.with_hf_weights else []
+            weights = stored_weights(partial, dtype_of(self.files)) if self.config.hf == "always" else []
             write_hf(partial / "hf", weights, self.files)
             mine.append(partial / ".metadata")
             mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]
@@ -126,7 +101,7 @@ class Writer:
         found = complete_checkpoints(self.root.parent)
         scores = {folder: read_manifest(folder)["score"] for folder in found}
         ranked = sorted((score, folder) for folder, score in scores.items() if score is not None)
-        best = [folder for _, folder in ranked[len(ranked) - self.keep_best :]]
-        for old in found[: -self.keep]:
+        best = [folder for _, folder in ranked[len(ranked) - self.config.keep_best :]]
+        for old in found[: -self.config.keep]:
             if old not in best:
                 shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))

@@ -1,6 +1,7 @@
 """Processes: the group that torchrun made (or a group of one), the device, sums over all ranks, seeds."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,20 +72,17 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def all_sum(values: Tensor | list[float]) -> Tensor:
-    """Sum over all ranks, in float64 on the CPU: the same on every rank. [K] -> [K]."""
+def all_sum(values: Tensor | list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    """Sum (or another `op`) over all ranks, in float64 on the CPU: the same on every rank. [K] -> [K]."""
     total = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
     if dist.is_initialized():
-        dist.all_reduce(total)
+        dist.all_reduce(total, op)
     return total
 
 
 def all_max(values: Tensor | list[float]) -> Tensor:
     """Maximum over all ranks, in float64 on the CPU. [K] -> [K]."""
-    top = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
-    if dist.is_initialized():
-        dist.all_reduce(top, op=dist.ReduceOp.MAX)
-    return top
+    return all_sum(values, dist.ReduceOp.MAX)
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -94,6 +92,25 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def together(work: Callable[[], Any], error: type[Exception], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What `work` returns on every rank, in the order of ranks. If it raises `error` on some ranks, every rank raises
+    that of the first of them."""
+    try:
+        result = work()
+    except error as raised:
+        result = raised
+    results = all_gather_objects(result, group)
+    for result in results:
+        if isinstance(result, error):
+            raise result
+    return results
+
+
+def on_main(world: World, work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, on every rank. If it raises ValueError there, every rank raises it."""
+    return together(lambda: work() if world.is_main else None, ValueError)[0]
 
 
 def all_names(names: set[str]) -> list[str]:

@@ -143,13 +143,12 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
             free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
             (disk / "filler").write_bytes(bytes(free - 8192))
         else:
-            run_folder.unlock(str(disk / "run"))                        # mount refuses while a file is open
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         run.after_step(STATE | {"step": 2}, last=True)
         run.wait()
         message = "No space left on device" if how == "full" else "Read-only file system"
         text = capsys.readouterr().out
-        said = rf"step_000002 could not be written: rank 0: OSError: .*{message}.*Training goes on"
+        said = rf"step_000002 could not be written: (rank 0: )?OSError: .*{message}.*Training goes on"
         assert re.search(said, text), text
         note(f"a {how} disk, with --save.on-error continue", text)
         assert run.metrics()["save/failed"] == 1
@@ -165,7 +164,7 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
             assert len(files.complete_checkpoints(disk / "run")) == 2
         else:
             with pytest.raises(ValueError, match=r"--run-dir .* cannot be written: .*Read-only file system") as error:
-                checkpoints_of(disk / "run", world, *trained, watch)
+                run_folder.open_run_folder(str(disk / "run"), world)
             note("a read-only run folder at the start", f"error: {error.value}")
 
 
@@ -178,15 +177,14 @@ def test_a_full_disk_is_named_where_a_library_hides_it(name, numbers, with_hf_we
     with small_disk(1) as disk:
         (disk / "checkpoints").mkdir()
         hf_files = {"config.json": b'{"dtype": "bfloat16", "model_type": "llama"}'}
-        writer = writing.Writer(disk / "checkpoints", world, hf_files, 1, 0, with_hf_weights, 0)
+        config = manager.SaveConfig(hf="always" if with_hf_weights else "never")
+        writer = writing.Writer(config, disk / "checkpoints", world, hf_files)
         manifest = {"step": 1, "score": None}
-        result = writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest, {})
         said = r"step_000001 could not be written: .*No space left on device"
         with pytest.raises(writing.SaveError, match=said) as error:
-            result.result(60)
+            writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest, {})
         note(f"a full disk: {name}", str(error.value))
         assert list((disk / "checkpoints").iterdir()) == []
-        writer.close()
 
 
 def test_a_run_folder_that_is_not_shared(model, tmp_path):

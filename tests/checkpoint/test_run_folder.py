@@ -14,7 +14,7 @@ from common.tracking.logger import LogConfig, Tracker
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_faults import note
 from tests.conftest import ROOT
-from tests.rank_worker import Flags, checkpoints_of
+from tests.rank_worker import Flags
 
 # ruff: noqa: F811  (fixtures that are imported)
 
@@ -43,20 +43,18 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, trained, world, watch, tmp_path):
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, world, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("{}\n")
     said = rf"is in use by process {holder.pid} on {socket.gethostname()}: choose another --run-dir, or wait"
     for _ in range(2):                                                  # and a refusal does not end the lock
         with pytest.raises(ValueError, match=said) as error:
-            checkpoints_of(tmp_path, world, *trained, watch)
+            run_folder.open_run_folder(str(tmp_path), world)
     note("a second run in the same folder", f"error: {error.value}")
     assert metrics.read_text() == "{}\n"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    checkpoints_of(tmp_path, world, *trained, watch)                    # its child does not hold the lock
-    checkpoints_of(tmp_path, world, *trained, watch)                    # the same process may again
-    run_folder.unlock(str(tmp_path))
+    run_folder.open_run_folder(str(tmp_path), world)                    # its child does not hold the lock
 
 
 def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys):
