@@ -105,8 +105,7 @@ class Run:
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         self.world = ranks.init(args.save.timeout_s)
-        continues = args.save.resume == "auto"
-        if continues and is_finished(args.run_dir, args, args.total_steps, args.save.hf != "never", self.world):
+        if is_finished(args, self.world):
             ranks.shutdown()
             sys.exit(0)
         open_run_folder(args.run_dir, self.world)
@@ -213,6 +212,7 @@ class Run:
             self.tracker.log(self.first_step, self.metrics | results, line)
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, args.total_steps):
+            seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
             self.tracker.begin(step + 1)
             self.timer = Timer(self.tracker.run_dir, self.watchdog.phase)
             self.meter = Meter()

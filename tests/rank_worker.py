@@ -57,13 +57,15 @@ class Flags:
 
     save: manager.SaveConfig
     lr: float = 0.01
+    run_dir: str = "run"
+    total_steps: int = 2
 
 
 def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> manager.Checkpoints:
     config = manager.SaveConfig(**flags)
     files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
     parts = {"policy": (policy, optimizer)}
-    run = manager.Checkpoints(config, str(run_dir), Flags(config), world, parts, files, watch)
+    run = manager.Checkpoints(config, str(run_dir), Flags(config, run_dir=str(run_dir)), world, parts, files, watch)
     run.script = "script.py"                                            # pytest's own name is another one than ours
     return run
 

@@ -4,9 +4,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,28 +24,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from common.checkpoint.state import Reader
+from common.model.policy import Policy
 from common.parallel.ranks import World
-
-if TYPE_CHECKING:
-    from common.model.policy import Policy
 
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
 
 
-def stored_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every policy weight, unsharded and in `dtype`, under its name in transformers, one at a time; then the buffers
-    that belong to a checkpoint, as stored."""
+def stored_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every policy weight, unsharded and in `dtype`, under its name in transformers; then the buffers that belong to a
+    checkpoint, as stored."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
     reader = Reader(folder)
+    full = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if name.startswith((WEIGHT, BUFFER)):
-            full = torch.empty(entry.size, dtype=entry.properties.dtype)
-            dcp.load({name: full}, storage_reader=reader, no_dist=True)
-            if name.startswith(WEIGHT):
-                yield name.removeprefix(WEIGHT), full.to(dtype)
-            else:
-                yield name.removeprefix(BUFFER), full
+            kept = entry.properties.dtype if name.startswith(BUFFER) else dtype
+            full[name] = torch.empty(entry.size, dtype=kept)
+    dcp.load(full, storage_reader=reader, no_dist=True)         # It casts what it reads.
+    return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
 
 
 def hf_files(
@@ -73,8 +68,8 @@ def dtype_of(files: dict[str, bytes]) -> torch.dtype:
     return getattr(torch, json.loads(files["config.json"])["dtype"])
 
 
-def write_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes]) -> None:
-    """Writes a folder for `from_pretrained` and vLLM. All of `weights` are in host memory at once.
+def write_hf(folder: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
+    """Writes a folder for `from_pretrained` and vLLM.
 
     Tensors have the names of published checkpoints: transformers fuses the experts of a mixture when it loads one (and
     renames a few tensors of other families), and the function with which its own `save_pretrained` reverts that needs
@@ -83,23 +78,22 @@ def write_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], files: dict[st
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    state_dict = {name: tensor.cpu() for name, tensor in weights}
-    if not state_dict:
+    if not weights:
         return
     config = json.loads(files["config.json"])
     if config["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-        state_dict = revert_weight_conversion(lm, state_dict)
-        for name, tensor in state_dict.items():             # experts are views of one tensor, which safetensors refuses
-            state_dict[name] = tensor.clone()
+        weights = revert_weight_conversion(lm, weights)
+        for name, tensor in weights.items():                    # experts are views of one tensor, safetensors refuses
+            weights[name] = tensor.clone()
     try:
-        save_torch_state_dict(state_dict, folder)
+        save_torch_state_dict(weights, folder)
     except SafetensorError as error:                            # that is also what a full disk raises
         raise OSError(f"{folder}: {error}") from None
 
 
-def replace_hf(out: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes]) -> None:
+def replace_hf(out: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
     """Writes the folder beside `out` and renames it, so that a kill leaves the old folder or the new one."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -109,12 +103,13 @@ def replace_hf(out: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str
     partial.rename(out)
 
 
-def export(policy: "Policy", files: dict[str, bytes], out: Path, world: World) -> None:
-    """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it."""
-    weights = policy.full_tensors(dtype_of(files), bucket_mb=256)
+def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> None:
+    """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it; rank 0 holds the whole model,
+    in the dtype that it computes in, in host memory."""
+    weights = {}
+    for name, tensor in policy.full_tensors(dtype_of(files), bucket_mb=256):
+        if world.is_main:
+            weights[name] = tensor.cpu()
     if world.is_main:
         replace_hf(out, weights, files)
-    else:
-        for _ in weights:                                       # The other ranks take part in unsharding.
-            pass
     dist.barrier()

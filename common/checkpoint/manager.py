@@ -1,8 +1,8 @@
 """The checkpoints of a run: when they are written, which one a run starts from, what a stop signal does.
 
-RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), each rank's random state, `hf/`
-(config, tokenizer, chat template) and manifest.json, which names every file with its size and CRC-32. It is written as
-.step_N.partial, the manifest last, and then renamed: a folder called step_N was complete when it got this name.
+RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), `hf/` (config, tokenizer, chat
+template) and manifest.json, which names every file with its size and CRC-32. It is written as .step_N.partial, the
+manifest last, and then renamed: a folder called step_N was complete when it got this name.
 """
 
 import json
@@ -27,9 +27,7 @@ from common.checkpoint.state import (
     Reader,
     differences,
     flags_of,
-    get_random_state,
     make_optimizer_state,
-    set_random_state,
     tensors_of,
 )
 from common.checkpoint.writer import SaveError, Writer
@@ -104,7 +102,6 @@ class Checkpoints:
         self.script = Path(sys.argv[0]).name
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
-        self.random_state = get_random_state()
         self.score: float | None = None
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves.
@@ -132,9 +129,6 @@ class Checkpoints:
             self.saved_step = manifest["step"]
         else:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
-        if manifest["world_size"] == self.world.size:
-            set_random_state(json.loads((folder / f"__{self.world.rank}_random.json").read_text()))
-        self.random_state = get_random_state()
         changed = differences(manifest["flags"], self.flags)
         print_on_main(
             self.world,
@@ -148,7 +142,6 @@ class Checkpoints:
         with the step's number as "step"; `score`: from `validation_score`. Saves when it is time to, obeys signals."""
         self.state = json.loads(json.dumps(state))
         self.score = score
-        self.random_state = get_random_state()
         self.dirty = False
         if last or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
@@ -228,7 +221,7 @@ class Checkpoints:
             "flags": self.flags,
             "versions": {name: version(name) for name in ("torch", "transformers")},
         }
-        self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest, self.random_state)
+        self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
         if not self.config.async_:
             self.wait()
         self.blocked_s = time.perf_counter() - start
@@ -273,10 +266,11 @@ class Checkpoints:
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         reader = Reader(folder)
         stored = reader.read_metadata().state_dict_metadata
-        wrong = []
-        if self.config.resume == "auto":
-            wrong += differences({"script": manifest["script"]}, {"script": self.script})
-        wrong += differences({"trained parts": manifest["parts"]}, {"trained parts": sorted(self.parts)})
+        script = self.script if self.config.resume == "auto" else manifest["script"]
+        wrong = differences(
+            {"script": manifest["script"], "trained parts": manifest["parts"]},
+            {"script": script, "trained parts": sorted(self.parts)},
+        )
         config_then = json.loads((folder / "hf/config.json").read_bytes())
         config_now = json.loads(self.files["config.json"])
         wrong += [text for text in differences(config_then, config_now) if text.split()[0] not in NOT_COMPARED]

@@ -62,20 +62,21 @@ def lock(run_dir: str) -> str:
     return holder
 
 
-def is_finished(run_dir: str, args: Any, total_steps: int, with_model: bool, world: World) -> bool:
-    """Whether the run in `run_dir` has nothing left to do, and says so, before anything heavy starts or is written.
-    `args`: the script's flags; `with_model`: the run exports its model at the end, so RUN_DIR/model must be there."""
-    checkpoints = on_main(world, lambda: complete_checkpoints(run_dir))
-    if not checkpoints or (with_model and not on_main(world, (Path(run_dir) / "model/config.json").is_file)):
+def is_finished(args: Any, world: World) -> bool:
+    """Whether a run with these flags has nothing left to do in its folder, and says so, before anything heavy starts or
+    is written. Where it exports its model at the end, RUN_DIR/model must be there."""
+    checkpoints = on_main(world, lambda: complete_checkpoints(args.run_dir))
+    exported = on_main(world, (Path(args.run_dir) / "model/config.json").is_file)
+    if not checkpoints or args.save.resume != "auto" or (args.save.hf != "never" and not exported):
         return False
     manifest = on_main(world, lambda: read_manifest(checkpoints[-1]))
     stopped_in_last_validation = bool(manifest["state"].get("not_validated"))
-    if manifest["step"] < total_steps or stopped_in_last_validation:
+    if manifest["step"] < args.total_steps or stopped_in_last_validation:
         return False
     changed = differences(manifest["flags"], flags_of(args))
     print_on_main(
         world,
-        f"{run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, --total-steps is {total_steps}. "
-        f"Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}",
+        f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, --total-steps is "
+        f"{args.total_steps}. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}",
     )
     return True

@@ -54,27 +54,23 @@ class Watchdog:
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        """A phase begins, and with it its time; `name` is what a report of a hang says."""
-        self.current = (name, time.monotonic())
+        """A phase begins, and with it its seconds; `name` is what a report of a hang says."""
+        self.current = [name, 0.0]
 
     def _run(self, pipe: int) -> None:
         last_look = time.monotonic()
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5)
-            now = time.monotonic()
-            suspended_s = now - last_look
+            current, now = self.current, time.monotonic()
+            current[1] += min(now - last_look, 1.0)  # longer: Slurm or Ctrl-Z suspended the whole process
             last_look = now
-            if suspended_s > 5.0:  # Slurm or Ctrl-Z suspended the whole process: that time is no part of the phase
-                name, since = self.current
-                self.current = (name, since + suspended_s)
             for number in os.read(pipe, 64) if ready else b"":
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
             if self.launcher is not None and os.getppid() != self.launcher:
                 self._end(f"torchrun is gone, in phase {self.current[0]!r}", 1)
-            name, since = self.current
-            if 0 < self.timeout_s < time.monotonic() - since:
-                self._end(f"phase {name!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
+            if 0 < self.timeout_s < current[1]:
+                self._end(f"phase {current[0]!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
 
     def _on_signal(self, number: int) -> None:
         if self.signal == signal.SIGINT == number:

@@ -1,14 +1,12 @@
-"""What a checkpoint holds: tensors, random state, flags."""
+"""What a checkpoint holds: tensors and flags."""
 
 import dataclasses
 import json
 import pickle
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -47,33 +45,13 @@ def make_optimizer_state(parts: Parts, stored: Iterable[str]) -> None:
         optimizer.zero_grad()
 
 
-def get_random_state() -> dict[str, Any]:
-    """The random state of torch, numpy and random, as JSON. The scripts draw from their own seeds; a fork may not."""
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return json.loads(json.dumps(state, default=lambda array: array.tolist()))
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(torch.ByteTensor(state["torch"]))
-    np.random.set_state(state["numpy"])
-    kind, numbers, gauss = state["random"]
-    random.setstate((kind, tuple(numbers), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
-
-
 def flags_of(args: Any) -> dict[str, Any]:
     """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON without secrets."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
-        if isinstance(value, dict) and value:
-            flat |= {f"--{name}.{key}": nested for key, nested in value.items()}
-        else:
-            flat[f"--{name}"] = value
-    plain = json.loads(json.dumps(flat, default=str))
-    return redacted({name.replace("_", "-").rstrip("-"): value for name, value in plain.items()})  # async_ -> async
+        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    flat = {f"--{name.replace('_', '-').rstrip('-')}": value for name, value in flat.items()}   # async_ -> async
+    return redacted(json.loads(json.dumps(flat, default=str)))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

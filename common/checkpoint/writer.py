@@ -1,6 +1,5 @@
 """Writing one checkpoint: all ranks together, each in a thread of its own, while training may go on."""
 
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,14 +46,14 @@ class Writer:
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_s))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> int:
+    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> int:
         """Writes one checkpoint. Returns its step; raises SaveError on all ranks."""
         final = self.root / f"step_{manifest['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
             together(lambda: self.world.is_main and self._make(partial), OSError, self.group)
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
-            files = together(lambda: self._finish(partial, random_state), OSError, self.group)
+            files = together(lambda: self._finish(partial), OSError, self.group)
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
             together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
             return manifest["step"]
@@ -71,12 +70,11 @@ class Writer:
             shutil.rmtree(leftover)
         (partial / "hf").mkdir(parents=True)
 
-    def _finish(self, partial: Path, random_state: dict[str, Any]) -> dict[str, dict[str, int]]:
-        """Writes what this rank writes besides tensors. Returns size and checksum of all its files, now on disk."""
-        (partial / f"__{self.world.rank}_random.json").write_text(json.dumps(random_state))
+    def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
+        """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            weights = stored_weights(partial, dtype_of(self.files)) if self.config.hf == "always" else []
+            weights = stored_weights(partial, dtype_of(self.files)) if self.config.hf == "always" else {}
             write_hf(partial / "hf", weights, self.files)
             mine.append(partial / ".metadata")
             mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]
@@ -88,12 +86,9 @@ class Writer:
         write_manifest(partial, manifest)
         for folder in (partial / "hf", partial):
             sync(folder)
-        replaced = final.with_name(f".{final.name}.replaced")   # Only an incomplete checkpoint is ever replaced.
-        if final.exists():
-            final.rename(replaced)
+        shutil.rmtree(final, ignore_errors=True)                # Only an incomplete checkpoint is ever replaced.
         partial.rename(final)
         sync(self.root)
-        shutil.rmtree(replaced, ignore_errors=True)
         self._delete_old()
 
     def _delete_old(self) -> None:

@@ -21,10 +21,16 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
     if world_size == 1:
         return batch.sort()
     counts = torch.bincount(destination, minlength=world_size).tolist()
-    by_rank = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
-    outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_rank]  # [rank][field]
+    by_destination = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
+    outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_destination]
     fields = tuple((name, tensor.dtype) for name, (tensor, _) in batch.present().items())
-    fields = _common_fields(fields, len(batch) > 0, group)
+    by_rank = all_gather_objects((len(batch) > 0, fields), group)
+    _, fields = max(by_rank, key=lambda brought: (brought[0], len(brought[1])))     # an empty batch may lack some
+    different = {brought for counts, brought in by_rank if counts}
+    if len(different) > 1:
+        raise ValueError(
+            f"exchange: ranks bring different fields {different}; fill an optional one on all ranks or none"
+        )
 
     # the sizes: how many numbers each field has in the message to each rank
     home = batch.tokens.device
@@ -46,21 +52,6 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
         values = {name: column.to(dtype) for (name, dtype), column in zip(fields, columns)}
         arrived.append(Batch(**values, cu_seqlens=offsets(lengths)))
     return Batch.cat(arrived).sort()
-
-
-def _common_fields(fields: tuple, has_responses: bool, group: dist.ProcessGroup | None) -> tuple:
-    """The (name, dtype) of the fields that the ranks with responses bring; ValueError unless they bring the same.
-
-    Where no rank has responses, the most fields that a rank brings: an empty batch may lack the optional ones."""
-    by_rank = all_gather_objects((fields, has_responses), group)
-    different = {brought for brought, counts in by_rank if counts}
-    if not different:
-        return max((brought for brought, _ in by_rank), key=len)
-    if len(different) > 1:
-        raise ValueError(
-            f"exchange: ranks bring different fields {different}; fill an optional one on all ranks or none"
-        )
-    return different.pop()
 
 
 def gather_numbers(numbers: Tensor, index: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -3,17 +3,14 @@
 import binascii
 import os
 import pickle
-import random
 import shutil
 import signal
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint import files, manager, signals, state
-from common.parallel import seeds
 from tests.checkpoint.faulty import server
 from tests.rank_worker import STATE, checkpoints_of, everything, start, train
 
@@ -162,20 +159,6 @@ def test_todays_optimizer_flags_win(model, world, watch, save, tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.0]
 
 
-def test_random_numbers_go_on(trained, world, watch, tmp_path, model):
-    """The loop does not draw from the global generators; a fork of it may."""
-    seeds.seed_everything(7)
-    run = checkpoints_of(tmp_path, world, *trained, watch)
-    random.gauss(0, 1), np.random.normal()                              # each keeps a second number for later
-    run.after_step(STATE, last=True)
-    run.close()
-    want = random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()
-    seeds.seed_everything(8)
-    assert (random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()) != want
-    resume(tmp_path, model, world, watch)
-    assert (random.gauss(0, 1), np.random.normal(), torch.rand(3).tolist()) == want
-
-
 # --------------------------------------------------------------------------- which ones stay, which one is taken
 
 @pytest.fixture
@@ -259,7 +242,7 @@ def test_a_manifest_says_what_made_it(four, tmp_path):
     assert manifest["state"] == STATE | {"step": 3}
     assert manifest["flags"]["--save.keep"] == 4 and manifest["flags"]["--lr"] == 0.01
     assert manifest["versions"]["torch"] == torch.__version__
-    assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "__0_random.json", "hf/config.json"}
+    assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "hf/config.json"}
     entry, data = manifest["files"]["__0_0.distcp"], (four / "step_000003/__0_0.distcp").read_bytes()
     assert entry == {"size": len(data), "crc32": binascii.crc32(data)}
 

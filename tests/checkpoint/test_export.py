@@ -128,7 +128,7 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
 
 def test_a_model_with_code_of_its_own_keeps_its_names(tmp_path):
     weights = {"model.experts.0.weight": torch.randn(3, 4).bfloat16(), "bias": torch.randn(5)}
-    export.write_hf(tmp_path / "model", weights.items(), {"config.json": b'{"model_type": "own_llama"}'})
+    export.write_hf(tmp_path / "model", weights, {"config.json": b'{"model_type": "own_llama"}'})
     assert_same(weights_of(tmp_path / "model"), weights)
 
 

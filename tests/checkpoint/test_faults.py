@@ -182,7 +182,7 @@ def test_a_full_disk_is_named_where_a_library_hides_it(name, numbers, with_hf_we
         manifest = {"step": 1, "score": None}
         said = r"step_000001 could not be written: .*No space left on device"
         with pytest.raises(writing.SaveError, match=said) as error:
-            writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest, {})
+            writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest)
         note(f"a full disk: {name}", str(error.value))
         assert list((disk / "checkpoints").iterdir()) == []
 
