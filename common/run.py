@@ -184,9 +184,7 @@ class Run:
         self.policy = self.models["policy"]
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, args.policy.compute_dtype)
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
-        self.checkpoints = Checkpoints(
-            args.save, args.run_dir, args, self.world, parts, self.hf_files, self.watchdog
-        )
+        self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.first_step = state.get("step", 0)

@@ -62,10 +62,10 @@ class Flags:
 
 
 def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> manager.Checkpoints:
-    config = manager.SaveConfig(**flags)
+    flags = Flags(manager.SaveConfig(**flags), run_dir=str(run_dir))
     files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
     parts = {"policy": (policy, optimizer)}
-    run = manager.Checkpoints(config, str(run_dir), Flags(config, run_dir=str(run_dir)), world, parts, files, watch)
+    run = manager.Checkpoints(flags, world, parts, files, watch)
     run.script = "script.py"                                            # pytest's own name is another one than ours
     return run
 

@@ -39,8 +39,7 @@ def stored_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     full = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if name.startswith((WEIGHT, BUFFER)):
-            kept = entry.properties.dtype if name.startswith(BUFFER) else dtype
-            full[name] = torch.empty(entry.size, dtype=kept)
+            full[name] = torch.empty(entry.size, dtype=dtype if name.startswith(WEIGHT) else entry.properties.dtype)
     dcp.load(full, storage_reader=reader, no_dist=True)         # It casts what it reads.
     return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
 
@@ -98,8 +97,7 @@ def replace_hf(out: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     write_hf(partial, weights, files)
-    if out.exists():
-        shutil.rmtree(out)
+    shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
 
 

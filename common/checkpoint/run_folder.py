@@ -4,7 +4,7 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from common.checkpoint.files import complete_checkpoints, read_manifest
 from common.checkpoint.state import differences, flags_of
@@ -12,8 +12,6 @@ from common.parallel.ranks import World, all_gather_objects, on_main
 from common.tracking.console import print_on_main
 
 LOCK = ".lock"
-_locks: list[TextIO] = []
-"""The open lock files of this process. Closing one ends the lock, so they stay here."""
 
 
 def open_run_folder(run_dir: str, world: World) -> None:
@@ -39,25 +37,22 @@ def lock(run_dir: str) -> str:
     path = Path(run_dir).resolve() / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        file = os.open(path, os.O_RDWR | os.O_CREAT)            # never closed, which would end the lock
     except OSError as error:
         raise ValueError(f"--run-dir {run_dir} cannot be written: {error}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
+        holder = os.read(file, 1000).decode().strip() or "another process"
+        os.close(file)
         if not isinstance(error, BlockingIOError | PermissionError):
             raise ValueError(f"--run-dir {run_dir}: its file system cannot lock {path}: {error}") from None
         raise ValueError(
             f"--run-dir {run_dir} is in use by {holder}: choose another --run-dir, or wait until that run has ended"
         ) from None
-    _locks.append(file)
     holder = f"process {os.getpid()} on {socket.gethostname()}\n"
-    file.truncate(0)
-    file.write(holder)
-    file.flush()
+    os.ftruncate(file, 0)
+    os.write(file, holder.encode())
     os.fsync(file)                                              # other machines read it at once
     return holder
 
@@ -70,8 +65,7 @@ def is_finished(args: Any, world: World) -> bool:
     if not checkpoints or args.save.resume != "auto" or (args.save.hf != "never" and not exported):
         return False
     manifest = on_main(world, lambda: read_manifest(checkpoints[-1]))
-    stopped_in_last_validation = bool(manifest["state"].get("not_validated"))
-    if manifest["step"] < args.total_steps or stopped_in_last_validation:
+    if manifest["step"] < args.total_steps or manifest["state"].get("not_validated"):       # its last validation
         return False
     changed = differences(manifest["flags"], flags_of(args))
     print_on_main(

@@ -23,8 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 HANG_EXIT_CODE = 124
 GRACE_S = 30.0
-"""Ranks enter a phase at different times: each one shows its stacks before the first one leaves. It waits this long, or
-as long as the phase had, whichever is less."""
+"""The longest time for which a rank that hangs waits for others, so that each shows its stacks before one leaves."""
 
 
 class Watchdog:
@@ -75,8 +74,9 @@ class Watchdog:
     def _on_signal(self, number: int) -> None:
         if self.signal == signal.SIGINT == number:
             os._exit(128 + number)
-        if not self.signal and number == signal.SIGTERM and self._a_peer_is_gone():
-            # The ranks that are left can reach no safe point.
+        by_torchrun = number == signal.SIGTERM and not self.signal and self.launcher is not None
+        if by_torchrun and len(psutil.Process(self.launcher).children()) < self.num_local_ranks:
+            # It has reaped a rank that ended with an error. Those that are left can reach no safe point.
             self._end(f"{first_failure() or 'another rank ended'}, in phase {self.current[0]!r}", 1)
         self.signal = self.signal or number
 
@@ -85,12 +85,6 @@ class Watchdog:
         sys.__excepthook__(*exception)
         if failure := first_failure():
             sys.stderr.write(f"[rank {self.rank}] {failure}, in phase {self.current[0]!r}\n")
-
-    def _a_peer_is_gone(self) -> bool:
-        """torchrun sends SIGTERM to the others when a rank ends with an error, after it has reaped that rank."""
-        if self.launcher is None:
-            return False
-        return len(psutil.Process(self.launcher).children()) < self.num_local_ranks
 
     def _end(self, why: str, code: int) -> None:
         if code == HANG_EXIT_CODE:
@@ -110,11 +104,12 @@ def first_failure() -> str:
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")             # .../attempt_0/LOCAL_RANK/error.json
     if own is None:
         return ""
-    files = sorted(Path(own).parent.parent.glob("*/error.json"), key=lambda file: file.stat().st_mtime_ns)
-    if not files or files[0] == Path(own):
+    files = Path(own).parent.parent.glob("*/error.json")
+    first = min(files, key=lambda file: file.stat().st_mtime_ns, default=Path(own))
+    if first == Path(own):
         return ""
     try:
-        message = json.loads(files[0].read_text())["message"]["message"]
+        message = json.loads(first.read_text())["message"]["message"]
     except ValueError:                                          # the file is being written at this moment
         return ""
-    return f"local rank {files[0].parent.name} failed first: {message.splitlines()[0]}"
+    return f"local rank {first.parent.name} failed first: {message.splitlines()[0]}"

@@ -82,12 +82,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader. It reads the index of tensors once, and safely."""
-
-    metadata: Metadata | None = None
+    """DCP's reader, which reads the index of tensors safely."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.metadata is None:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                self.metadata = MetadataUnpickler(file).load()
-        return self.metadata
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            return MetadataUnpickler(file).load()

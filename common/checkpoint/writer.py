@@ -2,11 +2,13 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -14,8 +16,38 @@ from common.checkpoint.export import dtype_of, stored_weights, write_hf
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
 from common.parallel.ranks import World, collective_timeout, together
 
-if TYPE_CHECKING:
-    from common.checkpoint.manager import SaveConfig
+
+@dataclass
+class SaveConfig:
+    every: int = 0
+    """Steps between checkpoints; the last step is saved in any case. 0: only that."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+    keep_best: int = 1
+    """Checkpoints with the best validation scores that stay as well, of those steps that were validated."""
+    best_metric: str = ""
+    """Metric of the validation that ranks them, higher is better, such as val-core/gsm8k/acc/greedy. Default: the first
+    val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
+    async_: Annotated[bool, tyro.conf.arg(name="async")] = False
+    """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written (disk full, no permission): stop, or report it, count it and train on."""
+    hf: Literal["never", "end", "always"] = "end"
+    """Write the model as a Hugging Face folder. end: RUN_DIR/model, at the end; always: also in every checkpoint."""
+    resume: str = "auto"
+    """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
+    folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
+    continues the run folder in any case."""
+    timeout_s: float = 3600.0
+    """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
+    end. 0: any."""
+
+    def __post_init__(self):
+        if self.every < 0 or self.keep < 1 or self.keep_best < 0 or self.timeout_s < 0:
+            raise ValueError(
+                f"--save.every {self.every}, --save.keep-best {self.keep_best} and --save.timeout-s "
+                f"{self.timeout_s:g} must be at least 0, --save.keep {self.keep} at least 1"
+            )
 
 
 class SaveError(RuntimeError):
@@ -37,7 +69,7 @@ class ShardWriter(dcp.FileSystemWriter):
 class Writer:
     """Writes checkpoints into `root` and deletes old ones. All ranks submit `write` to their threads in one order."""
 
-    def __init__(self, config: "SaveConfig", root: Path, world: World, files: dict[str, bytes]):
+    def __init__(self, config: SaveConfig, root: Path, world: World, files: dict[str, bytes]):
         self.config = config
         self.root = root
         self.world = world
@@ -51,7 +83,7 @@ class Writer:
         final = self.root / f"step_{manifest['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
-            together(lambda: self.world.is_main and self._make(partial), OSError, self.group)
+            together(lambda: self.world.is_main and self._delete_leftovers(), OSError, self.group)
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
             files = together(lambda: self._finish(partial), OSError, self.group)
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
@@ -65,10 +97,9 @@ class Writer:
             shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"{final} could not be written: {'; '.join(reasons)}")
 
-    def _make(self, partial: Path) -> None:
+    def _delete_leftovers(self) -> None:
         for leftover in self.root.glob(".step_*"):              # A killed process leaves such folders.
             shutil.rmtree(leftover)
-        (partial / "hf").mkdir(parents=True)
 
     def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
         """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
@@ -76,8 +107,7 @@ class Writer:
         if self.world.is_main:
             weights = stored_weights(partial, dtype_of(self.files)) if self.config.hf == "always" else {}
             write_hf(partial / "hf", weights, self.files)
-            mine.append(partial / ".metadata")
-            mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]
+            mine += [partial / ".metadata", *(path for path in (partial / "hf").rglob("*") if path.is_file())]
         for path in mine:
             sync(path)
         return {str(path.relative_to(partial)): {"size": path.stat().st_size, "crc32": crc32(path)} for path in mine}

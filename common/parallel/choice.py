@@ -18,18 +18,16 @@ def choose_largest(
     nor ranks change the choice. `scores` are float64 [T] and `candidates` bool [T], one of each a micro-batch."""
     count = max(1, int(fraction * all_sum([sum(b.mask.sum() for b in microbatches)]).item()))
     keys = [_random_numbers(seed, b) for b in microbatches]
-    rows = torch.cat([torch.stack([-s, k], dim=1)[c] for s, k, c in zip(scores, keys, candidates)]).cpu()   # [n, 2]
-    first = rows.numpy()[np.lexsort(rows.numpy().T[::-1])][:count]                      # rising by (-score, key)
+    rows = [torch.stack([-s.cpu(), k], dim=1)[c.cpu()] for s, k, c in zip(scores, keys, candidates)]
+    rows = torch.cat(rows).numpy()                                                      # [n, 2]
+    first = rows[np.lexsort(rows.T[::-1])][:count]                                      # rising by (-score, key)
     first = np.concatenate(all_gather_objects(first))                                   # at most `count` rows a rank
-    first = first[np.lexsort(first.T[::-1])][:count]
-    if len(first) == 0:
-        return [torch.zeros_like(c) for c in candidates]
-    score, key = -first[-1, 0], first[-1, 1]                                            # of the last one that is chosen
-    return [c & ((s > score) | ((s == score) & (k <= key))) for c, s, k in zip(candidates, scores, keys)]
+    chosen = torch.from_numpy(first[np.lexsort(first.T[::-1])][:count, 1])
+    return [c & torch.isin(k, chosen).to(c.device) for c, k in zip(candidates, keys)]
 
 
 def _random_numbers(seed: int, batch: Batch) -> Tensor:
-    """A number below 1 for each token, from a generator for each response: [T] float64."""
+    """A number below 1 for each token, from a generator for each response: [T] float64, no two of them equal."""
     seeds = [seed_of(seed, index) for index in batch.index.tolist()]
     numbers = [np.random.default_rng(s).random(length) for s, length in zip(seeds, batch.lengths.tolist())]
-    return torch.from_numpy(np.concatenate(numbers)).to(batch.mask.device)
+    return torch.from_numpy(np.concatenate(numbers))

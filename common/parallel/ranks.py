@@ -18,7 +18,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
     mesh: DeviceMesh
 
@@ -56,7 +55,7 @@ def init(timeout_s: float = 3600.0) -> World:
         store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     timeout = collective_timeout(timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, local_rank, device, init_device_mesh(device.type, (size,)))
+    return World(rank, size, device, init_device_mesh(device.type, (size,)))
 
 
 def collective_timeout(timeout_s: float) -> timedelta:

@@ -241,7 +241,6 @@ def test_a_manifest_says_what_made_it(four, tmp_path):
     manifest = files.read_manifest(four / "step_000003")
     assert manifest["state"] == STATE | {"step": 3}
     assert manifest["flags"]["--save.keep"] == 4 and manifest["flags"]["--lr"] == 0.01
-    assert manifest["versions"]["torch"] == torch.__version__
     assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "hf/config.json"}
     entry, data = manifest["files"]["__0_0.distcp"], (four / "step_000003/__0_0.distcp").read_bytes()
     assert entry == {"size": len(data), "crc32": binascii.crc32(data)}

@@ -123,9 +123,12 @@ class Flags:
         return None
 
     def assigned(self, function: ast.FunctionDef, names: dict[str, Key]) -> dict[str, Key]:
-        """What the function's assignments make of these names: `self.args = args`, `config = args.save`."""
+        """What the function's assignments make of these names: `self.args = args`, `config = args.save`; or say
+        themselves: `self.config: SaveConfig = ...`."""
         found = {}
         for node in ast.walk(function):
+            if isinstance(node, ast.AnnAssign) and (key := self.find("", node.annotation)):
+                found[ast.unparse(node.target)] = key
             if isinstance(node, ast.Assign):
                 pairs = [(node.targets[0], node.value)]
                 if isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
