@@ -176,7 +176,7 @@ class Run:
         )
 
     def resume(self) -> None:
-        """Continue from a checkpoint as --save.resume says: weights, optimizers, random state, the order of prompts,
+        """Continue from a checkpoint as --save.resume says: weights, optimizers, the order of prompts,
         `script_state`. All models must be loaded by now."""
         args = self.args
         self.scoring.load_model(args.reward_model, args.policy, self.world)

@@ -8,6 +8,7 @@ import functools
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -17,7 +18,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = {
@@ -89,7 +92,22 @@ def set_fault(point: str, count: int, rank: int, action: str, delay_s: float) ->
     setattr(owner, name, faulty)
 
 
+def record_draws(path: str) -> None:
+    """After each logged step, a line with what a fork of the script would draw from the global generators."""
+    tracker = importlib.import_module("common.tracking.logger").Tracker
+    log = tracker.log
+
+    def logged(self, step, *args):
+        log(self, step, *args)
+        with open(path, "a") as file:
+            file.write(f"{step} {random.random()} {np.random.rand()} {torch.rand(1).item()}\n")
+
+    tracker.log = logged
+
+
 def run(fault: str, script: str, *flags: str) -> None:
+    if "DRAWS" in os.environ:
+        record_draws(os.environ["DRAWS"])
     if fault != "none":
         point, count, rank, action, delay_s = [*fault.split(":"), "0"][:5]
         set_fault(point, int(count), int(rank), action, float(delay_s))
