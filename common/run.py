@@ -105,8 +105,7 @@ class Run:
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         self.world = ranks.init(args.save.timeout_s)
-        continues = args.save.resume == "auto"
-        if continues and is_finished(args.run_dir, args, args.total_steps, args.save.hf != "never", self.world):
+        if is_finished(args, self.world):
             ranks.shutdown()
             sys.exit(0)
         open_run_folder(args.run_dir, self.world)
@@ -177,7 +176,7 @@ class Run:
         )
 
     def resume(self) -> None:
-        """Continue from a checkpoint as --save.resume says: weights, optimizers, random state, the order of prompts,
+        """Continue from a checkpoint as --save.resume says: weights, optimizers, the order of prompts,
         `script_state`. All models must be loaded by now."""
         args = self.args
         self.scoring.load_model(args.reward_model, args.policy, self.world)
@@ -185,9 +184,7 @@ class Run:
         self.policy = self.models["policy"]
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, args.policy.compute_dtype)
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
-        self.checkpoints = Checkpoints(
-            args.save, args.run_dir, args, self.world, parts, self.hf_files, self.watchdog
-        )
+        self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.first_step = state.get("step", 0)
@@ -213,6 +210,7 @@ class Run:
             self.tracker.log(self.first_step, self.metrics | results, line)
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, args.total_steps):
+            seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
             self.tracker.profiler.start(step + 1)
             self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.checkpoint import manager
+from common.checkpoint.run_folder import open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.writer import Writer
 from common.metrics import Meter
@@ -56,13 +57,15 @@ class Flags:
 
     save: manager.SaveConfig
     lr: float = 0.01
+    run_dir: str = "run"
+    total_steps: int = 2
 
 
 def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> manager.Checkpoints:
-    config = manager.SaveConfig(**flags)
+    flags = Flags(manager.SaveConfig(**flags), run_dir=str(run_dir))
     files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
     parts = {"policy": (policy, optimizer)}
-    run = manager.Checkpoints(config, str(run_dir), Flags(config), world, parts, files, watch)
+    run = manager.Checkpoints(flags, world, parts, files, watch)
     run.script = "script.py"                                            # pytest's own name is another one than ours
     return run
 
@@ -87,12 +90,12 @@ def not_shared(folder: Path, world: ranks.World) -> None:
     """Each rank has a run folder of its own under the same name, as without a shared file system."""
     os.makedirs(folder / str(world.rank))
     os.chdir(folder / str(world.rank))
-    checkpoints_of("run", world, *start(str(folder / "model"), world), Watchdog(0))
+    open_run_folder("run", world)
 
 
 def timeouts(folder: Path, world: ranks.World) -> None:
     """Seconds that the collectives of each group wait."""
-    writer = Writer(folder, world, {}, 1, 0, False, float(sys.argv[3]))
+    writer = Writer(manager.SaveConfig(timeout_s=float(sys.argv[3])), folder, world, {})
     groups = (dist.group.WORLD, world.mesh.get_group(), writer.group)
     dist.barrier()
     if world.is_main:

@@ -1,20 +1,16 @@
 """Hugging Face folders, of a run's policy or of a checkpoint."""
 
 import json
-import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -28,31 +24,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from common.checkpoint.state import Reader
+from common.model.policy import Policy
 from common.parallel.ranks import World
-
-if TYPE_CHECKING:
-    from common.model.policy import Policy
 
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
 
-LAYER = re.compile(r".*?\.\d+\.|.*")
-"""The beginning of a name up to a layer's number; of a name without a number, all of it."""
 
-
-def stored_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every policy weight, unsharded and in `dtype`, under its name in transformers, one at a time; then the buffers
-    that belong to a checkpoint, as stored."""
+def stored_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every policy weight, unsharded and in `dtype`, under its name in transformers; then the buffers that belong to a
+    checkpoint, as stored."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
     reader = Reader(folder)
+    full = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if name.startswith((WEIGHT, BUFFER)):
-            full = torch.empty(entry.size, dtype=entry.properties.dtype)
-            dcp.load({name: full}, storage_reader=reader, no_dist=True)
-            if name.startswith(WEIGHT):
-                yield name.removeprefix(WEIGHT), full.to(dtype)
-            else:
-                yield name.removeprefix(BUFFER), full
+            full[name] = torch.empty(entry.size, dtype=dtype if name.startswith(WEIGHT) else entry.properties.dtype)
+    dcp.load(full, storage_reader=reader, no_dist=True)         # It casts what it reads.
+    return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
 
 
 def hf_files(
@@ -78,69 +67,47 @@ def dtype_of(files: dict[str, bytes]) -> torch.dtype:
     return getattr(torch, json.loads(files["config.json"])["dtype"])
 
 
-def published_names(config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`weights` as published checkpoints have them. transformers fuses the experts of a mixture when it loads one (and
-    renames a few tensors of other families); its own `save_pretrained` reverts that with the same function."""
-    if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # The model's own code names them.
-        yield from weights
-        return
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-    for _, layer in groupby(weights, lambda weight: LAYER.match(weight[0])[0]):     # no tensor is made of two layers
-        yield from revert_weight_conversion(lm, {name: tensor.cpu() for name, tensor in layer}).items()
+def write_hf(folder: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
+    """Writes a folder for `from_pretrained` and vLLM.
 
-
-def write_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes], file_gb: float) -> None:
-    """Writes a folder for `from_pretrained` and vLLM. At most one output file of `file_gb` is in memory at a time."""
+    Tensors have the names of published checkpoints: transformers fuses the experts of a mixture when it loads one (and
+    renames a few tensors of other families), and the function with which its own `save_pretrained` reverts that needs
+    all of them. A model whose code comes with it names its tensors itself."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    shard: dict[str, Tensor] = {}
-    weight_map: dict[str, str] = {}
-    total_size = 0
-    shard_size = 0
-    file = "model-00000.safetensors"
-    for name, tensor in published_names(json.loads(files["config.json"]), weights):
-        shard[name] = tensor.cpu().contiguous()
-        weight_map[name] = file
-        shard_size += tensor.nbytes
-        total_size += tensor.nbytes
-        if shard_size >= file_gb * 2**30:
-            _save(shard, folder / file)
-            shard = {}
-            shard_size = 0
-            file = f"model-{len(set(weight_map.values())):05d}.safetensors"
-    if shard:
-        _save(shard, folder / file)
-    if weight_map:
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _save(shard: dict[str, Tensor], file: Path) -> None:
+    if not weights:
+        return
+    config = json.loads(files["config.json"])
+    if config["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+        weights = revert_weight_conversion(lm, weights)
+        for name, tensor in weights.items():                    # experts are views of one tensor, safetensors refuses
+            weights[name] = tensor.clone()
     try:
-        save_file(shard, file, metadata={"format": "pt"})
+        save_torch_state_dict(weights, folder)
     except SafetensorError as error:                            # that is also what a full disk raises
-        raise OSError(f"{file}: {error}") from None
+        raise OSError(f"{folder}: {error}") from None
 
 
-def replace_hf(out: Path, weights: Iterable[tuple[str, Tensor]], files: dict[str, bytes], file_gb: float = 4.0) -> None:
+def replace_hf(out: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
     """Writes the folder beside `out` and renames it, so that a kill leaves the old folder or the new one."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    write_hf(partial, weights, files, file_gb)
-    if out.exists():
-        shutil.rmtree(out)
+    write_hf(partial, weights, files)
+    shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
 
 
-def export(policy: "Policy", files: dict[str, bytes], out: Path, world: World, file_gb: float = 4.0) -> None:
-    """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it."""
-    weights = policy.full_tensors(dtype_of(files), bucket_mb=256)
+def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> None:
+    """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it; rank 0 holds the whole model,
+    in the dtype that it computes in, in host memory."""
+    weights = {}
+    for name, tensor in policy.full_tensors(dtype_of(files), bucket_mb=256):
+        if world.is_main:
+            weights[name] = tensor.cpu()
     if world.is_main:
-        replace_hf(out, weights, files, file_gb)
-    else:
-        for _ in weights:                                       # The other ranks take part in unsharding.
-            pass
+        replace_hf(out, weights, files)
     dist.barrier()

@@ -12,36 +12,31 @@ MANIFEST = "manifest.json"
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the last file of a checkpoint, with a checksum of its own."""
     text = json.dumps(manifest, sort_keys=True)
-    with (folder / MANIFEST).open("w") as file:
-        file.write(json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": manifest}, sort_keys=True, indent=1))
+    outer = {"crc32": zlib.crc32(text.encode()), "manifest": manifest}
+    (folder / MANIFEST).write_text(json.dumps(outer, sort_keys=True, indent=1))
     sync(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads what `write_manifest` wrote. Raises ValueError if the file is damaged."""
+    """Reads what `write_manifest` wrote. Raises ValueError if the file is missing or damaged."""
     try:
         outer = json.loads((folder / MANIFEST).read_text())
         if zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]:
             return outer["manifest"]
-    except (ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         pass
-    raise ValueError(f"{folder / MANIFEST} is damaged")
+    raise ValueError(f"{folder / MANIFEST} is missing or damaged")
 
 
 def incomplete(folder: Path) -> str:
-    """What a checkpoint lacks, from names and sizes alone; "" if nothing."""
-    if not (folder / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
+    """Why a folder is no complete checkpoint, from names and sizes alone; "" if it is one."""
     try:
         files = read_manifest(folder)["files"]
     except ValueError as error:
         return str(error)
     for name, entry in files.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        size = (folder / name).stat().st_size
-        if size != entry["size"]:
-            return f"{name} has {size} bytes, not {entry['size']}"
+        if not (folder / name).is_file() or (folder / name).stat().st_size != entry["size"]:
+            return f"{name} is missing or not of {entry['size']} bytes"
     return ""
 
 
@@ -53,14 +48,10 @@ def complete_checkpoints(run_dir: str | Path) -> list[Path]:
 
 def find(path: str) -> Path:
     """A checkpoint, or the newest complete one of a run folder. Raises ValueError if there is none."""
-    folder = Path(path).resolve()
-    if folder.name.startswith("step_"):
-        if lacks := incomplete(folder):
-            raise ValueError(f"{path} is no complete checkpoint: {lacks}")
-        return folder
-    if found := complete_checkpoints(folder):
-        return found[-1]
-    raise ValueError(f"{path} holds no complete checkpoint: give a run folder or RUN/checkpoints/step_N")
+    found = complete_checkpoints(path) if incomplete(Path(path)) else [Path(path).resolve()]
+    if not found:
+        raise ValueError(f"{path} holds no complete checkpoint: give a run folder or RUN/checkpoints/step_N")
+    return found[-1]
 
 
 def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:

@@ -1,78 +1,38 @@
 """The checkpoints of a run: when they are written, which one a run starts from, what a stop signal does.
 
-RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), each rank's random state, `hf/`
-(config, tokenizer, chat template) and manifest.json, which names every file with its size and CRC-32. It is written as
-.step_N.partial, the manifest last, and then renamed: a folder called step_N was complete when it got this name.
+RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), `hf/` (config, tokenizer, chat
+template) and manifest.json, which names every file with its size and CRC-32. It is written as .step_N.partial, the
+manifest last, and then renamed: a folder called step_N was complete when it got this name.
 """
 
 import json
-import math
 import os
 import signal
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
-import tyro
 from torch import Tensor
 
 from common.checkpoint.files import check_files, complete_checkpoints, find, incomplete, read_manifest
-from common.checkpoint.run_folder import on_main, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import (
     Parts,
     Reader,
     differences,
     flags_of,
-    get_random_state,
     make_optimizer_state,
-    set_random_state,
     tensors_of,
 )
-from common.checkpoint.writer import SaveError, Writer
-from common.parallel.ranks import World, all_gather_objects, all_max
+from common.checkpoint.writer import SaveConfig, SaveError, Writer
+from common.parallel.ranks import World, all_gather_objects, all_max, on_main
 from common.tracking.console import print_on_main
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
-
-
-@dataclass
-class SaveConfig:
-    every: int = 0
-    """Steps between checkpoints; the last step is saved in any case. 0: only that."""
-    keep: int = 2
-    """Newest checkpoints that stay on disk."""
-    keep_best: int = 1
-    """Checkpoints with the best validation scores that stay as well, of those steps that were validated."""
-    best_metric: str = ""
-    """Metric of the validation that ranks them, higher is better, such as val-core/gsm8k/acc/greedy. Default: the first
-    val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
-    async_: Annotated[bool, tyro.conf.arg(name="async")] = False
-    """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
-    on_error: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written (disk full, no permission): stop, or report it, count it and train on."""
-    hf: Literal["never", "end", "always"] = "end"
-    """Write the model as a Hugging Face folder. end: RUN_DIR/model, at the end; always: also in every checkpoint."""
-    resume: str = "auto"
-    """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
-    folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
-    continues the run folder in any case."""
-    timeout_s: float = 3600.0
-    """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
-    end. 0: any."""
-
-    def __post_init__(self):
-        if self.every < 0 or self.keep < 1 or self.keep_best < 0 or self.timeout_s < 0:
-            raise ValueError(
-                f"--save.every {self.every}, --save.keep-best {self.keep_best} and --save.timeout-s "
-                f"{self.timeout_s:g} must be at least 0, --save.keep {self.keep} at least 1"
-            )
 
 
 class Checkpoints:
@@ -84,46 +44,30 @@ class Checkpoints:
     is always the state between two steps, and resuming is exact.
     """
 
-    def __init__(
-        self,
-        config: SaveConfig,
-        run_dir: str,
-        args: Any,
-        world: World,
-        parts: Parts,
-        files: dict[str, bytes],
-        watchdog: Watchdog,
-    ):
-        """`args`: the script's flags, for the manifest; `files`: from `hf_files`. Raises ValueError as
-        `open_run_folder` does."""
-        self.config = config
+    def __init__(self, args: Any, world: World, parts: Parts, files: dict[str, bytes], watchdog: Watchdog):
+        """`args`: the script's flags; `files`: from `hf_files`."""
+        self.args = args
+        self.config: SaveConfig = args.save
         self.world = world
         self.parts = parts
         self.files = files
         self.watchdog = watchdog
-        self.run_dir = run_dir
-        self.root = Path(run_dir).resolve() / "checkpoints"
-        self.flags = flags_of(args)
+        self.root = Path(args.run_dir).resolve() / "checkpoints"
         self.script = Path(sys.argv[0]).name
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
-        self.random_state = get_random_state()
         self.score: float | None = None
-        self.best_score = -math.inf
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves.
         self.saved_step = 0
         self.num_failed = 0
-        self.blocked_s: float | None = None
+        self.timings: dict[str, float] = {}
         self.error: SaveError | None = None                     # of the newest save
         self.host: dict[str, Tensor] = {}                       # what the writer thread reads while training goes on
         self.writing: Future | None = None
-        self.writer = Writer(
-            self.root, world, files, config.keep, config.keep_best, config.hf == "always", config.timeout_s
-        )
+        self.writer = Writer(self.config, self.root, world, files)
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(self._mark_dirty)
-        open_run_folder(run_dir, world)
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
@@ -134,16 +78,12 @@ class Checkpoints:
         manifest = read_manifest(folder)
         self._load(folder, manifest)
         self.state = manifest["state"]
-        self.best_score = manifest["best_score"]
         if folder.parent == self.root:
             self.score = manifest["score"]
             self.saved_step = manifest["step"]
         else:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
-        if manifest["world_size"] == self.world.size:
-            set_random_state(json.loads((folder / f"__{self.world.rank}_random.json").read_text()))
-        self.random_state = get_random_state()
-        changed = differences(manifest["flags"], self.flags)
+        changed = differences(manifest["flags"], flags_of(self.args))
         print_on_main(
             self.world,
             f"resumed after step {manifest['step']} from {folder} of {manifest['world_size']} rank(s)"
@@ -156,9 +96,6 @@ class Checkpoints:
         with the step's number as "step"; `score`: from `validation_score`. Saves when it is time to, obeys signals."""
         self.state = json.loads(json.dumps(state))
         self.score = score
-        if score is not None:
-            self.best_score = max(self.best_score, score)
-        self.random_state = get_random_state()
         self.dirty = False
         if last or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
@@ -184,16 +121,14 @@ class Checkpoints:
 
     def metrics(self) -> dict[str, float]:
         """Seconds that saves since the last call blocked training, and the number of failed ones so far."""
-        seconds = {} if self.blocked_s is None else {"timing_s/save_checkpoint": self.blocked_s}
-        self.blocked_s = None
-        return seconds | {"save/failed": self.num_failed}
+        timings, self.timings = self.timings, {}
+        return timings | {"save/failed": self.num_failed}
 
     def wait(self) -> None:
         """Waits until the last save is on disk. Raises its SaveError, or reports it, as `--save.on-error` says."""
         if self.writing is None:
             return
-        writing = self.writing
-        self.writing = None
+        writing, self.writing = self.writing, None
         try:
             self.saved_step = writing.result()
             self.error = None
@@ -207,11 +142,9 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the last save. Raises its SaveError, also with `--save.on-error continue`."""
         self.wait()
-        self.writer.close()
+        self.writer.thread.shutdown()
         if self.error is not None:
             raise self.error
-
-    # ---- saving
 
     def _mark_dirty(self, *_) -> None:
         self.dirty = True
@@ -223,29 +156,24 @@ class Checkpoints:
         self.wait()
         tensors = tensors_of(self.parts)
         if self.config.async_:
-            if not self.host:
-                self.host = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            self.host = self.host or {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
             for name, tensor in tensors.items():
                 self.host[name].copy_(tensor)
             tensors = self.host
         manifest = {
             "step": self.state["step"],
             "score": self.score,
-            "best_score": self.best_score,
             "state": self.state,
             "world_size": self.world.size,
             "script": self.script,
             "parts": sorted(self.parts),
-            "flags": self.flags,
-            "versions": {name: version(name) for name in ("torch", "transformers")},
+            "flags": flags_of(self.args),
         }
-        self.writing = self.writer.write(tensors, manifest, self.random_state)
+        self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
         if not self.config.async_:
             self.wait()
-        self.blocked_s = time.perf_counter() - start
+        self.timings["timing_s/save_checkpoint"] = time.perf_counter() - start
         self.watchdog.phase(phase)
-
-    # ---- loading
 
     def _choose_undamaged(self) -> Path | None:
         """The checkpoint to start from, every file of it read and compared; None for a new run."""
@@ -263,20 +191,19 @@ class Checkpoints:
 
     def _choose(self) -> Path | None:
         """The checkpoint to start from, judged by names and sizes; None for a new run."""
-        own = complete_checkpoints(self.run_dir)
+        own = complete_checkpoints(self.root.parent)
         for folder in sorted(self.root.glob("step_*")):
             if folder not in own:
                 print_on_main(self.world, f"{folder} is passed over: {incomplete(folder)}")
         how = self.config.resume
-        restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-        restarted = restarts != ["0", "0"]
-        if how == "auto" or (own and restarted):
+        counts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
+        if how == "auto" or (own and counts != {"0"}):
             return own[-1] if own else None
         chosen = None if how == "none" else find(how)
         newer = [folder for folder in own if chosen not in own or folder > chosen]
         if newer:
             raise ValueError(
-                f"--run-dir {self.run_dir} has newer checkpoints ({newer[-1].name}), which a later start would "
+                f"--run-dir {self.args.run_dir} has newer checkpoints ({newer[-1].name}), which a later start would "
                 f"continue: with --save.resume {how}, choose another --run-dir or remove them"
             )
         return chosen
@@ -284,15 +211,13 @@ class Checkpoints:
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         reader = Reader(folder)
         stored = reader.read_metadata().state_dict_metadata
-        wrong = []
-        if self.config.resume == "auto":
-            wrong += differences({"script": manifest["script"]}, {"script": self.script})
-        wrong += differences({"trained parts": manifest["parts"]}, {"trained parts": sorted(self.parts)})
-        config_then = json.loads((folder / "hf/config.json").read_bytes())
-        config_now = json.loads(self.files["config.json"])
-        wrong += [text for text in differences(config_then, config_now) if text.split()[0] not in NOT_COMPARED]
-        shapes_then = {name: tuple(entry.size) for name, entry in stored.items() if _is_weight(name)}
-        shapes_now = {name: tuple(x.shape) for name, x in tensors_of(self.parts).items() if _is_weight(name)}
+        then = json.loads((folder / "hf/config.json").read_bytes())
+        then |= {"script": manifest["script"], "trained parts": manifest["parts"]}
+        now = json.loads(self.files["config.json"]) | {"script": self.script, "trained parts": sorted(self.parts)}
+        free = NOT_COMPARED if self.config.resume == "auto" else NOT_COMPARED | {"script"}
+        wrong = [text for text in differences(then, now) if text.split()[0] not in free]
+        shapes_then = {name: tuple(entry.size) for name, entry in stored.items() if name.split(".")[1] != "optim"}
+        shapes_now = {name: tuple(tensor.shape) for name, tensor in tensors_of(self.parts).items()}
         wrong += differences(shapes_then, shapes_now)
         if wrong:
             raise ValueError(
@@ -300,12 +225,8 @@ class Checkpoints:
                 f"--run-dir or --save.resume"
             )
         make_optimizer_state(self.parts, stored)
+        self.dirty = False
         dcp.load(tensors_of(self.parts), storage_reader=reader)
-
-
-def _is_weight(name: str) -> bool:
-    """Whether a tensor's name in a checkpoint is PART.model.NAME."""
-    return name.partition(".")[2].startswith("model.")
 
 
 def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:
@@ -316,6 +237,5 @@ def validation_score(metrics: dict[str, float], best_metric: str) -> float | Non
         return None
     if best_metric and best_metric not in metrics:
         raise ValueError(f"--save.best-metric {best_metric} must be one that validation gives: {', '.join(results)}")
-    means = [name for name in results if name.rpartition("/")[2].startswith("mean@")]
-    greedy = [name for name in results if name.endswith("/greedy")]
-    return metrics[best_metric or (means + greedy)[0]]
+    means_first = sorted(results, key=lambda name: "/mean@" not in name)       # each of the two in alphabetical order
+    return metrics[best_metric or means_first[0]]

@@ -3,117 +3,74 @@
 import fcntl
 import os
 import socket
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
-
-import torch.distributed as dist
+from typing import Any
 
 from common.checkpoint.files import complete_checkpoints, read_manifest
 from common.checkpoint.state import differences, flags_of
-from common.parallel.ranks import World, all_gather_objects
+from common.parallel.ranks import World, all_gather_objects, on_main
 from common.tracking.console import print_on_main
 
 LOCK = ".lock"
-_locks: dict[Path, TextIO] = {}
-"""The open lock files of this process. Closing one ends the lock, so they stay here."""
-
-
-def on_main(world: World, work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on every rank. If it raises ValueError there, every rank raises it."""
-    result, error = None, None
-    if world.is_main:
-        try:
-            result = work()
-        except ValueError as raised:
-            error = str(raised)
-    shared = [result, error]
-    dist.broadcast_object_list(shared)
-    result, error = shared
-    if error is not None:
-        raise ValueError(error)
-    return result
 
 
 def open_run_folder(run_dir: str, world: World) -> None:
     """Makes the run folder, and locks it until this process ends, however it ends. Call it before anything is written.
     Raises ValueError if it cannot be written, is not the same folder for all ranks, or is in use by another run."""
-    root = Path(run_dir).resolve() / "checkpoints"
-    probe = root / on_main(world, lambda: _make_probe(run_dir, root))
-    blind = [rank for rank, found in enumerate(all_gather_objects(probe.exists())) if not found]
+    holder = on_main(world, lambda: lock(run_dir))
+    path = Path(run_dir).resolve() / LOCK
+    found = world.is_main or (path.is_file() and path.read_text() == holder)    # closing it would end rank 0's lock
+    blind = [rank for rank, finds in enumerate(all_gather_objects(found)) if not finds]
     if blind:
         raise ValueError(
             f"--run-dir {run_dir} is another folder for rank(s) {blind} than for rank 0: it must be on a file system "
             f"that all machines share"
         )
-    if world.is_main:
-        probe.unlink()
-    on_main(world, lambda: lock(run_dir))
 
 
-def lock(run_dir: str) -> None:
-    """Takes RUN_DIR/.lock for this process; nothing happens if it has it already. Raises ValueError if another has it.
+def lock(run_dir: str) -> str:
+    """Takes RUN_DIR/.lock for this process, and returns what it wrote there. Raises ValueError if another has it.
 
     It is a POSIX record lock: the kernel frees it when the process dies, child processes do not inherit it, and NFS
     carries it to other machines (there, the lock of a machine that crashed lasts until the server's lease ends).
     """
     path = Path(run_dir).resolve() / LOCK
-    if path in _locks:
-        return
-    file = path.open("a+")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT)            # never closed, which would end the lock
+    except OSError as error:
+        raise ValueError(f"--run-dir {run_dir} cannot be written: {error}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
+        holder = os.read(file, 1000).decode().strip() or "another process"
+        os.close(file)
         if not isinstance(error, BlockingIOError | PermissionError):
             raise ValueError(f"--run-dir {run_dir}: its file system cannot lock {path}: {error}") from None
         raise ValueError(
             f"--run-dir {run_dir} is in use by {holder}: choose another --run-dir, or wait until that run has ended"
         ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    _locks[path] = file
+    holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+    os.ftruncate(file, 0)
+    os.write(file, holder.encode())
+    os.fsync(file)                                              # other machines read it at once
+    return holder
 
 
-def unlock(run_dir: str) -> None:
-    """Gives the lock back before the process ends."""
-    _locks.pop(Path(run_dir).resolve() / LOCK).close()
-
-
-def is_finished(run_dir: str, args: Any, total_steps: int, with_model: bool, world: World) -> bool:
-    """Whether the run in `run_dir` has nothing left to do, and says so, before anything heavy starts or is written.
-    `args`: the script's flags; `with_model`: the run exports its model at the end, so RUN_DIR/model must be there."""
-    found = on_main(world, lambda: _finished(run_dir, args, total_steps, with_model))
-    if found:
-        print_on_main(world, found)
-    return bool(found)
-
-
-def _finished(run_dir: str, args: Any, total_steps: int, with_model: bool) -> str:
-    checkpoints = complete_checkpoints(run_dir)
-    if not checkpoints or (with_model and not (Path(run_dir) / "model/config.json").is_file()):
-        return ""
-    manifest = read_manifest(checkpoints[-1])
-    stopped_in_last_validation = bool(manifest["state"].get("not_validated"))
-    if manifest["step"] < total_steps or stopped_in_last_validation:
-        return ""
+def is_finished(args: Any, world: World) -> bool:
+    """Whether a run with these flags has nothing left to do in its folder, and says so, before anything heavy starts or
+    is written. Where it exports its model at the end, RUN_DIR/model must be there."""
+    checkpoints = on_main(world, lambda: complete_checkpoints(args.run_dir))
+    exported = on_main(world, (Path(args.run_dir) / "model/config.json").is_file)
+    if not checkpoints or args.save.resume != "auto" or (args.save.hf != "never" and not exported):
+        return False
+    manifest = on_main(world, lambda: read_manifest(checkpoints[-1]))
+    if manifest["step"] < args.total_steps or manifest["state"].get("not_validated"):       # its last validation
+        return False
     changed = differences(manifest["flags"], flags_of(args))
-    return (
-        f"{run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, --total-steps is {total_steps}. "
-        f"Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}"
+    print_on_main(
+        world,
+        f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, --total-steps is "
+        f"{args.total_steps}. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}",
     )
-
-
-def _make_probe(run_dir: str, root: Path) -> str:
-    """The name of a new empty file in `root`."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        file, name = tempfile.mkstemp(prefix=".probe_", dir=root)
-    except OSError as error:
-        raise ValueError(f"--run-dir {run_dir} cannot be written: {error}") from None
-    os.close(file)
-    return Path(name).name
+    return True

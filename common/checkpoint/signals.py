@@ -22,8 +22,8 @@ import psutil
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 HANG_EXIT_CODE = 124
-GRACE_S = 5.0
-"""Ranks enter a phase at slightly different times: each one shows its stacks before the first one leaves."""
+GRACE_S = 30.0
+"""The longest time for which a rank that hangs waits for others, so that each shows its stacks before one leaves."""
 
 
 class Watchdog:
@@ -53,33 +53,30 @@ class Watchdog:
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        """A phase begins, and with it its time; `name` is what a report of a hang says."""
-        self.current = (name, time.monotonic())
+        """A phase begins, and with it its seconds; `name` is what a report of a hang says."""
+        self.current = [name, 0.0]
 
     def _run(self, pipe: int) -> None:
         last_look = time.monotonic()
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5)
-            now = time.monotonic()
-            suspended_s = now - last_look
+            current, now = self.current, time.monotonic()
+            current[1] += min(now - last_look, 1.0)  # longer: Slurm or Ctrl-Z suspended the whole process
             last_look = now
-            if suspended_s > GRACE_S:  # Slurm or Ctrl-Z suspended the whole process: that time is no part of the phase
-                name, since = self.current
-                self.current = (name, since + suspended_s)
             for number in os.read(pipe, 64) if ready else b"":
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
             if self.launcher is not None and os.getppid() != self.launcher:
                 self._end(f"torchrun is gone, in phase {self.current[0]!r}", 1)
-            name, since = self.current
-            if 0 < self.timeout_s < time.monotonic() - since:
-                self._end(f"phase {name!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
+            if 0 < self.timeout_s < current[1]:
+                self._end(f"phase {current[0]!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
 
     def _on_signal(self, number: int) -> None:
         if self.signal == signal.SIGINT == number:
             os._exit(128 + number)
-        if not self.signal and number == signal.SIGTERM and self._a_peer_is_gone():
-            # The ranks that are left can reach no safe point.
+        by_torchrun = number == signal.SIGTERM and not self.signal and self.launcher is not None
+        if by_torchrun and len(psutil.Process(self.launcher).children()) < self.num_local_ranks:
+            # It has reaped a rank that ended with an error. Those that are left can reach no safe point.
             self._end(f"{first_failure() or 'another rank ended'}, in phase {self.current[0]!r}", 1)
         self.signal = self.signal or number
 
@@ -88,12 +85,6 @@ class Watchdog:
         sys.__excepthook__(*exception)
         if failure := first_failure():
             sys.stderr.write(f"[rank {self.rank}] {failure}, in phase {self.current[0]!r}\n")
-
-    def _a_peer_is_gone(self) -> bool:
-        """torchrun sends SIGTERM to the others when a rank ends with an error, after it has reaped that rank."""
-        if self.launcher is None:
-            return False
-        return len(psutil.Process(self.launcher).children()) < self.num_local_ranks
 
     def _end(self, why: str, code: int) -> None:
         if code == HANG_EXIT_CODE:
@@ -104,7 +95,7 @@ class Watchdog:
         sys.stderr.write(f"[rank {self.rank}] {why}\n")  # one write, so that the reports of ranks do not mix
         sys.stderr.flush()
         if code == HANG_EXIT_CODE:
-            time.sleep(GRACE_S)
+            time.sleep(min(GRACE_S, self.timeout_s))
         os._exit(code)
 
 
@@ -113,11 +104,12 @@ def first_failure() -> str:
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")             # .../attempt_0/LOCAL_RANK/error.json
     if own is None:
         return ""
-    files = sorted(Path(own).parent.parent.glob("*/error.json"), key=lambda file: file.stat().st_mtime_ns)
-    if not files or files[0] == Path(own):
+    files = Path(own).parent.parent.glob("*/error.json")
+    first = min(files, key=lambda file: file.stat().st_mtime_ns, default=Path(own))
+    if first == Path(own):
         return ""
     try:
-        message = json.loads(files[0].read_text())["message"]["message"]
+        message = json.loads(first.read_text())["message"]["message"]
     except ValueError:                                          # the file is being written at this moment
         return ""
-    return f"local rank {files[0].parent.name} failed first: {message.splitlines()[0]}"
+    return f"local rank {first.parent.name} failed first: {message.splitlines()[0]}"

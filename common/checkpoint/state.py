@@ -1,14 +1,12 @@
-"""What a checkpoint holds: tensors, random state, flags."""
+"""What a checkpoint holds: tensors and flags."""
 
 import dataclasses
 import json
 import pickle
-import random
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -35,57 +33,25 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
     return found
 
 
-def make_optimizer_state(parts: Parts, stored: dict[str, Any]) -> None:
-    """Makes empty tensors for the optimizer state in a checkpoint; an optimizer itself makes them in its first step."""
-    keys = defaultdict(list)
-    for name in stored:
-        prefix, _, key = name.rpartition(".")
-        keys[prefix].append(key)
+def make_optimizer_state(parts: Parts, stored: Iterable[str]) -> None:
+    """Lets each optimizer make the state that a checkpoint with these names fills, in a step on gradients of zero. Its
+    weight decay changes weights, which the checkpoint fills too."""
+    with_state = {name.rpartition(".")[0] for name in stored}
     for part, (module, optimizer) in parts.items():
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        for group in optimizer.param_groups:
-            # Such optimizers keep their step count on the device.
-            on_device = group.get("fused") or group.get("capturable")
-            for parameter in group["params"]:
-                prefix = f"{part}.optim.{names[parameter]}"
-                for key in keys[prefix]:
-                    entry = stored[f"{prefix}.{key}"]
-                    dtype = entry.properties.dtype
-                    if entry.size == parameter.shape:
-                        empty = torch.empty_like(parameter.detach(), dtype=dtype)
-                    else:
-                        empty = torch.empty(entry.size, dtype=dtype, device=parameter.device if on_device else "cpu")
-                    optimizer.state[parameter][key] = empty
-
-
-def get_random_state() -> dict[str, Any]:
-    """The random state of torch, numpy and random, as JSON. The scripts draw from their own seeds; a fork may not."""
-    state = {"torch": torch.get_rng_state().tolist(), "numpy": np.random.get_state(legacy=False),
-             "random": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().tolist()
-    return json.loads(json.dumps(state, default=lambda array: array.tolist()))
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    np.random.set_state(state["numpy"])
-    kind, numbers, gauss = state["random"]
-    random.setstate((kind, tuple(numbers), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+        for name, parameter in module.named_parameters():
+            if f"{part}.optim.{name}" in with_state:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def flags_of(args: Any) -> dict[str, Any]:
     """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON without secrets."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
-        if isinstance(value, dict) and value:
-            flat |= {f"--{name}.{key}": nested for key, nested in value.items()}
-        else:
-            flat[f"--{name}"] = value
-    plain = json.loads(json.dumps(flat, default=str))
-    return redacted({name.replace("_", "-").rstrip("-"): value for name, value in plain.items()})  # async_ -> async
+        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    flat = {f"--{name.replace('_', '-').rstrip('-')}": value for name, value in flat.items()}   # async_ -> async
+    return redacted(json.loads(json.dumps(flat, default=str)))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -116,12 +82,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader. It reads the index of tensors once, and safely."""
-
-    metadata: Metadata | None = None
+    """DCP's reader, which reads the index of tensors safely."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.metadata is None:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                self.metadata = MetadataUnpickler(file).load()
-        return self.metadata
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            return MetadataUnpickler(file).load()

@@ -1,24 +1,57 @@
 """Writing one checkpoint: all ranks together, each in a thread of its own, while training may go on."""
 
-import json
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.export import dtype_of, stored_weights, write_hf
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
-from common.parallel.ranks import World, all_gather_objects, collective_timeout
+from common.parallel.ranks import World, collective_timeout, together
+
+
+@dataclass
+class SaveConfig:
+    every: int = 0
+    """Steps between checkpoints; the last step is saved in any case. 0: only that."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+    keep_best: int = 1
+    """Checkpoints with the best validation scores that stay as well, of those steps that were validated."""
+    best_metric: str = ""
+    """Metric of the validation that ranks them, higher is better, such as val-core/gsm8k/acc/greedy. Default: the first
+    val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
+    async_: Annotated[bool, tyro.conf.arg(name="async")] = False
+    """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written (disk full, no permission): stop, or report it, count it and train on."""
+    hf: Literal["never", "end", "always"] = "end"
+    """Write the model as a Hugging Face folder. end: RUN_DIR/model, at the end; always: also in every checkpoint."""
+    resume: str = "auto"
+    """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
+    folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
+    continues the run folder in any case."""
+    timeout_s: float = 3600.0
+    """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
+    end. 0: any."""
+
+    def __post_init__(self):
+        if self.every < 0 or self.keep < 1 or self.keep_best < 0 or self.timeout_s < 0:
+            raise ValueError(
+                f"--save.every {self.every}, --save.keep-best {self.keep_best} and --save.timeout-s "
+                f"{self.timeout_s:g} must be at least 0, --save.keep {self.keep} at least 1"
+            )
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. Raised on all ranks, with what each of them saw."""
+    """A checkpoint could not be written. Raised on all ranks."""
 
 
 class ShardWriter(dcp.FileSystemWriter):
@@ -34,77 +67,47 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class Writer:
-    """Writes checkpoints into `root` and deletes old ones. All ranks call `write` in the same order."""
+    """Writes checkpoints into `root` and deletes old ones. All ranks submit `write` to their threads in one order."""
 
-    def __init__(
-        self,
-        root: Path,
-        world: World,
-        files: dict[str, bytes],
-        keep: int,
-        keep_best: int,
-        with_hf_weights: bool,
-        timeout_s: float,
-    ):
+    def __init__(self, config: SaveConfig, root: Path, world: World, files: dict[str, bytes]):
+        self.config = config
         self.root = root
         self.world = world
         self.files = files
-        self.keep = keep
-        self.keep_best = keep_best
-        self.with_hf_weights = with_hf_weights
         # The writer threads have a process group of their own.
-        self.group = dist.new_group(backend="gloo", timeout=collective_timeout(timeout_s))
+        self.group = dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_s))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> Future:
-        """Starts to write a checkpoint. The result is its step; it raises SaveError."""
-        return self.thread.submit(self._write, tensors, manifest, random_state)
-
-    def close(self) -> None:
-        self.thread.shutdown()
-
-    def _write(self, tensors: dict[str, Tensor], manifest: dict[str, Any], random_state: dict[str, Any]) -> int:
+    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> int:
+        """Writes one checkpoint. Returns its step; raises SaveError on all ranks."""
         final = self.root / f"step_{manifest['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
-            self._together(lambda: self.world.is_main and self._make(partial))
+            together(lambda: self.world.is_main and self._delete_leftovers(), OSError, self.group)
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
-            files = self._together(lambda: self._finish(partial, random_state))
+            files = together(lambda: self._finish(partial), OSError, self.group)
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
-            self._together(lambda: self.world.is_main and self._publish(partial, final, manifest))
+            together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
+            return manifest["step"]
         except CheckpointException as error:
-            if self.world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)
             reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()]
-            raise SaveError(f"{final} could not be written: {'; '.join(reasons)}") from None
-        return manifest["step"]
-
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` returns on every rank. If it raises OSError on one rank, all ranks raise what DCP raises then."""
-        try:
-            result = work()
         except OSError as error:
-            result = error
-        results = all_gather_objects(result, self.group)
-        failures = {rank: (error, None) for rank, error in enumerate(results) if isinstance(error, OSError)}
-        if failures:
-            raise CheckpointException("save", failures)
-        return results
+            reasons = [f"{type(error).__name__}: {error}"]
+        if self.world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise SaveError(f"{final} could not be written: {'; '.join(reasons)}")
 
-    def _make(self, partial: Path) -> None:
+    def _delete_leftovers(self) -> None:
         for leftover in self.root.glob(".step_*"):              # A killed process leaves such folders.
             shutil.rmtree(leftover)
-        (partial / "hf").mkdir(parents=True)
 
-    def _finish(self, partial: Path, random_state: dict[str, Any]) -> dict[str, dict[str, int]]:
-        """Writes what this rank writes besides tensors. Returns size and checksum of all its files, now on disk."""
-        (partial / f"__{self.world.rank}_random.json").write_text(json.dumps(random_state))
+    def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
+        """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            weights = stored_weights(partial, dtype_of(self.files)) if self.with_hf_weights else []
-            write_hf(partial / "hf", weights, self.files, file_gb=4.0)
-            mine.append(partial / ".metadata")
-            mine += [path for path in (partial / "hf").rglob("*") if path.is_file()]
+            weights = stored_weights(partial, dtype_of(self.files)) if self.config.hf == "always" else {}
+            write_hf(partial / "hf", weights, self.files)
+            mine += [partial / ".metadata", *(path for path in (partial / "hf").rglob("*") if path.is_file())]
         for path in mine:
             sync(path)
         return {str(path.relative_to(partial)): {"size": path.stat().st_size, "crc32": crc32(path)} for path in mine}
@@ -113,12 +116,9 @@ class Writer:
         write_manifest(partial, manifest)
         for folder in (partial / "hf", partial):
             sync(folder)
-        replaced = final.with_name(f".{final.name}.replaced")   # Only an incomplete checkpoint is ever replaced.
-        if final.exists():
-            final.rename(replaced)
+        shutil.rmtree(final, ignore_errors=True)                # Only an incomplete checkpoint is ever replaced.
         partial.rename(final)
         sync(self.root)
-        shutil.rmtree(replaced, ignore_errors=True)
         self._delete_old()
 
     def _delete_old(self) -> None:
@@ -126,7 +126,7 @@ class Writer:
         found = complete_checkpoints(self.root.parent)
         scores = {folder: read_manifest(folder)["score"] for folder in found}
         ranked = sorted((score, folder) for folder, score in scores.items() if score is not None)
-        best = [folder for _, folder in ranked[len(ranked) - self.keep_best :]]
-        for old in found[: -self.keep]:
+        best = [folder for _, folder in ranked[len(ranked) - self.config.keep_best :]]
+        for old in found[: -self.config.keep]:
             if old not in best:
                 shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))

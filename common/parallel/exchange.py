@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.batch import Batch, offsets
+from common.parallel.ranks import all_gather_objects
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.ProcessGroup | None = None) -> Batch:
@@ -20,10 +21,16 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
     if world_size == 1:
         return batch.sort()
     counts = torch.bincount(destination, minlength=world_size).tolist()
-    by_rank = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
-    outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_rank]  # [rank][field]
+    by_destination = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
+    outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_destination]
     fields = tuple((name, tensor.dtype) for name, (tensor, _) in batch.present().items())
-    fields = _common_fields(fields, len(batch) > 0, world_size, group)
+    by_rank = all_gather_objects((len(batch) > 0, fields), group)
+    _, fields = max(by_rank, key=lambda brought: (brought[0], len(brought[1])))     # an empty batch may lack some
+    different = {brought for counts, brought in by_rank if counts}
+    if len(different) > 1:
+        raise ValueError(
+            f"exchange: ranks bring different fields {different}; fill an optional one on all ranks or none"
+        )
 
     # the sizes: how many numbers each field has in the message to each rank
     home = batch.tokens.device
@@ -47,31 +54,13 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
     return Batch.cat(arrived).sort()
 
 
-def _common_fields(fields: tuple, has_responses: bool, world_size: int, group: dist.ProcessGroup | None) -> tuple:
-    """The (name, dtype) of the fields that the ranks with responses bring; ValueError unless they bring the same.
-
-    Where no rank has responses, the most fields that a rank brings: an empty batch may lack the optional ones."""
-    by_rank = [None] * world_size
-    dist.all_gather_object(by_rank, (fields, has_responses), group=group)
-    different = {brought for brought, counts in by_rank if counts}
-    if not different:
-        return max((brought for brought, _ in by_rank), key=len)
-    if len(different) > 1:
-        raise ValueError(
-            f"exchange: ranks bring different fields {different}; fill an optional one on all ranks or none"
-        )
-    return different.pop()
-
-
 def gather_numbers(numbers: Tensor, index: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Give all ranks a few numbers of every response: [S_local, k] and index [S_local] -> float64 [S, k] by index.
 
     Raises ValueError, the same on every rank, unless the indices are 0 .. S-1 once each and all numbers are finite."""
     rows = torch.cat([index[:, None].double(), numbers.double()], dim=1)            # [S_local, 1 + k]
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        shares = [None] * dist.get_world_size(group)
-        dist.all_gather_object(shares, rows.cpu().numpy(), group=group)
-        rows = torch.from_numpy(np.concatenate(shares)).to(numbers.device)
+    shares = all_gather_objects(rows.cpu().numpy(), group)
+    rows = torch.from_numpy(np.concatenate(shares)).to(numbers.device)
     rows = rows[rows[:, 0].argsort(stable=True)]                                    # [S, 1 + k]
     for i in (rows[:, 0] != torch.arange(len(rows), device=rows.device)).nonzero()[:1, 0]:
         raise ValueError(f"indices must be 0 .. {len(rows) - 1}, once each; {rows[i, 0]:.0f} is in the place of {i}")

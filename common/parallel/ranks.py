@@ -1,7 +1,7 @@
 """Processes: the group that torchrun made (or a group of one), the device, sums over all ranks, seeds."""
 
 import os
-import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
     mesh: DeviceMesh
 
@@ -31,14 +30,11 @@ def init(timeout_s: float = 3600.0) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
     collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
 
-    GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when MASTER_PORT is
-    taken, or when a rank has no GPU of its own on a machine that has some.
+    GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when a rank has no GPU of
+    its own on a machine that has some.
     """
     if "RANK" not in os.environ:
-        port = os.environ.get("MASTER_PORT") or str(_free_port())
-        _check_port(int(port))
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -51,13 +47,15 @@ def init(timeout_s: float = 3600.0) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
     store = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if size == 1:
+        store = dist.HashStore()                                                                    # this needs no port
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     timeout = collective_timeout(timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, local_rank, device, init_device_mesh(device.type, (size,)))
+    return World(rank, size, device, init_device_mesh(device.type, (size,)))
 
 
 def collective_timeout(timeout_s: float) -> timedelta:
@@ -73,20 +71,17 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def all_sum(values: Tensor | list[float]) -> Tensor:
-    """Sum over all ranks, in float64 on the CPU: the same on every rank. [K] -> [K]."""
+def all_sum(values: Tensor | list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    """Sum (or another `op`) over all ranks, in float64 on the CPU: the same on every rank. [K] -> [K]."""
     total = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
     if dist.is_initialized():
-        dist.all_reduce(total)
+        dist.all_reduce(total, op)
     return total
 
 
 def all_max(values: Tensor | list[float]) -> Tensor:
     """Maximum over all ranks, in float64 on the CPU. [K] -> [K]."""
-    top = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
-    if dist.is_initialized():
-        dist.all_reduce(top, op=dist.ReduceOp.MAX)
-    return top
+    return all_sum(values, dist.ReduceOp.MAX)
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -98,23 +93,25 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     return values
 
 
+def together(work: Callable[[], Any], error: type[Exception], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What `work` returns on every rank, in the order of ranks. If it raises `error` on some ranks, every rank raises
+    that of the first of them."""
+    try:
+        result = work()
+    except error as raised:
+        result = raised
+    results = all_gather_objects(result, group)
+    for result in results:
+        if isinstance(result, error):
+            raise result
+    return results
+
+
+def on_main(world: World, work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, on every rank. If it raises ValueError there, every rank raises it."""
+    return together(lambda: work() if world.is_main else None, ValueError)[0]
+
+
 def all_names(names: set[str]) -> list[str]:
     """The names that any rank has, sorted: the same list on every rank."""
     return sorted(set().union(*all_gather_objects(names)))
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _check_port(port: int) -> None:
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(
-                f"port {port} (MASTER_PORT) is in use: unset MASTER_PORT to get a free one, or set another"
-            ) from error

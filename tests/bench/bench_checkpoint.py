@@ -24,6 +24,7 @@ from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
 from tests.bench.record import report
 from tests.conftest import MODEL
+from tests.rank_worker import Flags
 
 
 @dataclass
@@ -59,7 +60,7 @@ def main(args: Args) -> None:
     runs = {}
     for name, in_background in (("in the foreground", False), ("in the background", True)):
         config = SaveConfig(async_=in_background, keep=1, keep_best=0)
-        runs[name] = Checkpoints(config, str(folder / name), config, world, parts, {"config.json": b"{}"}, watch)
+        runs[name] = Checkpoints(Flags(config, run_dir=str(folder / name)), world, parts, {"config.json": b"{}"}, watch)
     for step in range(1, args.repeats + 1):
         seconds.setdefault("torch.save", []).append(plain_save(tensors, folder / "plain.pt"))
         for name, run in runs.items():

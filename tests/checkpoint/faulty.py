@@ -8,6 +8,7 @@ import functools
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -17,7 +18,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = {
@@ -89,7 +92,22 @@ def set_fault(point: str, count: int, rank: int, action: str, delay_s: float) ->
     setattr(owner, name, faulty)
 
 
+def record_draws(path: str) -> None:
+    """After each logged step, a line with what a fork of the script would draw from the global generators."""
+    tracker = importlib.import_module("common.tracking.logger").Tracker
+    log = tracker.log
+
+    def logged(self, step, *args):
+        log(self, step, *args)
+        with open(path, "a") as file:
+            file.write(f"{step} {random.random()} {np.random.rand()} {torch.rand(1).item()}\n")
+
+    tracker.log = logged
+
+
 def run(fault: str, script: str, *flags: str) -> None:
+    if "DRAWS" in os.environ:
+        record_draws(os.environ["DRAWS"])
     if fault != "none":
         point, count, rank, action, delay_s = [*fault.split(":"), "0"][:5]
         set_fault(point, int(count), int(rank), action, float(delay_s))
@@ -136,8 +154,8 @@ class Server:
     def __call__(
         self, log: Path, *arguments: str, ranks: int = 1, errors: Path | None = None, env: dict | None = None
     ) -> int:
-        """The exit code of the first rank that failed, 0 if none did; minus the signal's number for one that was
-        killed. `errors`: stderr, else it is in the log."""
+        """The exit code of the first rank, in the order of ranks, that failed, 0 if none did; minus the signal's number
+        for one that was killed. `codes` then has those of all ranks. `errors`: stderr, else it is in the log."""
         environments = [env or {}]
         if ranks > 1:
             with socket.socket() as probe:
@@ -152,8 +170,8 @@ class Server:
                    "environments": environments}
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        codes = json.loads(self.process.stdout.readline())
-        return next((code for code in codes if code), 0)
+        self.codes = json.loads(self.process.stdout.readline())
+        return next((code for code in self.codes if code), 0)
 
     def close(self) -> None:
         self.process.stdin.close()

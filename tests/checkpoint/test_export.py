@@ -100,21 +100,6 @@ def test_export_brings_tokenizer_and_chat_template(exported):
     assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 7]
 
 
-def test_export_in_several_files(trained, exported, model, world, tmp_path):
-    """Small files with an index, an untied head."""
-    hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
-    export.export(trained[0], hf_files, tmp_path / "model", world, file_gb=2048 / 2**30)
-    shards = sorted((tmp_path / "model").glob("*.safetensors"))
-    assert len(shards) > 2
-    pairs = [pair for file in shards for pair in load_file(file).items()]
-    weights = dict(pairs)
-    assert len(pairs) == len(weights)                                   # each in one file only
-    assert all(file.stat().st_size < 2 * 4096 + 53 * 24 * 2 for file in shards)
-    assert_same(weights, {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
-
-
 def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
     """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
     hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
@@ -122,7 +107,7 @@ def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, mo
     run.after_step(STATE, last=True, score=0.5)
     run.close()
     folder = tmp_path / "checkpoints/step_000002"
-    assert "hf/model-00000.safetensors" in files.read_manifest(folder)["files"]
+    assert "hf/model.safetensors" in files.read_manifest(folder)["files"]
     loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
     want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
     assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
@@ -133,12 +118,18 @@ def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, mo
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
     assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
     (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
-    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
+    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp is missing or has another checksum"):
         checkpoints.export_checkpoint(str(folder), tmp_path / "again")
 
 
 def weights_of(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def test_a_model_with_code_of_its_own_keeps_its_names(tmp_path):
+    weights = {"model.experts.0.weight": torch.randn(3, 4).bfloat16(), "bias": torch.randn(5)}
+    export.write_hf(tmp_path / "model", weights, {"config.json": b'{"model_type": "own_llama"}'})
+    assert_same(weights_of(tmp_path / "model"), weights)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])

@@ -55,18 +55,18 @@ def set_manifest(folder: Path, **entries) -> None:
 
 DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a regular expression), the step resumed from
     "a shard cut short": (
-        lambda new: cut(new / "__0_0.distcp"), r"step_000002 is passed over: __0_0.distcp has \d+ bytes, not \d+", 1),
+        lambda new: cut(new / "__0_0.distcp"), r"step_000002 is damaged: __0_0.distcp is missing or has", 1),
     "a shard gone": (
-        lambda new: (new / "__0_0.distcp").unlink(), r"step_000002 is passed over: __0_0.distcp is missing", 1),
+        lambda new: (new / "__0_0.distcp").unlink(), r"step_000002 is damaged: __0_0.distcp is missing or has", 1),
     "the manifest gone": (
-        lambda new: (new / "manifest.json").unlink(), r"step_000002 is passed over: manifest.json is missing", 1),
+        lambda new: (new / "manifest.json").unlink(), r"step_000002 is passed over: .*manifest.json is missing or", 1),
     "a byte of the manifest flipped": (
-        lambda new: flip(new / "manifest.json"), r"step_000002 is passed over: .*manifest.json is damaged", 1),
+        lambda new: flip(new / "manifest.json"), r"step_000002 is passed over: .*manifest.json is missing or", 1),
     "a byte of a shard flipped": (
         lambda new: flip(new / "__0_0.distcp"),
-        r"step_000002 is damaged: __0_0.distcp has another checksum than when it was written. Renamed to damaged_", 1),
+        r"step_000002 is damaged: __0_0.distcp is missing or has another checksum than .*. Renamed to damaged_", 1),
     "a byte of the index flipped": (
-        lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata has another checksum .* damaged_", 1),
+        lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata is missing or has .* damaged_", 1),
     "another model, other shapes": (
         lambda new: set_config(new / "hf/config.json", hidden_size=32),
         r"error: .*does not fit this run: hidden_size was 32, is 24: choose another --run-dir or --save.resume", None),
@@ -143,13 +143,12 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
             free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
             (disk / "filler").write_bytes(bytes(free - 8192))
         else:
-            run_folder.unlock(str(disk / "run"))                        # mount refuses while a file is open
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         run.after_step(STATE | {"step": 2}, last=True)
         run.wait()
         message = "No space left on device" if how == "full" else "Read-only file system"
         text = capsys.readouterr().out
-        said = rf"step_000002 could not be written: rank 0: OSError: .*{message}.*Training goes on"
+        said = rf"step_000002 could not be written: (rank 0: )?OSError: .*{message}.*Training goes on"
         assert re.search(said, text), text
         note(f"a {how} disk, with --save.on-error continue", text)
         assert run.metrics()["save/failed"] == 1
@@ -165,7 +164,7 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
             assert len(files.complete_checkpoints(disk / "run")) == 2
         else:
             with pytest.raises(ValueError, match=r"--run-dir .* cannot be written: .*Read-only file system") as error:
-                checkpoints_of(disk / "run", world, *trained, watch)
+                run_folder.open_run_folder(str(disk / "run"), world)
             note("a read-only run folder at the start", f"error: {error.value}")
 
 
@@ -178,15 +177,14 @@ def test_a_full_disk_is_named_where_a_library_hides_it(name, numbers, with_hf_we
     with small_disk(1) as disk:
         (disk / "checkpoints").mkdir()
         hf_files = {"config.json": b'{"dtype": "bfloat16", "model_type": "llama"}'}
-        writer = writing.Writer(disk / "checkpoints", world, hf_files, 1, 0, with_hf_weights, 0)
+        config = manager.SaveConfig(hf="always" if with_hf_weights else "never")
+        writer = writing.Writer(config, disk / "checkpoints", world, hf_files)
         manifest = {"step": 1, "score": None}
-        result = writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest, {})
         said = r"step_000001 could not be written: .*No space left on device"
         with pytest.raises(writing.SaveError, match=said) as error:
-            result.result(60)
+            writer.write({"policy.model.lm.weight": torch.randn(numbers)}, manifest)
         note(f"a full disk: {name}", str(error.value))
         assert list((disk / "checkpoints").iterdir()) == []
-        writer.close()
 
 
 def test_a_run_folder_that_is_not_shared(model, tmp_path):
@@ -213,12 +211,13 @@ def test_a_failed_ranks_traceback_is_last(flags, tmp_path):
 
 
 def test_a_hang_shows_all_stacks(flags, tmp_path):
-    """Rank 1 hangs before the update of the first step, rank 0 waits for it: both say where."""
+    """Rank 1 hangs before the update of the first step, rank 0 waits for it: both say where. The one that leaves second
+    may then see a closed connection before its own time is over, and end with 1."""
     log = tmp_path / "log"
-    code = server()(log, "reward:3:1:hang", "grpo.py", *flags, "--run-dir", tmp_path / "run", "--save.timeout-s", "15",
-                    ranks=2)
+    start = server()
+    start(log, "reward:3:1:hang", "grpo.py", *flags, "--run-dir", tmp_path / "run", "--save.timeout-s", "15", ranks=2)
     text = log.read_text()
-    assert code == signals.HANG_EXIT_CODE, text[-3000:]
+    assert signals.HANG_EXIT_CODE in start.codes and 0 not in start.codes, (start.codes, text[-3000:])
     for rank, where in ((0, "all_reduce"), (1, "faulty.py")):
         report = text[text.index(f"[rank {rank}] phase ") :]
         said = rf"\[rank {rank}\] phase '[a-z ]+' takes longer than --save.timeout-s 15; all Python stacks:"

@@ -56,7 +56,7 @@ def assert_same_run(run, want, total: int = TOTAL) -> None:
     found, state = final_state(run, total), final_state(want, total)
     assert found.keys() == state.keys()
     assert [name for name in state if not torch.equal(found[name], state[name])] == []
-    assert (run / "model/model-00000.safetensors").read_bytes() == (want / "model/model-00000.safetensors").read_bytes()
+    assert (run / "model/model.safetensors").read_bytes() == (want / "model/model.safetensors").read_bytes()
 
 
 def steps_on_disk(run_dir) -> list[int]:
@@ -77,7 +77,8 @@ def start():
 @pytest.fixture(scope="module")
 def in_one_go(flags, start, tmp_path_factory):
     run = tmp_path_factory.mktemp("in_one_go")
-    code = start(run / "log", "none", "grpo.py", *flags, "--run-dir", run, env={"REWARD_LOG": str(run / "texts")})
+    logs = {"REWARD_LOG": str(run / "texts"), "DRAWS": str(run / "draws")}
+    code = start(run / "log", "none", "grpo.py", *flags, "--run-dir", run, env=logs)
     assert code == 0, (run / "log").read_text()[-6000:]
     return run
 
@@ -105,12 +106,16 @@ def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
     assert steps_on_disk(run) == [2]
     flags.append("--save.async")
-    assert start(log, "none", "grpo.py", *flags, env={"REWARD_LOG": str(texts)}) == 0, log.read_text()[-6000:]
+    logs = {"REWARD_LOG": str(texts), "DRAWS": str(tmp_path / "draws")}
+    assert start(log, "none", "grpo.py", *flags, env=logs) == 0, log.read_text()[-6000:]
     assert "resumed after step 2" in log.read_text()
     assert_same_run(run, in_one_go)
     before = 5 * 2 + 2 * PROMPTS * SAMPLES                              # validation, two steps
     found, want = texts.read_text().splitlines(), (in_one_go / "texts").read_text().splitlines()
     assert found == want[before:] and len(set(found)) > 10
+    draws = (in_one_go / "draws").read_text().splitlines()              # of a fork, from the global generators
+    assert (tmp_path / "draws").read_text().splitlines() == draws[-2:]
+    assert draws[-1].split()[1:] != draws[-2].split()[1:]
     assert start(log, "none", "grpo.py", *flags) == 0
     assert f"is finished: step_{TOTAL:06d} is its last checkpoint" in log.read_text()
     assert_same_run(run, in_one_go)

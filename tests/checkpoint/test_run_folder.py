@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from common.tracking.logger import LogConfig, Tracker
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_faults import note
 from tests.conftest import ROOT
-from tests.rank_worker import Flags, checkpoints_of
+from tests.rank_worker import Flags
 
 # ruff: noqa: F811  (fixtures that are imported)
 
@@ -43,42 +44,41 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, trained, world, watch, tmp_path):
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, world, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("{}\n")
     said = rf"is in use by process {holder.pid} on {socket.gethostname()}: choose another --run-dir, or wait"
     for _ in range(2):                                                  # and a refusal does not end the lock
         with pytest.raises(ValueError, match=said) as error:
-            checkpoints_of(tmp_path, world, *trained, watch)
+            run_folder.open_run_folder(str(tmp_path), world)
     note("a second run in the same folder", f"error: {error.value}")
     assert metrics.read_text() == "{}\n"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    checkpoints_of(tmp_path, world, *trained, watch)                    # its child does not hold the lock
-    checkpoints_of(tmp_path, world, *trained, watch)                    # the same process may again
-    run_folder.unlock(str(tmp_path))
+    run_folder.open_run_folder(str(tmp_path), world)                    # its child does not hold the lock
 
 
 def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys):
     finished = run_folder.is_finished
-    flags = Flags(SaveConfig(keep=4))
-    assert not finished(str(tmp_path), flags, 2, False, world)          # nothing there yet
+    flags = Flags(SaveConfig(keep=4), run_dir=str(tmp_path))
+    assert not finished(flags, world)                                   # nothing there yet
     save(2, keep=4)
-    assert not finished(str(tmp_path), flags, 3, False, world)          # --total-steps was raised
-    assert not finished(str(tmp_path), flags, 2, True, world)           # killed before the model was written
+    assert not finished(replace(flags, total_steps=3), world)           # --total-steps was raised
+    assert not finished(flags, world)                                   # killed before the model was written
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
+    assert not finished(replace(flags, save=SaveConfig(resume="none")), world)
     assert capsys.readouterr().out == ""
-    assert finished(str(tmp_path), flags, 2, True, world)
+    assert finished(flags, world)
     said = f"{tmp_path} is finished: step_000002 is its last checkpoint, --total-steps is 2. Nothing was changed"
     assert capsys.readouterr().out == said + "\n"
-    assert finished(str(tmp_path), Flags(SaveConfig(keep=4), lr=0.5), 2, True, world)
+    assert finished(replace(flags, lr=0.5), world)
     text = capsys.readouterr().out
     assert text == f"{said}; other flags now: --lr was 0.01, is 0.5\n"
     note("a finished run, started again", text)
     folder = tmp_path / "checkpoints/step_000002"
     files.write_manifest(folder, files.read_manifest(folder) | {"state": {"step": 2, "not_validated": {"x": 1.0}}})
-    assert not finished(str(tmp_path), flags, 2, True, world)           # stopped in its last validation
+    assert not finished(flags, world)                                   # stopped in its last validation
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])

@@ -47,7 +47,7 @@ def test_secrets_are_replaced_by_name_and_by_form_and_nothing_else_is():
 
 
 def test_no_secret_is_in_manifest_config_or_report(tmp_path):
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+    world = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
     manifest = json.dumps(state.flags_of(Args()))
     Tracker(LogConfig(), str(tmp_path), Args(), world, {}).log(1, {"critic/rewards/mean": 0.5}, "")
     config = (tmp_path / "config.json").read_text()

@@ -180,18 +180,6 @@ def test_prompts_must_divide_over_engines(tiny_llama, tmp_path):
     assert "--prompts-per-step 3 must be a multiple of the 2 engines (world size 2 / --rollout.tp 1)" in done.stderr
 
 
-def test_a_port_in_use_is_named(tiny_llama, tmp_path):
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        s.listen()
-        port = str(s.getsockname()[1])
-        (tmp_path / "init.py").write_text("from common.parallel import ranks\nranks.init()\n")
-        done = launch(tmp_path / "init.py", warm=True, env={"MASTER_PORT": port}, check=False)
-    assert f"port {port} (MASTER_PORT) is in use" in done.stderr
-
-
 def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny_llama, tmp_path):
     """An entropy bonus that overflows: the first step changes nothing and is counted, the second ends the run."""
     flags = (*TINY, "--run-dir", str(tmp_path), "--optim.max-skipped-steps", "2", "--entropy-coef", "1e38")

@@ -123,9 +123,12 @@ class Flags:
         return None
 
     def assigned(self, function: ast.FunctionDef, names: dict[str, Key]) -> dict[str, Key]:
-        """What the function's assignments make of these names: `self.args = args`, `config = args.save`."""
+        """What the function's assignments make of these names: `self.args = args`, `config = args.save`; or say
+        themselves: `self.config: SaveConfig = ...`."""
         found = {}
         for node in ast.walk(function):
+            if isinstance(node, ast.AnnAssign) and (key := self.find("", node.annotation)):
+                found[ast.unparse(node.target)] = key
             if isinstance(node, ast.Assign):
                 pairs = [(node.targets[0], node.value)]
                 if isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
@@ -173,7 +176,7 @@ def test_a_flag_that_nobody_reads_is_found():
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
     sources = {file: text.replace("args.save.best_metric", "0") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint/manager.py SaveConfig.best_metric"]
+    assert Flags(sources).unread() == ["common/checkpoint/writer.py SaveConfig.best_metric"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]

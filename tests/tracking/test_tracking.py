@@ -28,7 +28,7 @@ from common.tracking.timer import Timer
 from tests.conftest import launch
 from tests.rank_worker import fill_meter
 
-WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+WORLD = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
 
 
 @dataclass
@@ -161,7 +161,7 @@ def test_a_new_run_starts_anew(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path, capsys):
-    other = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"), mesh=None)
+    other = World(rank=1, size=2, device=torch.device("cpu"), mesh=None)
     tracker = Tracker(LogConfig(), str(tmp_path / "run"), Args(), other, {})
     tracker.log(1, {"reward": 0.5}, "step one")
     tracker.close()
@@ -334,7 +334,7 @@ def test_what_fills_a_gpu_by_hand(monkeypatch):
 
 def test_peak_flops_from_the_table_or_measured(monkeypatch):
     """The name in full decides: an H100 PCIe is no H100 SXM, an L40S no L4."""
-    gpu = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"), mesh=None)
+    gpu = World(rank=0, size=1, device=torch.device("cuda"), mesh=None)
     for name, flops in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
                         ("NVIDIA L4", 121e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12),
                         ("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA A10G", 70e12)):
