@@ -23,7 +23,7 @@ from common.checkpoint.run_folder import is_finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
-from common.engine.base import Engine, RolloutConfig, Sampling
+from common.engine.base import Engine, RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
@@ -125,8 +125,8 @@ class Run:
                 prompts.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
                 sources |= set(prompts.loaded.data_sources)
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
-        self.sampling = Sampling.training(args.rollout)
-        self.greedy_sampling = Sampling.validation(args.rollout, temperature=0.0)
+        self.sampling = args.rollout
+        self.greedy_sampling = validation_sampling(args.rollout, temperature=0.0)
         return self
 
     def start_engine(self, trained: int, frozen: bool = False) -> Engine:
@@ -221,7 +221,9 @@ class Run:
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
 
-    def sample(self, rows: Sequence[int], num_samples: int, sampling: Sampling, *seed: int | str) -> PendingRollout:
+    def sample(
+        self, rows: Sequence[int], num_samples: int, sampling: SamplingConfig, *seed: int | str
+    ) -> PendingRollout:
         """Sample responses to these rows; scoring of each one starts as it ends."""
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
         with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:

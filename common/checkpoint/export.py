@@ -105,7 +105,7 @@ def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> 
     """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it; rank 0 holds the whole model,
     in the dtype that it computes in, in host memory."""
     weights = {}
-    for name, tensor in policy.full_tensors(dtype_of(files), bucket_mb=256):
+    for name, tensor in policy.full_tensors(dtype_of(files)):
         if world.is_main:
             weights[name] = tensor.cpu()
     if world.is_main:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -26,12 +25,13 @@ from common.parallel.seeds import seed_of
 
 
 @dataclass
-class RolloutConfig:
-    engine: Literal["vllm", "hf"] = "vllm"
-    """Sampling backend: vLLM, or Hugging Face's own forward, which is slow, for machines without vLLM and as an
-    independent check."""
+class SamplingConfig:
+    """How one call of `generate` samples."""
+
     temperature: float = 1.0
     """Sampling temperature of training rollouts. Log-probs, ratios and entropy are taken at the same temperature."""
+    max_response_length: int = 1024
+    """Maximum number of tokens of a response."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this. Below 1, training needs the engine
     correction."""
@@ -40,21 +40,28 @@ class RolloutConfig:
     min_p: float = 0.0
     """Sample from tokens whose probability is at least this share of the most likely one's. Above 0, training needs the
     engine correction."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the model's own end tokens."""
+    oversample: float = 0.0
+    """Start this share of additional responses per prompt, keep those that end first and abort the rest. Nothing waits
+    for the slowest responses, but short responses are favoured. rollout/aborted_frac counts the aborted ones."""
+
+
+@dataclass
+class RolloutConfig(SamplingConfig):
+    """How training samples, and the engine that does it."""
+
+    engine: Literal["vllm", "hf"] = "vllm"
+    """Sampling backend: vLLM, or Hugging Face's own forward, which is slow, for machines without vLLM and as an
+    independent check."""
     val_top_p: float = 1.0
     """top_p of validation."""
     val_top_k: int = 0
     """top_k of validation."""
     val_min_p: float = 0.0
     """min_p of validation."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, besides the model's own end tokens."""
-    max_response_length: int = 1024
-    """Maximum number of tokens of a response."""
-    oversample: float = 0.0
-    """Start this share of additional responses per prompt, keep those that end first and abort the rest. Nothing waits
-    for the slowest responses, but short responses are favoured. rollout/aborted_frac counts the aborted ones."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
@@ -72,9 +79,6 @@ class RolloutConfig:
     sleep_level: Literal[1, 2] = 2
     """On GPUs, what happens to the engine's weights while it sleeps. 2: they are discarded. 1: they are kept in pinned
     host memory."""
-    sync_bucket_mb: int = 0
-    """Size in MiB of the buckets in which weights are unsharded and given to the engine; two exist at the same time.
-    0: chosen from the free memory."""
     seeds: Literal["auto", "response", "engine"] = "auto"
     """response: each response has its own random seed. engine: one random seed per engine and step. auto: response,
     except on GPUs where vLLM uses its first model runner, which is slow with one random generator per response."""
@@ -87,42 +91,16 @@ class RolloutConfig:
     """Additional arguments for vLLM's LLM(...), as a JSON object."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How one call of `generate` samples; temperature 0 is greedy."""
-
-    temperature: float
-    max_tokens: int
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    oversample: float = 0.0
-
-    @classmethod
-    def training(cls, config: RolloutConfig) -> "Sampling":
-        return cls(
-            temperature=config.temperature,
-            max_tokens=config.max_response_length,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop=config.stop,
-            stop_token_ids=config.stop_token_ids,
-            oversample=config.oversample,
-        )
-
-    @classmethod
-    def validation(cls, config: RolloutConfig, temperature: float) -> "Sampling":
-        return replace(
-            cls.training(config),
-            temperature=temperature,
-            top_p=config.val_top_p,
-            top_k=config.val_top_k,
-            min_p=config.val_min_p,
-            oversample=0.0,
-        )
+def validation_sampling(config: RolloutConfig, temperature: float) -> SamplingConfig:
+    """How validation samples; temperature 0 is greedy."""
+    return replace(
+        config,
+        temperature=temperature,
+        top_p=config.val_top_p,
+        top_k=config.val_top_k,
+        min_p=config.val_min_p,
+        oversample=0.0,
+    )
 
 
 @dataclass
@@ -174,13 +152,14 @@ class Engine:
         start = time.perf_counter()
         self._num_requested = 0
         self._num_aborted = 0
-        self.offload.optimizer_out()
-        metrics = self._wake_weights()
+        self.offload.moments.to_host()
+        self._wake_weights()
+        metrics = {}
         if self._loaded != policy.version:
             metrics["sync/num_checksums"] = self._sync(policy)
             self._loaded = policy.version
-        self.offload.params_out()
-        metrics |= self._wake_cache()
+        self.offload.params.to_host()
+        self._wake_cache()
         self.awake = True
         metrics["timing_s/update_weights"] = time.perf_counter() - start
         self._sample_probe(policy)
@@ -190,7 +169,7 @@ class Engine:
         return metrics
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling,
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig,
         on_finish: Callable[[int, Response], None] | None = None, stop: Callable[[], bool] = lambda: False,
     ) -> list[Response]:
         """One response per prompt (token ids), in order. All ranks of an engine pass the same prompts and seeds.
@@ -266,9 +245,8 @@ class Engine:
         sent: dict[str, Sent] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            bucket_mb = self.config.sync_bucket_mb or self._free_bucket_mb()
             # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
-            for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None, bucket_mb):
+            for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None):
                 number = re.search(r"\.layers\.(\d+)\.", name)
                 if not self._has_compared_all or number is None or int(number[1]) == layer:
                     sent[name] = Sent(checksum(tensor, self.dtype), tensor.shape)
@@ -284,18 +262,10 @@ class Engine:
         self._has_compared_all = True
         return num_compared
 
-    def _free_bucket_mb(self) -> int:
-        """A sixteenth of the free memory of the rank that has least, between 64 MiB and 1 GiB."""
-        if self.world.device.type == "cuda":
-            free = torch.cuda.mem_get_info()[0]
-        else:
-            free = psutil.virtual_memory().available / self.world.size
-        return int(min(max(-all_max([-free]).item() / 2**24, 64), 1024))
-
     def _sample_probe(self, policy: Policy) -> None:
         seeds = [seed_of("probe", i) for i in range(len(self.probe))]
         max_tokens = min(8, self.config.max_response_length)
-        responses = self.generate(self.probe, seeds, Sampling(self.config.temperature, max_tokens))
+        responses = self.generate(self.probe, seeds, SamplingConfig(self.config.temperature, max_tokens))
         batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
         self._probed = policy, batch.to(self.world.device)
 
@@ -316,11 +286,11 @@ class Engine:
             )
         return {"sync/probe_prob_diff": prob_diff, "sync/probe_logp_diff": logp_diff}
 
-    def _wake_weights(self) -> dict[str, float]:
-        return {}
+    def _wake_weights(self) -> None:
+        """Give the weights their memory."""
 
-    def _wake_cache(self) -> dict[str, float]:
-        return {}
+    def _wake_cache(self) -> None:
+        """Give the cache its memory, without what old weights computed."""
 
     def _sleep(self) -> dict[str, float]:
         return {}
@@ -335,7 +305,7 @@ class Engine:
         return stop
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig
     ) -> Iterator[tuple[int, Response]]:
         """Yield (request, response) as each ends; a request's number is its place in `prompts`."""
         raise NotImplementedError

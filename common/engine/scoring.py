@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, Response, Sampling
+from common.engine.base import Engine, Response, SamplingConfig
 from common.metrics import Meter
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
@@ -43,7 +43,7 @@ class Scoring:
 
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                  sampling: Sampling, seed: Sequence[int | str],
+                  sampling: SamplingConfig, seed: Sequence[int | str],
                   stop: Callable[[], bool] = lambda: False) -> "PendingRollout":
     """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
 

@@ -17,13 +17,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.engine import vllm_cpu
-from common.engine.base import Engine, Response, RolloutConfig, Sampling
+from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.restore import unchanged_generators, unchanged_process
 from common.engine.sync import Held, Sent, differing, held_checksums
 from common.model.policy import ModelConfig
@@ -88,7 +87,7 @@ class VLLMEngine(Engine):
             }
         if config.quantization != "none":
             options["quantization"] = f"{config.quantization}_per_tensor"  # vLLM quantises what arrives
-        self._before_gb = self._used_gb()
+            self._before_gb = used_gb()
         with unchanged_process(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
             from vllm import LLM
@@ -109,16 +108,14 @@ class VLLMEngine(Engine):
         self._sleep()
         self._first_residue_gb = self._residue_gb
 
-    def _wake_weights(self) -> dict[str, float]:
+    def _wake_weights(self) -> None:
         if self.on_cpu:
-            return {}
+            return
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # before waking: vLLM's allocator cannot use torch's cached blocks
-        before = self._used_gb()
-        self._before_gb = before + self.offload.away_gb
+        self._before_gb = used_gb() + self.offload.away_gb
         self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
-        return {"sleep/used_before_gb": before, "sleep/used_weights_gb": self._used_gb()}
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
         held: dict[str, Held] = {}
@@ -170,7 +167,7 @@ class VLLMEngine(Engine):
                 f"({', '.join(missing[:3])}): transformers' model has other weights"
             )
 
-    def _wake_cache(self) -> dict[str, float]:
+    def _wake_cache(self) -> None:
         if not self.on_cpu:
             torch.cuda.synchronize()  # the copies into the weights
             gc.collect()
@@ -179,21 +176,19 @@ class VLLMEngine(Engine):
         # the cache holds keys and values of the old weights
         if not self.llm.reset_prefix_cache() or self.llm.llm_engine.is_sleeping():
             raise RuntimeError("vLLM did not wake up: it sleeps, or requests of before are still in its cache")
-        return {"sleep/used_awake_gb": self._used_gb()}
 
     def _sleep(self) -> dict[str, float]:
         if self.on_cpu:
             self.llm.collective_rpc(vllm_cpu.give_back_cache)
-            return {"sleep/used_after_gb": self._used_gb()}
+            return {}
         self.llm.sleep(level=self.sleep_level)
         if self.sleep_level == 2:
             self._loaded = None
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        used = self._used_gb()
         # the trainer is as it was before the wake, so what is more belongs to the engine (graphs, NCCL, workspaces)
-        self._residue_gb += used + self.offload.away_gb - self._before_gb
+        self._residue_gb += used_gb() + self.offload.away_gb - self._before_gb
         if self._residue_gb > 1.1 * self._first_residue_gb + 0.5:
             warnings.warn(
                 f"the sleeping engine keeps {self._residue_gb:.1f} GiB of the GPU, at its start it kept "
@@ -201,17 +196,10 @@ class VLLMEngine(Engine):
                 f"(--rollout.enforce-eager leaves the graphs out)",
                 stacklevel=2,
             )
-        return {"sleep/used_after_gb": used, "sleep/residue_gb": self._residue_gb}
-
-    def _used_gb(self) -> float:
-        """Used memory of the whole GPU, as torch does not see the engine's pools; of the process on CPUs."""
-        if self.on_cpu:
-            return psutil.Process().memory_info().rss / 2**30
-        free, total = torch.cuda.mem_get_info()
-        return (total - free) / 2**30
+        return {"sleep/residue_gb": self._residue_gb}
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig
     ) -> Iterator[tuple[int, Response]]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -228,7 +216,7 @@ class VLLMEngine(Engine):
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
                     min_p=sampling.min_p,
-                    max_tokens=sampling.max_tokens,
+                    max_tokens=sampling.max_response_length,
                     stop=list(sampling.stop),
                     stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
                     seed=seed if self.seeds == "response" else None,
@@ -292,6 +280,12 @@ def parse_extra(extra: str, own: set[str]) -> dict[str, Any]:
         if name in own:
             raise ValueError(f"--rollout.extra {extra}: {name} is set by another flag")
     return arguments
+
+
+def used_gb() -> float:
+    """Used memory of the whole GPU: torch does not see the engine's pools."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def gpu_share(trainer_gb: float, reserved_gb: float) -> float:

@@ -40,12 +40,6 @@ class Offload:
         offloaded = [*self.params.offloaded, *self.moments.offloaded]
         return sum(len(buffer) for _, buffer in offloaded) / 2**30
 
-    def optimizer_out(self) -> None:
-        self.moments.to_host()
-
-    def params_out(self) -> None:
-        self.params.to_host()
-
     def back(self) -> None:
         """Bring back the weights now; the moments travel until the next `optimizer.step()`."""
         self.params.to_device()

@@ -105,7 +105,7 @@ class Policy(PackedModel):
         return logp
 
     @torch.no_grad()
-    def full_tensors(self, dtype: torch.dtype | None, bucket_mb: float) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, dtype: torch.dtype | None, bucket_mb: float = 256) -> Iterator[tuple[str, Tensor]]:
         """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once;
         then, as stored, the buffers that belong to a checkpoint.
 

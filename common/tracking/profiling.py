@@ -19,7 +19,7 @@ PEAK_FLOPS = {
 
 FLAGS_OF_PHASE = {
     "gen": "--rollout.gpu-memory-utilization (GPUs), --rollout.kv-cache-gb (CPUs), --rollout.max-num-seqs",
-    "update_weights": "--rollout.sync-bucket-mb, --rollout.gpu-memory-utilization",
+    "update_weights": "--rollout.gpu-memory-utilization",
     "save_checkpoint": "more ranks; no flag makes a checkpoint smaller",
 }
 """What to lower when a phase runs out of memory; the phases that run the trainer's models share one answer."""

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, RolloutConfig, Sampling
+from common.engine.base import Engine, RolloutConfig, validation_sampling
 from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, all_max
@@ -21,9 +21,9 @@ def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, config: Rollo
     `stop()` turned true on any rank: then samples are missing."""
     metrics: dict[str, float] = {}
     meter = Meter()
-    settings = [(1, Sampling.validation(config, temperature=0.0))]
+    settings = [(1, validation_sampling(config, temperature=0.0))]
     if num_samples > 0:
-        settings.append((num_samples, Sampling.validation(config, temperature)))
+        settings.append((num_samples, validation_sampling(config, temperature)))
     for number, sampling in settings:
         pending = start_rollout(engine, scoring, prompts, range(len(prompts)), number, sampling, (seed, "val"), stop)
         if all_max([stop()]).item():

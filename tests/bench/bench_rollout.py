@@ -9,7 +9,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from common.dataset.store import load_prompts
-from common.engine.base import RolloutConfig, Sampling
+from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
@@ -62,7 +62,7 @@ def main(args: Args) -> None:
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()
         pending = start_rollout(
-            engine, scoring, prompts, range(len(prompts)), args.samples, Sampling(1.0, args.max_tokens),
+            engine, scoring, prompts, range(len(prompts)), args.samples, SamplingConfig(1.0, args.max_tokens),
             [round_number],
         )
         rate = sum(len(s.response.tokens) for s in pending.samples) / (time.perf_counter() - start)

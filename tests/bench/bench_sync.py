@@ -27,13 +27,11 @@ class Args:
     model: str = "models/SmolLM2-135M-Instruct"
     tp: int = 1
     rounds: int = 7
-    sync_bucket_mb: int = 0
 
 
 def main(args: Args) -> None:
     world, model_config = ranks.init(), ModelConfig()
-    config = RolloutConfig(max_response_length=40, max_num_seqs=16, kv_cache_gb=0.1, tp=args.tp,
-                           sync_bucket_mb=args.sync_bucket_mb)
+    config = RolloutConfig(max_response_length=40, max_num_seqs=16, kv_cache_gb=0.1, tp=args.tp)
     hf_config = read_config(args.model, model_config)
     engine = make_engine(args.model, hf_config, config, model_config, world, [[5, 6, 7]], [2], 128, 0)
     policy = load_policy(args.model, model_config, world)
@@ -50,20 +48,19 @@ def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
     """Seconds of one sync (checksums included), of its gathering alone, and of the floor. The engine is asleep before
     and after."""
     device, dtype = engine.world.device, engine.dtype
-    bucket_mb = engine.config.sync_bucket_mb or engine._free_bucket_mb()
     policy.version += 1
     engine._wake_weights()
     sync = timed(device, lambda: engine._sync(policy))
     pack = packing(engine, policy) if device.type == "cpu" else 0.0
-    gather = timed(device, lambda: [None for _ in policy.full_tensors(dtype, bucket_mb)])
+    gather = timed(device, lambda: [None for _ in policy.full_tensors(dtype)])
     numel = sum(parameter.numel() for parameter in policy.parameters())
-    floor = plain_copies(numel, int(bucket_mb * 2**20 / dtype.itemsize), dtype, engine.world)
+    floor = plain_copies(numel, 256 * 2**20 // dtype.itemsize, dtype, engine.world)
     engine._wake_cache()
     engine.awake = True
     engine._loaded = policy.version
     engine.sleep()
     gb = numel * dtype.itemsize / 2**30
-    return {"weights_gb": gb, "bucket_mb": bucket_mb, "sync_s": sync, "gather_s": gather, "floor_s": floor,
+    return {"weights_gb": gb, "sync_s": sync, "gather_s": gather, "floor_s": floor,
             "pack_s": pack, "gb_per_s": gb / sync, "ratio": sync / floor, "ratio_with_pack": sync / (floor + pack)}
 
 

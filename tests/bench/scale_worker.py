@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import losses
 from common.batch import Batch
-from common.engine.base import RolloutConfig, Sampling
+from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
@@ -108,7 +108,7 @@ def main(job: dict) -> None:
             engine.llm.reset_prefix_cache()
             start = time.process_time()
             responses = engine.generate(prompts, [repeat * 10**6 + i for i in range(len(prompts))],
-                                        Sampling(1.0, response))
+                                        SamplingConfig(1.0, response))
             seconds.append(time.process_time() - start)
         return prompts, [r.tokens for r in responses], seconds[1:]
 

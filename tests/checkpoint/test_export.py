@@ -18,7 +18,7 @@ from transformers import (
 
 from common.batch import Batch
 from common.checkpoint import export, files
-from common.engine.base import RolloutConfig, Sampling
+from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -82,7 +82,7 @@ def test_export_samples_the_same_greedy_tokens(exported, world):
     engine = make_engine(str(out), read_config(str(out), config), rollout, config, world, prompts, stops, 64, 0)
     engine.wake(policy)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    responses = [response.tokens for response in engine.generate(prompts, [0, 0], Sampling(0.0, 16))]
+    responses = [response.tokens for response in engine.generate(prompts, [0, 0], SamplingConfig(0.0, 16))]
     for prompt, response in zip(prompts, responses):
         want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
         assert response == want.tolist()

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common.engine.base import Engine, Response, RolloutConfig, Sampling
+from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.gather import saved_buffers
 from common.model.loading import load_policy, read_config
@@ -97,8 +97,8 @@ def oracle(model: str, scale: float) -> torch.nn.Module:
 
 def compare(engine: Engine, lm: torch.nn.Module) -> tuple[float, int, list[Response]]:
     """Largest log-prob difference of sampled tokens, number of greedy tokens that differ, the sampled responses."""
-    sampled = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12))
-    greedy = engine.generate(PROMPTS, SEEDS, Sampling(0.0, 12))
+    sampled = engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12))
+    greedy = engine.generate(PROMPTS, SEEDS, SamplingConfig(0.0, 12))
     worst, differing = 0.0, 0
     for prompt, response, best in zip(PROMPTS, sampled, greedy):
         worst = max(worst, float((logps(lm, prompt, response.tokens) - torch.tensor(response.logp)).abs().max()))
@@ -130,7 +130,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     policy.version += 1
     engine.wake(policy)
     finished = []
-    again = engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12), on_finish=lambda i, _: finished.append(i))
+    again = engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12), on_finish=lambda i, _: finished.append(i))
     stopped = stop_early(engine)
     engine.sleep()
     engine.close()
@@ -153,7 +153,7 @@ def stop_early(engine: Engine) -> dict:
     ends = tuple(range(0, 512, 12))  # a response ends after 12 tokens or so
     finished = []
     sampled = engine.generate(
-        requests, range(64), Sampling(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
+        requests, range(64), SamplingConfig(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
         stop=lambda: engine.world.is_main and len(finished) >= 3,
     )
     return {"sampled": [r and r.tokens for r in sampled], "num_before": 3}

@@ -3,13 +3,14 @@
 import json
 import shutil
 import types
+from dataclasses import asdict, fields
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.dataset.store import load_prompts
-from common.engine.base import RolloutConfig, Sampling
+from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.vllm import parse_extra
 from common.model.loading import load_policy, read_config
@@ -19,7 +20,7 @@ from tests.conftest import TRAIN
 from tests.engine.engine_models import make_model
 
 pytestmark = pytest.mark.engine
-SAMPLING = Sampling(temperature=1.0, max_tokens=12)
+SAMPLING = SamplingConfig(temperature=1.0, max_response_length=12)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def test_a_stop_text_ends_a_response(kind, request, tiny_llama, smollm, world, p
     engine.wake(policy)
     whole = engine.generate(prompts, range(len(prompts)), SAMPLING)
     text = tokenizer.decode(whole[0].tokens[4:6])
-    stopped = engine.generate(prompts, range(len(prompts)), Sampling(1.0, 12, stop=(text, "never said")))
+    stopped = engine.generate(prompts, range(len(prompts)), SamplingConfig(1.0, 12, stop=(text, "never said")))
     engine.sleep()
     size = len(stopped[0].tokens)
     assert size <= 6 < len(whole[0].tokens) and stopped[0].finish_reason == "stop"
@@ -206,10 +207,11 @@ def test_a_stop_text_ends_a_response(kind, request, tiny_llama, smollm, world, p
     assert others and all(a == b for a, b in others)
 
 
-def test_training_and_validation_sample_by_their_own_flags():
+def test_validation_samples_by_its_own_flags():
     config = RolloutConfig(temperature=0.7, top_p=0.9, val_top_k=7, max_response_length=5, stop=("a",), oversample=0.5)
-    assert Sampling.training(config) == Sampling(0.7, 5, top_p=0.9, stop=("a",), oversample=0.5)
-    assert Sampling.validation(config, 0.2) == Sampling(0.2, 5, top_k=7, stop=("a",))
+    sampling = validation_sampling(config, 0.2)
+    found = {field.name: getattr(sampling, field.name) for field in fields(SamplingConfig)}
+    assert found == asdict(SamplingConfig(0.2, 5, top_k=7, stop=("a",)))
 
 
 def test_extra_arguments_reach_vllm_as_json():
@@ -259,7 +261,7 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     prompts = [[5] * 9, [7] * 4]
     engine = make_engine(model, read_config(model, model_config), config, model_config, world, prompts, [2], 12, 0)
     assert engine.wake(load_policy(model, model_config, world))["sync/probe_logp_diff"] < 2e-5
-    assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], Sampling.training(config))] == [3, 3]
+    assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], config)] == [3, 3]
 
 
 def test_remote_code_of_a_tokenizer_needs_its_flag_and_gets_it(tiny_llama, world, tmp_path):
@@ -316,9 +318,10 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    monkeypatch.setattr("common.engine.make._installed", lambda name: ["0.11.2"])
+    old = types.SimpleNamespace(name="vllm", version="0.11.2")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: [old])
     with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range >=0.26,<0.33"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
-    monkeypatch.setattr("common.engine.make._installed", lambda name: [])
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: [])
     with pytest.raises(ValueError, match=r"vLLM is not installed: install vllm>=0.26,<0.33"):
         check_rollout(RolloutConfig(), hf_config, world, 200)

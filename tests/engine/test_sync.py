@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from common.engine.base import Sampling
+from common.engine.base import SamplingConfig
 from common.parallel.seeds import seed_of
 from tests.conftest import ROOT, launch
 from tests.engine import engine_models
@@ -178,8 +178,9 @@ def test_one_seed_for_the_engine(awake, monkeypatch):
     monkeypatch.setattr(engine, "seeds", "engine")
     engine.wake(policy)
     before = generators()
+    sampling = SamplingConfig(1.0, 12)
     first, other, again = (
-        [r.tokens for r in engine.generate(PROMPTS, seeds, Sampling(1.0, 12))] for seeds in (SEEDS, range(5), SEEDS)
+        [r.tokens for r in engine.generate(PROMPTS, seeds, sampling)] for seeds in (SEEDS, range(5), SEEDS)
     )
     engine.sleep()
     assert first == again != other and generators() == before
@@ -189,9 +190,10 @@ def test_what_stop_left_is_not_in_the_next_rollout(awake):
     engine, policy = awake
     engine.wake(policy)
     seen = []
-    engine.generate(PROMPTS * 4, range(20), Sampling(1.0, 20), lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
+    sampling = SamplingConfig(1.0, 20)
+    engine.generate(PROMPTS * 4, range(20), sampling, lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
     assert len(seen) < 20 and not engine.llm.llm_engine.has_unfinished_requests()
-    before, after = (engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12)) for _ in range(2))
+    before, after = (engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12)) for _ in range(2))
     engine.sleep()
     assert [r.tokens for r in before] == [r.tokens for r in after]
 
@@ -203,7 +205,7 @@ def test_cycles_leave_nothing_behind(awake):
     for _ in range(cycles):
         policy.version += 1
         engine.wake(policy)
-        engine.generate(PROMPTS, SEEDS, Sampling(1.0, 12))
+        engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12))
         engine.sleep()
         gc.collect()
         sizes.append((threading.active_count(), process.num_threads(), process.num_fds(), process.memory_info().rss))
@@ -258,7 +260,7 @@ def test_reported_log_probs_are_those_of_the_filtered_distribution(kind, request
     lm = engine_models.oracle(make_model("llama", True, tmp_path), 0.0)
     engine.wake(policy)
     for filters in FILTERS:
-        responses = engine.generate(PROMPTS, SEEDS, Sampling(0.8, 16, **filters))
+        responses = engine.generate(PROMPTS, SEEDS, SamplingConfig(0.8, 16, **filters))
         whole = []
         for prompt, response in zip(PROMPTS, responses):
             with torch.no_grad():
@@ -277,9 +279,9 @@ def test_oversampling_keeps_the_first_to_end_and_aborts_the_rest(kind, request, 
     prompts, seeds, seen = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4, list(range(8)), {}
     extra = [seed_of(0, "extra", 0), seed_of(0, "extra", 1)]
     engine.wake(policy)
-    every = engine.generate([PROMPTS[0]] * 6, [0, 1, 2, 3, *extra], Sampling(1.0, 60, stop_token_ids=ends))
+    every = engine.generate([PROMPTS[0]] * 6, [0, 1, 2, 3, *extra], SamplingConfig(1.0, 60, stop_token_ids=ends))
     engine.config.oversample = 0.5
-    kept = engine.generate(prompts, seeds, Sampling(1.0, 60, stop_token_ids=ends, oversample=0.5),
+    kept = engine.generate(prompts, seeds, SamplingConfig(1.0, 60, stop_token_ids=ends, oversample=0.5),
                            on_finish=lambda i, response: seen.setdefault(i, response))
     metrics = engine.sleep()
     engine.config.oversample = 0.0
@@ -297,9 +299,9 @@ def test_a_response_is_its_own_whoever_is_there(kind, request, world, tmp_path):
     engine, policy = engine_of(kind, request, world, tmp_path)
     engine.wake(policy)
     many = [PROMPTS[i // 10] for i in range(40)]                        # a group is more than hf decodes at a time
-    among = engine.generate(many, range(40), Sampling(1.0, 20))
-    turned = engine.generate(many[::-1], range(39, -1, -1), Sampling(1.0, 20))[::-1]
-    alone = [engine.generate([many[i]], [i], Sampling(1.0, 20))[0] for i in (0, 7, 39)]
+    among = engine.generate(many, range(40), SamplingConfig(1.0, 20))
+    turned = engine.generate(many[::-1], range(39, -1, -1), SamplingConfig(1.0, 20))[::-1]
+    alone = [engine.generate([many[i]], [i], SamplingConfig(1.0, 20))[0] for i in (0, 7, 39)]
     engine.sleep()
     assert [r.tokens for r in among] == [r.tokens for r in turned]
     assert [among[i].tokens for i in (0, 7, 39)] == [r.tokens for r in alone]

@@ -15,12 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common.engine.base import Engine, RolloutConfig, Sampling
+from common.engine.base import Engine, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.attention import choose_attention
 from common.model.policy import ModelConfig, Policy
@@ -115,14 +116,16 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
             metrics = engine.sleep()
             sleeps.append(metrics["timing_s/sleep"])
             start = time.perf_counter()
-            awake = engine._wake_weights()
+            engine._wake_weights()
             if engine._loaded != policy.version:
                 engine._sync(policy)
                 engine._loaded = policy.version
-            awake |= engine._wake_cache()
+            engine._wake_cache()
             wakes.append(time.perf_counter() - start)
             engine.awake = True
-            freed.append(awake["sleep/used_awake_gb"] - engine.sleep()["sleep/used_after_gb"])
+            awake_gb = used_gb()
+            engine.sleep()
+            freed.append(awake_gb - used_gb())
         row |= {f"sleep {level} s": statistics.median(sleeps), f"wake {level} s": statistics.median(wakes),
                 f"sleep {level} freed GiB": statistics.median(freed)}
     syncs = [measure_sync(engine, policy) for _ in range(5)][2:]  # the first two are slower
@@ -131,9 +134,9 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     for _ in range(args.cycles):
         policy.version += 1
         metrics = engine.wake(policy)
-        engine.generate(prompts[:2], range(2), Sampling(1.0, 8))
+        engine.generate(prompts[:2], range(2), SamplingConfig(1.0, 8))
         metrics |= engine.sleep()
-        used.append(metrics["sleep/used_after_gb"])
+        used.append(used_gb())
         residues.append(metrics.get("sleep/residue_gb", 0.0))
     row |= {"residue GiB": residues[-1], "residue growth GiB": residues[-1] - residues[0],
             "asleep growth GiB": used[-1] - used[len(used) // 2]}
@@ -144,6 +147,14 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     engine.close()
     ranks.shutdown()
     return row
+
+
+def used_gb() -> float:
+    """Used memory of the GPU, or of this process on CPUs."""
+    if not torch.cuda.is_available():
+        return psutil.Process().memory_info().rss / 2**30
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, float]:
@@ -159,7 +170,7 @@ def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, 
 
     def loop(round_number: int) -> int:
         seeds = [1000 * round_number + i for i in range(len(asked))]
-        return sum(len(r.tokens) for r in engine.generate(asked, seeds, Sampling(1.0, max_tokens)))
+        return sum(len(r.tokens) for r in engine.generate(asked, seeds, SamplingConfig(1.0, max_tokens)))
 
     rates = {bare: [], loop: []}
     for pair in range(4):
