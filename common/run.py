@@ -315,13 +315,13 @@ class Run:
         self.record.write(self.tokenizer, rollout.samples, rewards)
         self.metrics |= metrics
         self.metrics |= {"training/global_step": done, "training/epoch": self.sampler.epoch}
-        state = {"step": done, "sampler": self.sampler.state_dict(), "tracker": self.tracker.state_dict(done),
-                 "script": self.script_state}
+        state: dict[str, Any] = {"step": done, "sampler": self.sampler.state_dict(), "script": self.script_state}
         if results is None:  # a stop signal came first: the resumed run validates, and logs the step
             state["not_validated"] = self.metrics
         else:
             self.metrics |= results
             self.tracker.log(done, self.metrics, step_line(done, args.total_steps, self.metrics))
+        state["tracker"] = self.tracker.state_dict(done)
         self.checkpoints.after_step(state, last, validation_score(self.metrics, args.save.best_metric))
 
     def _validate(self) -> dict[str, float] | None:

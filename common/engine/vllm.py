@@ -79,6 +79,7 @@ class VLLMEngine(Engine):
         else:
             gc.collect()
             torch.cuda.empty_cache()
+            self._before_gb = used_gb()
             reserved_gb = RESERVED_GB if config.enforce_eager else RESERVED_GB + GRAPHS_GB
             options |= {
                 "enforce_eager": config.enforce_eager,
@@ -87,7 +88,6 @@ class VLLMEngine(Engine):
             }
         if config.quantization != "none":
             options["quantization"] = f"{config.quantization}_per_tensor"  # vLLM quantises what arrives
-            self._before_gb = used_gb()
         with unchanged_process(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
             from vllm import LLM

@@ -1,11 +1,8 @@
 """What a run prints."""
 
 import dataclasses
-import json
 import os
-import re
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +11,6 @@ from typing import Annotated, Any
 import tyro
 
 from common.parallel.ranks import World
-
-
-class PlainProgress:
-    """Prints `rollout 40/64, 62 s` when 30 s have passed since the start or the last such line."""
-
-    def __init__(self, phase: str, total: int):
-        self.phase, self.total, self.done = phase, total, 0
-        self.start = self.last_line = time.monotonic()
-
-    def advance(self) -> None:
-        self.done += 1
-        now = time.monotonic()
-        if now - self.last_line >= 30:
-            self.last_line = now
-            print(f"  {self.phase} {self.done}/{self.total}, {now - self.start:.0f} s", flush=True)
 
 
 def batch_line(
@@ -72,23 +54,6 @@ def val_line(when: str, metrics: dict[str, float]) -> str:
     """The validation results in one line."""
     results = [f"{k.removeprefix('val-core/')} {v:.3f}" for k, v in metrics.items() if k.startswith("val-core/")]
     return f"validation {when}:  " + "  ".join(results)
-
-
-def summary(run_dir: Path) -> str:
-    """What a finished run says last: validation before and after, seconds, memory, and where everything is."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    lines = []
-    for name in sorted({name for row in rows for name in row if name.startswith("val-core/")}):
-        values = [row[name] for row in rows if name in row]
-        lines.append(f"  {name.removeprefix('val-core/')}  {values[0]:.3f} -> {values[-1]:.3f}")
-    if lines:
-        lines.insert(0, "validation, before -> after")
-    steps = [row for row in rows if "timing_s/step" in row]
-    seconds = sum(row["timing_s/step"] for row in steps)
-    peaks = [value for row in steps for name, value in row.items() if re.match(r"perf/.*memory.*peak.*_gb", name)]
-    lines.append(f"{len(steps)} steps in {seconds:.0f} s, peak memory of a rank {max(peaks, default=0.0):.1f} GiB")
-    lines.append(f"run folder {run_dir.resolve().as_uri()}, report: python -m tools.report {run_dir}")
-    return "\n".join(lines)
 
 
 def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:

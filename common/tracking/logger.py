@@ -17,7 +17,6 @@ from tqdm import tqdm
 from common.checkpoint.files import sync
 from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
-from common.tracking.console import PlainProgress
 from common.tracking.health import HealthCheck
 from common.tracking.profiling import Profiler
 
@@ -57,8 +56,8 @@ class Tracker:
     """Rank 0 writes; the others are silent. `run_dir/metrics.jsonl` has one line a step, `config.json` the flags."""
 
     def __init__(self, config: LogConfig, run_dir: str, args: Any, world: World, state: dict[str, Any]):
-        """`state`: what `state_dict` returned when the run is resumed, else {}. What was written about steps that the
-        checkpoint has not seen is dropped, so no step appears twice."""
+        """`state`: what `state_dict` returned when the run is resumed, else {}. What was written after that is dropped,
+        so no step appears twice."""
         self.is_main = world.is_main
         self.run_dir, self.wandb, self.wandb_id, self.board = Path(run_dir), None, state.get("wandb_id"), None
         self.jsonl = self.run_dir / "metrics.jsonl"
@@ -69,11 +68,8 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         flags = redacted(dataclasses.asdict(args))
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
-        kept = lines_until(self.jsonl, state["step"]) if state and self.jsonl.exists() else []
-        temporary = self.jsonl.with_suffix(".partial")                       # a kill must not cost the old lines
-        temporary.write_text("".join(line + "\n" for line in kept))
-        sync(temporary)
-        temporary.rename(self.jsonl)
+        with self.jsonl.open("a") as file:
+            file.truncate(min(state["size"], file.tell()) if state else 0)
         for file in sorted((self.run_dir / "rollouts").glob("step_*.parquet")):
             if int(file.stem.removeprefix("step_")) > state.get("step", -1):
                 file.unlink()
@@ -116,32 +112,18 @@ class Tracker:
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
         """`with tracker.progress("rollout", 64) as advance:`, and `advance()` whenever one of them is done: a bar on a
         terminal, elsewhere a line every 30 s."""
-        if sys.stdout.isatty() or not self.is_main:
-            with tqdm(desc=phase, total=total, leave=False, file=sys.stdout, disable=not self.is_main) as bar:
-                yield bar.update
-        else:
-            yield PlainProgress(phase, total).advance
+        options: dict[str, Any] = {}
+        if not sys.stdout.isatty():
+            options = {"delay": 30, "mininterval": 30, "bar_format": "  {desc} {n}/{total}, {elapsed}\n"}
+        with tqdm(desc=phase, total=total, leave=False, file=sys.stdout, disable=not self.is_main, **options) as bar:
+            yield bar.update
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        return {"step": step, "wandb_id": self.wandb_id}
+        """What a run needs that goes on after `step`, which has been logged."""
+        return {"step": step, "wandb_id": self.wandb_id, "size": self.jsonl.stat().st_size if self.is_main else 0}
 
     def close(self) -> None:
         if self.wandb is not None:
             self.wandb.finish()
         if self.board is not None:
             self.board.close()
-
-
-def lines_until(jsonl: Path, step: int) -> list[str]:
-    """The lines of metrics.jsonl up to `step`. A kill tears the last line, a power cut leaves zeros: such lines are
-    dropped, with a notice."""
-    kept, damaged = [], 0
-    for line in jsonl.read_text(errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, TypeError, KeyError):
-            damaged += 1
-    if damaged:
-        print(f"{jsonl}: {damaged} damaged line(s) dropped", flush=True)
-    return kept

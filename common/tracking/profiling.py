@@ -80,14 +80,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def memory_note(phase: str) -> str:
-    """For the traceback of an error in `phase`: what fills the memory, and what to lower."""
+    """For the traceback of an error in `phase`: what to lower. What fills a GPU, torch's own message says."""
     flags = FLAGS_OF_PHASE.get(phase, "--max-tokens-per-gpu; then --policy.gradient-checkpointing True")
-    advice = f"ran out of memory in phase {phase}. Lower or set: {flags}"
-    if not torch.cuda.is_available():
-        return advice
-    gib = 2**30
-    free, total = (x / gib for x in torch.cuda.mem_get_info())
-    held, reserved = torch.cuda.memory_allocated() / gib, torch.cuda.memory_reserved() / gib
-    return (f"{advice}\nof {total:.1f} GiB: {held:.1f} in the trainer's tensors (weights, gradients, optimizer, "
-            f"activations; peak {torch.cuda.max_memory_allocated() / gib:.1f}), {reserved - held:.1f} cached by torch, "
-            f"{total - free - reserved:.1f} in the engine's pool and other processes, {free:.1f} free")
+    return f"ran out of memory in phase {phase}. Lower or set: {flags}"

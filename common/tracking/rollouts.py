@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
+from common.parallel.ranks import all_gather_objects
 from common.rollout import Sample
 from common.tracking.logger import LogConfig
 
@@ -73,12 +74,9 @@ class Record:
         if not self.on:
             return
         rows = [self._row(tokenizer, sample) for sample in samples if sample.index < self.limit]
-        shares = [(rows, self.numbers)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            shares = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object((rows, self.numbers), shares)
-            if shares is None:
-                return
+        shares = all_gather_objects((rows, self.numbers))
+        if dist.is_initialized() and dist.get_rank():
+            return
         numbers = {i: found for _, share in shares for i, found in share.items()}
         rows = sorted((row for share, _ in shares for row in share), key=lambda row: row["index"])
         for row in rows:

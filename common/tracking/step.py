@@ -3,8 +3,6 @@
 import resource
 from itertools import chain
 
-import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -13,8 +11,6 @@ from common.parallel.ranks import World
 from common.rollout import Minibatch, Rollout
 from common.segments import is_constant
 from common.tracking.timer import Timer
-
-PER_TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sampled: Rollout,
@@ -27,7 +23,7 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sam
     micro-batches. `update_flops`: what the update computed on all ranks. `peak_flops`: what one rank's chip can do in a
     second (`profiling.peak_flops`).
     """
-    lengths = (rollout.prompt_lengths + rollout.response_lengths).double()                      # [S]
+    num_tokens = int((rollout.prompt_lengths + rollout.response_lengths).sum())
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
     meter.max("global_seqlen/balanced_max", here)
     meter.min("global_seqlen/balanced_min", here)
@@ -40,24 +36,11 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sam
     ):
         metrics |= spread(name, values)
         metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
-    as_sampled = [float(part.sum()) for part in np.array_split(lengths.numpy(), world.size)]    # tokens by rank
-    metrics |= {
-        "global_seqlen/min": min(as_sampled),
-        "global_seqlen/max": max(as_sampled),
-        "global_seqlen/minmax_diff": max(as_sampled) - min(as_sampled),
-        "global_seqlen/mean": sum(as_sampled) / world.size,
-    }
-    num_tokens = float(lengths.sum())
-    for phase, seconds in timer.seconds.items():
-        if phase in PER_TOKEN_PHASES:
-            count = num_sampled_tokens if phase == "gen" else num_tokens
-            metrics[f"timing_per_token_ms/{phase}"] = 1000 * seconds / count
     metrics |= {
         "rollout/truncated_frac": float(sampled.truncated.double().mean()),
         "reward/constant_group_frac": constant_group_frac(sampled.scores, sampled.group),
         "rollout/tokens_per_s": num_sampled_tokens / timer.seconds["gen"],
-        "perf/total_num_tokens": int(num_tokens),
-        "perf/time_per_step": metrics["timing_s/step"],
+        "perf/total_num_tokens": num_tokens,
         "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
     }
     if "update_actor" in timer.seconds:
@@ -73,10 +56,9 @@ def constant_group_frac(scores: Tensor, group: Tensor) -> float:
 
 
 def memory(world: World) -> dict[str, float]:
-    """Memory of this rank in GiB."""
-    used = psutil.Process().memory_info().rss
-    peak = max(used, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)     # Linux counts in KiB, and late
-    metrics = {"perf/cpu_memory_used_gb": used / 2**30, "perf/cpu_memory_peak_gb": peak / 2**30}
+    """Peak memory of this rank in GiB."""
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss                            # Linux counts in KiB
+    metrics = {"perf/cpu_memory_peak_gb": peak / 2**30}
     if world.device.type == "cuda":
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30

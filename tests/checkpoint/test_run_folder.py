@@ -82,20 +82,16 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])
-def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path, capsys):
+def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path):
     log = LogConfig()
     tracker = Tracker(log, str(tmp_path), Flags(SaveConfig()), world, {})
     for step in (1, 2):
         tracker.log(step, {"x": step}, "")
     metrics = tmp_path / "metrics.jsonl"
-    want = metrics.read_text()
+    want, state = metrics.read_text(), tracker.state_dict(2)
     metrics.write_bytes(want.encode() + damage)
-    capsys.readouterr()
-    Tracker(log, str(tmp_path), Flags(SaveConfig()), world, tracker.state_dict(2))
+    Tracker(log, str(tmp_path), Flags(SaveConfig()), world, state)
     assert metrics.read_text() == want
-    text = capsys.readouterr().out
-    assert text == f"{metrics}: 1 damaged line(s) dropped\n"
-    note("a damaged line in metrics.jsonl", text)
 
 
 def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkeypatch):

@@ -182,7 +182,7 @@ def test_the_critics_warmup_does_not_use_up_that_of_the_actor(runs):
 def test_truncated_responses_that_are_masked_run_nowhere(runs):
     """Every response is truncated: only the dummy of two tokens runs. MFU counts what ran."""
     row = runs[1]["dapo mask truncated"][0]
-    assert row["rollout/truncated_frac"] == 1 and row["global_seqlen/balanced_max"] == 2 < row["global_seqlen/max"]
+    assert row["rollout/truncated_frac"] == 1 and row["global_seqlen/balanced_max"] == 2
     found = [row["perf/mfu/actor"] for rows in runs[1].values() for row in rows if "perf/mfu/actor" in row]
     assert 0 < max(found) < 1
 

@@ -82,7 +82,7 @@ def test_spread_by_hand():
 
 def test_memory_is_plausible():
     metrics = memory(WORLD)
-    assert 0.05 < metrics["perf/cpu_memory_used_gb"] <= metrics["perf/cpu_memory_peak_gb"] < 1000
+    assert 0.05 < metrics["perf/cpu_memory_peak_gb"] < 1000
 
 
 def test_step_line_by_hand():
@@ -137,7 +137,8 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path):
     tracker = Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {})
     for step in range(5):
         tracker.log(step, {"try": 1}, "")
-    state = json.loads(json.dumps(tracker.state_dict(2)))               # as a checkpoint keeps it
+        if step == 2:
+            state = json.loads(json.dumps(tracker.state_dict(2)))       # as a checkpoint keeps it
     tracker = Tracker(LogConfig(), str(tmp_path), Args(), WORLD, state)
     for step in range(3, 5):
         tracker.log(step, {"try": 2}, "")
@@ -146,12 +147,16 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path):
 
 def test_a_line_that_a_kill_cut_short_does_not_stop_the_resumed_run(tmp_path):
     tracker = Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {})
-    for step in range(3):
+    for step in range(2):
         tracker.log(step, {"try": 1}, "")
+    state = tracker.state_dict(1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "tr')
-    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, tracker.state_dict(1)).log(2, {"try": 2}, "")
+        file.write('{"step": 2, "tr')
+    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, state).log(2, {"try": 2}, "")
     assert [(row["step"], row["try"]) for row in lines(tmp_path)] == [(0, 1), (1, 1), (2, 2)]
+    (tmp_path / "metrics.jsonl").unlink()                               # what is lost is not made up
+    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, state).log(2, {"try": 3}, "")
+    assert [(row["step"], row["try"]) for row in lines(tmp_path)] == [(2, 3)]
 
 
 def test_a_new_run_starts_anew(tmp_path):
@@ -165,7 +170,7 @@ def test_only_rank_0_writes(tmp_path, capsys):
     tracker = Tracker(LogConfig(), str(tmp_path / "run"), Args(), other, {})
     tracker.log(1, {"reward": 0.5}, "step one")
     tracker.close()
-    assert tracker.state_dict(1) == {"step": 1, "wandb_id": None}
+    assert tracker.state_dict(1) == {"step": 1, "wandb_id": None, "size": 0}
     console.print_on_main(other, "hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
@@ -203,7 +208,7 @@ def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
     (tmp_path / "rollouts").mkdir()
     for step in (1, 5, 10):
         (tmp_path / f"rollouts/step_{step:06d}.parquet").touch()
-    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {"step": 5, "wandb_id": None})
+    Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {"step": 5, "wandb_id": None, "size": 0})
     assert files() == ["step_000001.parquet", "step_000005.parquet"]
     Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {})
     assert files() == []
@@ -218,8 +223,9 @@ def test_tensorboard_of_a_resumed_run(tmp_path):
         tracker = Tracker(config, str(tmp_path), Args(), WORLD, state)
         for step in range(first, last + 1):
             tracker.log(step, {"critic/rewards/mean": value}, "")
+            if step == 2:
+                state = json.loads(json.dumps(tracker.state_dict(2)))
         tracker.close()
-        state = json.loads(json.dumps(tracker.state_dict(2)))
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("critic/rewards/mean")
     assert [(event.step, event.value) for event in found] == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
     Tracker(config, str(tmp_path), Args(), WORLD, {}).close()           # anew
@@ -251,14 +257,19 @@ def test_wandb_without_an_account_is_refused_at_once(monkeypatch, tmp_path):
 # --------------------------------------------------------------------------- progress
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
-    clock = iter([0.0, 10.0, 31.0, 50.0, 62.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    clock = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[-1])
     tracker = Tracker(LogConfig(), str(tmp_path), Args(), WORLD, {})
     with tracker.progress("rollout", 4) as advance:
-        for _ in range(4):
+        for now in (10.0, 31.0, 50.0, 62.0):
+            clock.append(now)
             advance()
-    assert capsys.readouterr().out == "  rollout 2/4, 31 s\n  rollout 4/4, 62 s\n"
-    other = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"), mesh=None)
+    shown = capsys.readouterr().out.replace("\r", "")
+    assert shown.rstrip(" ") == "  rollout 2/4, 00:31\n  rollout 4/4, 01:02\n"
+    with tracker.progress("rollout", 4) as advance:
+        advance()
+    assert capsys.readouterr().out == ""                                # a short phase says nothing
+    other = World(rank=1, size=2, device=torch.device("cpu"), mesh=None)
     with Tracker(LogConfig(), str(tmp_path), Args(), other, {}).progress("rollout", 4) as advance:
         advance()
     assert capsys.readouterr().out == ""
@@ -318,18 +329,6 @@ def test_out_of_memory_says_the_phase_and_the_flag():
             raise error
         assert not hasattr(caught.value, "__notes__")
     assert profiling.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-
-
-def test_what_fills_a_gpu_by_hand(monkeypatch):
-    """80 GiB: 30 allocated, 42 reserved, 10 free, so 28 are the engine's and others'."""
-    gib = 2**30
-    for name, value in (("is_available", True), ("mem_get_info", (10 * gib, 80 * gib)), ("memory_allocated", 30 * gib),
-                        ("memory_reserved", 42 * gib), ("max_memory_allocated", 41 * gib)):
-        monkeypatch.setattr(profiling.torch.cuda, name, lambda value=value: value)
-    assert profiling.memory_note("ref").splitlines() == [
-        "ran out of memory in phase ref. Lower or set: --max-tokens-per-gpu; then --policy.gradient-checkpointing True",
-        "of 80.0 GiB: 30.0 in the trainer's tensors (weights, gradients, optimizer, activations; peak 41.0), 12.0 "
-        "cached by torch, 28.0 in the engine's pool and other processes, 10.0 free"]
 
 
 def test_peak_flops_from_the_table_or_measured(monkeypatch):
