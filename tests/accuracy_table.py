@@ -47,7 +47,6 @@ def rows():
     yield "rollout correction, metrics", "sums over responses", [(), (max(found),)]
     for loss, preset in (("ppo", "decoupled-seq-is"), ("ppo", "bypass-ppo-clip"), ("reinforce", "bypass-pg-is")):
         yield f"{loss} with {preset}", "loop, case by case", [(), correction.gradient_errors(loss, {"preset": preset})]
-    attention.register_attention()
     for name in attention.CONFIGS:
         want = attention.one_by_one(attention.model(name, "eager"))
         got = attention.packed(attention.model(name, "packed_sdpa"))

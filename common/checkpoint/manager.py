@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from common.checkpoint.state import (
 from common.checkpoint.writer import SaveConfig, SaveError, Writer
 from common.parallel.ranks import World, all_gather_objects, all_max, on_main
 from common.tracking.console import print_on_main
+from common.tracking.timer import Timer
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
@@ -61,7 +61,7 @@ class Checkpoints:
         # The saves.
         self.saved_step = 0
         self.num_failed = 0
-        self.timings: dict[str, float] = {}
+        self.timer = Timer(watchdog.phase)
         self.error: SaveError | None = None                     # of the newest save
         self.host: dict[str, Tensor] = {}                       # what the writer thread reads while training goes on
         self.writing: Future | None = None
@@ -121,7 +121,8 @@ class Checkpoints:
 
     def metrics(self) -> dict[str, float]:
         """Seconds that saves since the last call blocked training, and the number of failed ones so far."""
-        timings, self.timings = self.timings, {}
+        timings = {f"timing_s/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
+        self.timer.seconds.clear()
         return timings | {"save/failed": self.num_failed}
 
     def wait(self) -> None:
@@ -150,30 +151,26 @@ class Checkpoints:
         self.dirty = True
 
     def _save(self) -> None:
-        start = time.perf_counter()
-        phase, _ = self.watchdog.current
-        self.watchdog.phase("save_checkpoint")
-        self.wait()
-        tensors = tensors_of(self.parts)
-        if self.config.async_:
-            self.host = self.host or {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-            for name, tensor in tensors.items():
-                self.host[name].copy_(tensor)
-            tensors = self.host
-        manifest = {
-            "step": self.state["step"],
-            "score": self.score,
-            "state": self.state,
-            "world_size": self.world.size,
-            "script": self.script,
-            "parts": sorted(self.parts),
-            "flags": flags_of(self.args),
-        }
-        self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
-        if not self.config.async_:
+        with self.timer("save_checkpoint"):
             self.wait()
-        self.timings["timing_s/save_checkpoint"] = time.perf_counter() - start
-        self.watchdog.phase(phase)
+            tensors = tensors_of(self.parts)
+            if self.config.async_:
+                self.host = self.host or {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+                for name, tensor in tensors.items():
+                    self.host[name].copy_(tensor)
+                tensors = self.host
+            manifest = {
+                "step": self.state["step"],
+                "score": self.score,
+                "state": self.state,
+                "world_size": self.world.size,
+                "script": self.script,
+                "parts": sorted(self.parts),
+                "flags": flags_of(self.args),
+            }
+            self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
+            if not self.config.async_:
+                self.wait()
 
     def _choose_undamaged(self) -> Path | None:
         """The checkpoint to start from, every file of it read and compared; None for a new run."""

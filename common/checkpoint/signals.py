@@ -6,7 +6,6 @@ these cases; its report names the ranks' codes.
 """
 
 import faulthandler
-import json
 import os
 import select
 import signal
@@ -14,8 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -49,7 +46,6 @@ class Watchdog:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-        sys.excepthook = self._on_exception
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
@@ -77,14 +73,8 @@ class Watchdog:
         by_torchrun = number == signal.SIGTERM and not self.signal and self.launcher is not None
         if by_torchrun and len(psutil.Process(self.launcher).children()) < self.num_local_ranks:
             # It has reaped a rank that ended with an error. Those that are left can reach no safe point.
-            self._end(f"{first_failure() or 'another rank ended'}, in phase {self.current[0]!r}", 1)
+            self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
         self.signal = self.signal or number
-
-    def _on_exception(self, *exception: Any) -> None:
-        """After a traceback that may only say that a connection was closed: which rank failed first, and why."""
-        sys.__excepthook__(*exception)
-        if failure := first_failure():
-            sys.stderr.write(f"[rank {self.rank}] {failure}, in phase {self.current[0]!r}\n")
 
     def _end(self, why: str, code: int) -> None:
         if code == HANG_EXIT_CODE:
@@ -97,19 +87,3 @@ class Watchdog:
         if code == HANG_EXIT_CODE:
             time.sleep(min(GRACE_S, self.timeout_s))
         os._exit(code)
-
-
-def first_failure() -> str:
-    """The first error that torchrun has of this machine's ranks, in words; "" if it has none or it is this rank's."""
-    own = os.environ.get("TORCHELASTIC_ERROR_FILE")             # .../attempt_0/LOCAL_RANK/error.json
-    if own is None:
-        return ""
-    files = Path(own).parent.parent.glob("*/error.json")
-    first = min(files, key=lambda file: file.stat().st_mtime_ns, default=Path(own))
-    if first == Path(own):
-        return ""
-    try:
-        message = json.loads(first.read_text())["message"]["message"]
-    except ValueError:                                          # the file is being written at this moment
-        return ""
-    return f"local rank {first.parent.name} failed first: {message.splitlines()[0]}"

@@ -5,7 +5,6 @@ ones anyway. On CPUs the memory of the cache is freed and the weights stay.
 """
 
 import contextlib
-import dataclasses
 import gc
 import importlib.util
 import json
@@ -96,7 +95,7 @@ class VLLMEngine(Engine):
                 stack.enter_context(vllm_cpu.own_segment_name())
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = {} if self.on_cpu else {"moe_backend": "triton"}
-            extra |= parse_extra(config.extra, set(options))
+            extra |= parse_extra(config.extra)
             self.llm = LLM(**options, **extra)
         # vLLM's first model runner has a random generator for each response, which is slow on GPUs
         slow = not self.on_cpu and not self.llm.llm_engine.vllm_config.use_v2_model_runner
@@ -263,22 +262,14 @@ class VLLMEngine(Engine):
             self.llm.llm_engine.engine_core.shutdown()
 
 
-def parse_extra(extra: str, own: set[str]) -> dict[str, Any]:
-    """The arguments of LLM(...) in a JSON object. `own`: names that other flags set."""
-    from vllm.engine.arg_utils import EngineArgs
-
+def parse_extra(extra: str) -> dict[str, Any]:
+    """The arguments of LLM(...) in a JSON object. vLLM refuses unknown ones, Python those that are given twice."""
     try:
         arguments = json.loads(extra)
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(f"--rollout.extra {extra} must be a JSON object, e.g. '{{\"max_num_batched_tokens\": 4096}}'")
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in arguments:
-        if name not in known:
-            raise ValueError(f"--rollout.extra {extra}: {name} is no argument of vLLM's LLM(...)")
-        if name in own:
-            raise ValueError(f"--rollout.extra {extra}: {name} is set by another flag")
     return arguments
 
 

@@ -1,7 +1,5 @@
 """Attention over packed sequences: one row of tokens, cut by `cu_seq_lens` into sequences that never see each other."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,31 +81,19 @@ def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: d
 
 def _causal_mask(length: int, new: int, window: int | None, device) -> Tensor:
     """[new, length], True where the last `new` queries may see a key: their own and the `window - 1` before it."""
-    make = _cached_mask if new * length <= 1 << 16 else _make_mask      # every layer asks for the same mask
-    return make(length, new, window, device)
-
-
-def _make_mask(length: int, new: int, window: int | None, device) -> Tensor:
     mask = torch.ones(new, length, dtype=torch.bool, device=device).tril_(length - new)
     return mask if window is None else mask.triu_(length - new + 1 - window)
 
 
-_cached_mask = functools.lru_cache(maxsize=256)(_make_mask)
-
-
-def register_attention() -> None:
-    """Make both functions known to transformers. They register no mask function, so transformers builds no mask."""
-    AttentionInterface.register("packed_sdpa", packed_sdpa)
-    AttentionInterface.register("packed_varlen", packed_varlen)
+# transformers knows both functions by these names. They register no mask function, so transformers builds no mask.
+AttentionInterface.register("packed_sdpa", packed_sdpa)
+AttentionInterface.register("packed_varlen", packed_varlen)
 
 
 def choose_attention(
     device: torch.device | str, config: PretrainedConfig, requested: str = "auto", share_prompt: bool = False,
 ) -> tuple[str, str]:
-    """The name of the requested attention, or of the fastest one for this device and model, and the reason.
-
-    The attention functions are registered with transformers."""
-    register_attention()
+    """The name of the requested attention, or of the fastest one for this device and model, and the reason."""
     if requested != "auto":
         return requested, "--policy.attention"
     config = config.get_text_config()

@@ -66,9 +66,5 @@ def _start_gathering(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> I
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that a checkpoint holds (the expert biases of GLM-4.5); rotary frequencies, for one, are not."""
-    return {
-        f"{path}.{name}".lstrip("."): buffer
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}

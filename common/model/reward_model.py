@@ -12,6 +12,9 @@ from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_max
 from common.prompts import Prompt
 
+MAX_TOKENS = 16384
+"""Token budget of one forward on one rank."""
+
 
 @dataclass
 class RewardModelConfig:
@@ -21,8 +24,6 @@ class RewardModelConfig:
     """Factor of its score, which is added to that of the reward function."""
     alone: bool = False
     """The reward is the model's score alone: no reward function is run."""
-    max_tokens: int = 16384
-    """Token budget of one forward on one rank."""
     offload: bool = False
     """Keep its weights in pinned host memory except while it scores."""
 
@@ -53,7 +54,7 @@ class RewardModel:
     """Scores conversations in the model's own chat template and tokens."""
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
-        self.weight, self.max_tokens, self.world = config.weight, config.max_tokens, world
+        self.weight, self.world = config.weight, world
         self.tokenizer = _tokenizer(config, model_config)
         self.model = load_critic(config.path, model_config, world, frozen=True)
         self.offloaded = OffloadedTensors(lambda: self.model.parameters() if config.offload else ())
@@ -75,7 +76,7 @@ class RewardModel:
             row = Batch.build([tokens], [[0]])
             if len(row.tokens) > room:
                 groups.append([])
-                room = self.max_tokens
+                room = MAX_TOKENS
             groups[-1].append(row)
             room -= len(row.tokens)
         dummy = Batch.build([[0]], [[0]])

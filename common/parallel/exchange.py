@@ -9,43 +9,36 @@ from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects
 
 
-def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.ProcessGroup | None = None) -> Batch:
+def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     """Send response i of this rank's batch to rank `destination[i]` [S_local]. Returns what arrives, sorted by index.
 
     Ranks first tell each other their fields and sizes; then one message goes from each rank to each. A rank may bring
     or get nothing; ranks that bring responses must bring the same fields. Without a process group it only sorts."""
     destination = torch.as_tensor(destination, dtype=torch.int64).cpu()
-    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-    if destination.shape != (len(batch),) or ((destination < 0) | (destination >= world_size)).any():
-        raise ValueError(f"destination {destination} must name a rank below {world_size} for {len(batch)} responses")
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size == 1:
         return batch.sort()
     counts = torch.bincount(destination, minlength=world_size).tolist()
     by_destination = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
     outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_destination]
     fields = tuple((name, tensor.dtype) for name, (tensor, _) in batch.present().items())
-    by_rank = all_gather_objects((len(batch) > 0, fields), group)
+    by_rank = all_gather_objects((len(batch) > 0, fields))
     _, fields = max(by_rank, key=lambda brought: (brought[0], len(brought[1])))     # an empty batch may lack some
-    different = {brought for counts, brought in by_rank if counts}
-    if len(different) > 1:
-        raise ValueError(
-            f"exchange: ranks bring different fields {different}; fill an optional one on all ranks or none"
-        )
 
     # the sizes: how many numbers each field has in the message to each rank
     home = batch.tokens.device
-    wire = "cuda" if dist.get_backend(group) == "nccl" else home                    # NCCL takes no CPU tensors
+    wire = "cuda" if dist.get_backend() == "nccl" else home                    # NCCL takes no CPU tensors
     no_responses = [0] * (1 + len(fields))
     sizes_out = [[len(column) for column in message] if len(batch) else no_responses for message in outgoing]
     sizes_in = torch.empty(world_size, 1 + len(fields), dtype=torch.int64, device=wire)
-    dist.all_to_all_single(sizes_in, torch.tensor(sizes_out, device=wire), group=group)
+    dist.all_to_all_single(sizes_in, torch.tensor(sizes_out, device=wire))
     totals_in = sizes_in.sum(1).tolist()
     totals_out = [sum(sizes) for sizes in sizes_out]
 
     # the messages, as float64: it holds lengths, token ids, float32 and flags exactly, so all fit in one message
     sent = torch.cat([column.double() for message in outgoing for column in message]).to(wire)
     received = sent.new_empty(sum(totals_in))
-    dist.all_to_all_single(received, sent, totals_in, totals_out, group=group)
+    dist.all_to_all_single(received, sent, totals_in, totals_out)
     arrived = []
     for message, sizes in zip(received.to(home).split(totals_in), sizes_in.tolist()):
         lengths, *columns = message.split(sizes)
@@ -54,12 +47,12 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor, group: dist.Process
     return Batch.cat(arrived).sort()
 
 
-def gather_numbers(numbers: Tensor, index: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:
     """Give all ranks a few numbers of every response: [S_local, k] and index [S_local] -> float64 [S, k] by index.
 
     Raises ValueError, the same on every rank, unless the indices are 0 .. S-1 once each and all numbers are finite."""
     rows = torch.cat([index[:, None].double(), numbers.double()], dim=1)            # [S_local, 1 + k]
-    shares = all_gather_objects(rows.cpu().numpy(), group)
+    shares = all_gather_objects(rows.cpu().numpy())
     rows = torch.from_numpy(np.concatenate(shares)).to(numbers.device)
     rows = rows[rows[:, 0].argsort(stable=True)]                                    # [S, 1 + k]
     for i in (rows[:, 0] != torch.arange(len(rows), device=rows.device)).nonzero()[:1, 0]:

@@ -205,9 +205,7 @@ def test_a_failed_ranks_traceback_is_last(flags, tmp_path):
     assert "rank      : 1 " in root and "Traceback (most recent call last)" in root
     lines = [line.strip() for line in root.splitlines() if line.strip(" =")]
     assert lines[-1] == "ArithmeticError: asked to fail", root[-600:]
-    assert "[rank 0] local rank 1 failed first: ArithmeticError: asked to fail, in phase" in done.stderr
     note("a rank fails", f"torchrun ends both; the last lines are that rank's traceback ... {lines[-1]}")
-    note("the other rank then", re.search(r"\[rank 0\] local rank 1 failed first.*", done.stderr)[0])
 
 
 def test_a_hang_shows_all_stacks(flags, tmp_path):

@@ -215,13 +215,19 @@ def test_validation_samples_by_its_own_flags():
 
 
 def test_extra_arguments_reach_vllm_as_json():
-    assert parse_extra('{"max_logprobs": 3, "kv_cache_dtype": "auto"}', set()) == {
-        "max_logprobs": 3, "kv_cache_dtype": "auto"
-    }
-    for extra, message in [("max_logprobs=3", "must be a JSON object"), ("[1]", "must be a JSON object"),
-                           ('{"nonsense": 1}', "nonsense is no argument"), ('{"seed": 1}', "set by another flag")]:
-        with pytest.raises(ValueError, match=message):
-            parse_extra(extra, {"seed"})
+    given = {"max_logprobs": 3, "kv_cache_dtype": "auto"}
+    assert parse_extra(json.dumps(given)) == given
+    for extra in ("max_logprobs=3", "[1]"):
+        with pytest.raises(ValueError, match="must be a JSON object"):
+            parse_extra(extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"), [('{"nonsense": 1}', "nonsense"), ('{"seed": 1}', "multiple values.*seed")]
+)
+def test_extra_arguments_that_vllm_does_not_take_are_errors(extra, message, smollm, world, prompts):
+    with pytest.raises(TypeError, match=message):
+        start("vllm", smollm, world, prompts, extra=extra)
 
 
 def hub_model(folder, monkeypatch, **files: dict) -> str:

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from common.batch import Batch
-from common.model.attention import choose_attention, packed_sdpa, packed_varlen, register_attention
+from common.model.attention import choose_attention, packed_sdpa, packed_varlen
 from common.model.policy import Policy
 from common.model.shared_prompts import share_prompts
 from tests import oracles
@@ -81,7 +81,6 @@ def relative(got, want):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_equals_one_by_one(name):
     """Transformers' own eager attention, a sequence at a time, is the oracle: float32, 1e-5 of the largest number."""
-    register_attention()
     want, want_grad = one_by_one(model(name, "eager"))
     lm = model(name, "packed_sdpa")
     got, got_grad = packed(lm)
@@ -96,7 +95,6 @@ def test_packed_equals_one_by_one(name):
 @pytest.mark.parametrize("name", ["mistral, window 4", "gemma2", "gemma3"])
 def test_the_window_and_softcap_matter(name):
     """The settings under test change the logits, so a function that ignored them would fail above."""
-    register_attention()
     lm = model(name, "packed_sdpa")
     got, _ = packed(lm)
     for module in lm.modules():
@@ -170,7 +168,6 @@ def test_refusals():
             function(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 6]), s_aux=torch.zeros(2))
     with pytest.raises(RuntimeError, match="sum exactly to 6"):
         packed_sdpa(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 2, 5]))
-    register_attention()
     with pytest.raises(ValueError, match="needs one packed row with its cu_seq_lens_q"):
         model("llama", "packed_sdpa")(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
@@ -198,7 +195,6 @@ def test_choose_attention():
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral, window 4", "gemma3"])
 def test_packed_varlen_equals_packed_sdpa(name):
     """On a GPU: torch's varlen kernels against sdpa a sequence, both in bfloat16, and both against float32."""
-    register_attention()
     results = {}
     for implementation, dtype in (("packed_sdpa", torch.float32), ("packed_sdpa", torch.bfloat16),
                                   ("packed_varlen", torch.bfloat16)):
@@ -236,7 +232,6 @@ def test_bfloat16_is_float32_rounded(lengths):
 def test_a_shared_prompt_changes_nothing(family):
     """share_prompt runs equal prompts once: the same log-probs, entropies and gradients as every response by itself."""
     config, extra = CONFIGS[family]
-    register_attention()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         config(**SIZES | extra), attn_implementation="packed_sdpa", dtype=torch.float64)
@@ -309,7 +304,6 @@ def test_packed_varlen_hands_the_kernel_the_keys_of_a_shared_prompt(window, monk
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_packed_varlen_shares_prompts():
     """On a GPU: shared prompts through torch's kernels, in bfloat16, against sdpa in float32; also the gradients."""
-    register_attention()
     batch = Batch.build([[5] * 40] * 3 + [[8, 9]] * 2, [[1, 2], [3] * 9, [3], [4, 5, 6], [7]]).to("cuda")
     results = []
     for name, dtype, share in (("packed_sdpa", torch.float32, False), ("packed_varlen", torch.bfloat16, False),

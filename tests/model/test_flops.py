@@ -6,8 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
+import common.model.attention  # noqa: F401 - transformers knows packed_sdpa then
 from common.batch import Batch
-from common.model.attention import register_attention
 from common.model.flops import microbatch_flops, sequence_cost
 from common.model.policy import Policy
 
@@ -40,7 +40,6 @@ def pairs_outside(num_before: int, num_new: int, window: int | None) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_microbatch_costs_what_torch_counts(name, share_prompt):
     config, windows = CONFIGS[name]
-    register_attention()
     policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation="packed_sdpa").float())
     policy.share_prompt = share_prompt
     batch = make_batch()
@@ -81,7 +80,6 @@ def test_without_sharing_it_is_the_cost_of_the_sequences_with_a_smaller_head():
 def test_no_more_is_counted_than_torch_counts():
     """So MFU stays below 1: with a shared prompt, the count is below that of the operations that ran."""
     config = LlamaConfig(**SIZES)
-    register_attention()
     policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation="packed_sdpa").float())
     batch = Batch.build([list(range(1, 31))] * 16, [[3, 4]] * 16)
     policy.share_prompt = True

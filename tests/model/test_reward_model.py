@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
+from common.model import reward_model
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
 from common.prompts import Prompt
@@ -26,7 +27,8 @@ def folder(tiny_llama, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("max_tokens", "offload"), [(16384, False), (60, True), (1, False)])
-def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens, offload):
+def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens, offload, monkeypatch):
+    monkeypatch.setattr(reward_model, "MAX_TOKENS", max_tokens)
     model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     want = []
@@ -35,7 +37,7 @@ def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_toke
         ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
         with torch.no_grad():
             want.append(float(model(input_ids=torch.tensor([ids])).logits))
-    ours = RewardModel(RewardModelConfig(path=folder, max_tokens=max_tokens, offload=offload), FLOAT32, world)
+    ours = RewardModel(RewardModelConfig(path=folder, offload=offload), FLOAT32, world)
     for _ in range(2):
         sizes = [p.to_local().untyped_storage().nbytes() for p in ours.model.parameters()]
         assert not any(sizes) if offload else all(sizes)
