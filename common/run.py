@@ -30,21 +30,19 @@ from common.metrics import Meter
 from common.model.attention import choose_attention
 from common.model.flops import update_flops
 from common.model.loading import load_critic, load_policy, read_config
-from common.model.memory import resident_gb
-from common.model.offload import Offload, OffloadConfig
+from common.model.offload import Offload, OffloadConfig, resident_gb
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
-from common.model.reward_model import RewardModelConfig, check_reward_model
+from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.parallel import ranks
-from common.parallel.seeds import seed_everything, seed_of
+from common.parallel.ranks import seed_everything, seed_of
 from common.prompts import DataConfig, PromptSampler
 from common.rollout import Minibatch, Rollout, to_minibatches
 from common.tracking.console import batch_line, print_on_main, step_line, val_line
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.profiling import peak_flops
+from common.tracking.profiling import Timer, peak_flops
 from common.tracking.rollouts import Record
 from common.tracking.step import step_metrics
-from common.tracking.timer import Timer
 from common.tracking.validation import evaluate
 from rewards.runtime.pool import RewardConfig
 
@@ -179,7 +177,8 @@ class Run:
         """Continue from a checkpoint as --save.resume says: weights, optimizers, the order of prompts,
         `script_state`. All models must be loaded by now."""
         args = self.args
-        self.scoring.load_model(args.reward_model, args.policy, self.world)
+        if args.reward_model.path:
+            self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
         self.engine.offload = Offload(args.offload, list(self.models.values()), list(self.optimizers.values()))
         self.policy = self.models["policy"]
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, args.policy.compute_dtype)

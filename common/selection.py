@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.losses import LossSettings, ppo
 from common.parallel.choice import choose_largest
-from common.parallel.seeds import seed_of
+from common.parallel.ranks import seed_of
 from common.segments import moments
 
 SELECTED = ("clip_cov", "kl_cov")                       # losses that need a selection

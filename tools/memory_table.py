@@ -3,8 +3,7 @@
 from transformers import Qwen2Config
 
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
-from common.model.memory import resident_gb
-from common.model.offload import OffloadConfig
+from common.model.offload import OffloadConfig, resident_gb
 from common.model.policy import ModelConfig
 
 GPU_GB = 79.0  # what CUDA reports for a GPU of 80 GB

@@ -29,7 +29,7 @@ from common.checkpoint.state import (
 from common.checkpoint.writer import SaveConfig, SaveError, Writer
 from common.parallel.ranks import World, all_gather_objects, all_max, on_main
 from common.tracking.console import print_on_main
-from common.tracking.timer import Timer
+from common.tracking.profiling import Timer
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""

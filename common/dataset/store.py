@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from common.dataset.reading import JSON_LINES, find_files, read_json_lines, read_parquet, rows_of
 from common.dataset.template import template_arguments, template_name
-from common.parallel.ranks import all_gather_objects
+from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, encode, parse_row
 
 
@@ -89,22 +89,18 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
     rank, local_rank = 0, 0
     if dist.is_initialized():
         rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
-    folder = loaded = problem = None
     with ExitStack() as stack:
-        if local_rank == 0:
+        def read() -> tuple[str, Loaded]:
             try:
                 folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts", dir=config.cache_dir or None))
-                loaded = tokenise_files(find_files(files), tokenizer, config, folder)
-            except ValueError as error:
-                problem = str(error)
+                return folder, tokenise_files(find_files(files), tokenizer, config, folder)
             except OSError as error:  # those of reading are ValueErrors by now
-                problem = f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
-        results = all_gather_objects((folder, loaded, problem))
-        folder, loaded, _ = results[rank - local_rank]  # torchrun: the ranks of a node are consecutive
-        problem = next((problem for *_, problem in results if problem), None)
-        if problem:
-            raise ValueError(problem)
-        prompts = PromptSet(folder, loaded, config)
+                raise ValueError(
+                    f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
+                ) from None
+
+        results = together(lambda: read() if local_rank == 0 else None, ValueError)
+        prompts = PromptSet(*results[rank - local_rank], config)  # torchrun: the ranks of a node are consecutive
         if dist.is_initialized():
             dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
     return prompts

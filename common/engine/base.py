@@ -20,8 +20,7 @@ from common.batch import Batch
 from common.engine.sync import Sent, checksum
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
-from common.parallel.ranks import World, all_max, all_names, all_sum
-from common.parallel.seeds import seed_of
+from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
 
 
 @dataclass
@@ -181,8 +180,6 @@ class Engine:
         """
         if not self.awake:
             raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
-        if len(prompts) != len(seeds):
-            raise ValueError(f"generate: {len(prompts)} prompts but {len(seeds)} seeds")
         self.stop = self._agreed(stop)
         groups = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
         requests, request_seeds, group_of = [], [], []

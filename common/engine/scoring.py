@@ -10,10 +10,8 @@ import torch
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Response, SamplingConfig
 from common.metrics import Meter
-from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import World, all_names, all_sum
-from common.parallel.seeds import seed_of
+from common.parallel.ranks import all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
@@ -32,10 +30,6 @@ class Scoring:
         self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
         self.pool = None if model_config.alone else RewardPool(**vars(config))
-
-    def load_model(self, config: RewardModelConfig, model_config: ModelConfig, world: World) -> None:
-        if config.path:
-            self.model = RewardModel(config, model_config, world)
 
     def close(self) -> None:
         if self.pool is not None:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,11 +23,9 @@ from torch import Tensor, nn
 
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
-from common.engine.restore import unchanged_generators, unchanged_process
 from common.engine.sync import Held, Sent, differing, held_checksums
 from common.model.policy import ModelConfig
-from common.parallel.ranks import World, all_names
-from common.parallel.seeds import seed_of
+from common.parallel.ranks import World, all_names, seed_of
 
 RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the buckets of the weight sync."""
@@ -289,3 +288,39 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
             f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
         )
     return share
+
+
+@contextlib.contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Restore what the construction of `LLM()` changes in the trainer's process.
+
+    It seeds every global generator and edits the environment; on CPUs it replaces torch.set_num_threads and pins the
+    process to cores; with --rollout.batch-invariant it replaces torch.bmm by a function without a backward.
+    """
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    bmm = torch.bmm
+    environment = dict(os.environ)
+    cores = os.sched_getaffinity(0)
+    with unchanged_generators():
+        yield
+    torch.set_num_threads = set_num_threads
+    torch.set_num_threads(num_threads)
+    os.sched_setaffinity(0, cores)
+    torch.bmm = bmm
+    for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+        if name in environment:
+            os.environ[name] = environment[name]
+
+
+@contextlib.contextmanager
+def unchanged_generators() -> Iterator[None]:
+    """Restore the state of all global random generators."""
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.parallel.ranks import all_gather_objects, all_sum
-from common.parallel.seeds import seed_of
+from common.parallel.ranks import all_gather_objects, all_sum, seed_of
 
 
 def choose_largest(

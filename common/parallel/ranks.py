@@ -1,11 +1,14 @@
 """Processes: the group that torchrun made (or a group of one), the device, sums over all ranks, seeds."""
 
+import hashlib
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -115,3 +118,16 @@ def on_main(world: World, work: Callable[[], Any]) -> Any:
 def all_names(names: set[str]) -> list[str]:
     """The names that any rank has, sorted: the same list on every rank."""
     return sorted(set().union(*all_gather_objects(names)))
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 31-bit seed from names and numbers, the same in every process and Python version."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+
+
+def seed_everything(*parts: int | str) -> None:
+    seed = seed_of(*parts)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -91,13 +91,10 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is what the console shows of it. Every rank calls it."""
-        trace = self.profiler.stop(step)
+        self.profiler.stop(step)
         if not self.is_main:
             return
-        lines = [line, *self.health.look(step, metrics)]
-        if trace is not None:
-            lines.append(f"profile {trace}")
-        print(*lines, sep="\n", flush=True)
+        print(line, *self.health.look(step, metrics), sep="\n", flush=True)
         with self.jsonl.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         sync(self.jsonl)                                                    # before a checkpoint knows this step

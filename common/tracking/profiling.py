@@ -1,6 +1,9 @@
-"""What the machine can do and did: peak FLOP/s, torch profiler traces, what to say when memory runs out."""
+"""What the machine can do and did: peak FLOP/s, torch profiler traces, seconds by phase."""
 
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -62,16 +65,13 @@ class Profiler:
             self.running = torch.profiler.profile(profile_memory=torch.cuda.is_available())
             self.running.start()
 
-    def stop(self, step: int) -> Path | None:
-        """Write the trace of the step that `start` began; None where it began none."""
-        if self.running is None:
-            return None
-        self.running.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step_{step:06d}_rank{self.rank}.json.gz"
-        self.running.export_chrome_trace(str(path))
-        self.running = None
-        return path
+    def stop(self, step: int) -> None:
+        """Write the trace of the step, if `start` began one."""
+        if self.running is not None:
+            self.running.stop()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.running.export_chrome_trace(f"{self.folder}/step_{step:06d}_rank{self.rank}.json.gz")
+            self.running = None
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -79,7 +79,31 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def memory_note(phase: str) -> str:
-    """For the traceback of an error in `phase`: what to lower. What fills a GPU, torch's own message says."""
-    flags = FLAGS_OF_PHASE.get(phase, "--max-tokens-per-gpu; then --policy.gradient-checkpointing True")
-    return f"ran out of memory in phase {phase}. Lower or set: {flags}"
+class Timer:
+    """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
+    memory: the error says the phase and the flags to turn."""
+
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
+        self.on_phase, self.start = on_phase, time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.on_phase(phase)
+        start = time.perf_counter()
+        try:
+            with torch.profiler.record_function(phase):
+                yield
+        except RuntimeError as error:                                   # torch.OutOfMemoryError is one
+            if is_out_of_memory(error):
+                flags = FLAGS_OF_PHASE.get(phase, "--max-tokens-per-gpu; then --policy.gradient-checkpointing True")
+                error.add_note(f"ran out of memory in phase {phase}. Lower or set: {flags}")
+            raise
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - start
+        self.on_phase(f"after {phase}")
+
+    def metrics(self) -> dict[str, float]:
+        total = time.perf_counter() - self.start
+        return {f"timing_s/{phase}": s for phase, s in self.seconds.items()} | {"timing_s/step": total}

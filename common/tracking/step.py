@@ -10,7 +10,7 @@ from common.metrics import Meter, spread
 from common.parallel.ranks import World
 from common.rollout import Minibatch, Rollout
 from common.segments import is_constant
-from common.tracking.timer import Timer
+from common.tracking.profiling import Timer
 
 
 def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sampled: Rollout,

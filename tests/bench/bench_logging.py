@@ -27,9 +27,9 @@ from common.prompts import Prompt
 from common.rollout import Rollout, Sample
 from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
+from common.tracking.profiling import Timer
 from common.tracking.rollouts import Record
 from common.tracking.step import step_metrics
-from common.tracking.timer import Timer
 from tests.bench.record import report
 
 

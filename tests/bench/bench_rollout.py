@@ -17,7 +17,7 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
-from common.parallel.seeds import seed_of
+from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
 from rewards.runtime.pool import RewardConfig
 from tests.bench.record import report

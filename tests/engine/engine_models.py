@@ -17,7 +17,7 @@ from common.engine.make import make_engine
 from common.model.gather import saved_buffers
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
-from common.parallel import ranks, seeds
+from common.parallel import ranks
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2",
             "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
@@ -83,7 +83,7 @@ def policy_rank(parameter) -> int:
 
 
 def noise_for(name: str, shape: torch.Size) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seeds.seed_of(name)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(ranks.seed_of(name)))
 
 
 def oracle(model: str, scale: float) -> torch.nn.Module:

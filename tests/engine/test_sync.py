@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.engine.base import SamplingConfig
-from common.parallel.seeds import seed_of
+from common.parallel.ranks import seed_of
 from tests.conftest import ROOT, launch
 from tests.engine import engine_models
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start

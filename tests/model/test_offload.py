@@ -5,8 +5,7 @@ import torch
 from common.engine.base import RolloutConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
-from common.model.memory import resident_gb
-from common.model.offload import Offload, OffloadConfig
+from common.model.offload import Offload, OffloadConfig, resident_gb
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, make_optimizer
 from tests.rank_worker import train

@@ -22,8 +22,7 @@ from transformers import (
 
 from common.batch import Batch
 from common.model.loading import CAUSAL_LM, SCORED, load_critic, load_policy, read_config
-from common.model.memory import resident_gb
-from common.model.offload import OffloadConfig
+from common.model.offload import OffloadConfig, resident_gb
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
 from tests.engine.engine_models import make_model

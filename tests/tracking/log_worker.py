@@ -17,9 +17,9 @@ from common.parallel import ranks
 from common.prompts import Prompt
 from common.rollout import Rollout, Sample
 from common.tracking.logger import LogConfig
+from common.tracking.profiling import Timer
 from common.tracking.rollouts import Record
 from common.tracking.step import step_metrics
-from common.tracking.timer import Timer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]

@@ -23,8 +23,8 @@ from common.tracking import console, profiling
 from common.tracking.console import step_line
 from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig, Tracker
+from common.tracking.profiling import Timer
 from common.tracking.step import memory
-from common.tracking.timer import Timer
 from tests.conftest import launch
 from tests.rank_worker import fill_meter
 
@@ -297,7 +297,7 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
 
 # --------------------------------------------------------------------------- profiles and memory
 
-def test_a_profile_of_chosen_steps_names_the_phases(tmp_path, capsys):
+def test_a_profile_of_chosen_steps_names_the_phases(tmp_path):
     tracker = Tracker(LogConfig(profile_steps=(2, 4)), str(tmp_path), Args(), WORLD, {})
     for step in range(1, 6):
         tracker.profiler.start(step)
@@ -311,7 +311,6 @@ def test_a_profile_of_chosen_steps_names_the_phases(tmp_path, capsys):
     (phase,) = [event for event in events if event.get("name") == "update_actor" and "dur" in event]
     (product,) = [event for event in events if event.get("name") == "aten::mm"]
     assert phase["ts"] <= product["ts"] and product["ts"] + product["dur"] <= phase["ts"] + phase["dur"]
-    assert f"step 2\nprofile {files[0]}\nstep 3\n" in capsys.readouterr().out
 
 
 def test_out_of_memory_says_the_phase_and_the_flag():
