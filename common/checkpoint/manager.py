@@ -207,21 +207,17 @@ class Checkpoints:
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         reader = Reader(folder)
-        stored = reader.read_metadata().state_dict_metadata
         then = json.loads((folder / "hf/config.json").read_bytes())
         then |= {"script": manifest["script"], "trained parts": manifest["parts"]}
         now = json.loads(self.files["config.json"]) | {"script": self.script, "trained parts": sorted(self.parts)}
         free = NOT_COMPARED if self.config.resume == "auto" else NOT_COMPARED | {"script"}
         wrong = [text for text in differences(then, now) if text.split()[0] not in free]
-        shapes_then = {name: tuple(entry.size) for name, entry in stored.items() if name.split(".")[1] != "optim"}
-        shapes_now = {name: tuple(tensor.shape) for name, tensor in tensors_of(self.parts).items()}
-        wrong += differences(shapes_then, shapes_now)
         if wrong:
             raise ValueError(
                 f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another "
                 f"--run-dir or --save.resume"
             )
-        make_optimizer_state(self.parts, stored)
+        make_optimizer_state(self.parts, reader.read_metadata().state_dict_metadata)
         self.dirty = False
         dcp.load(tensors_of(self.parts), storage_reader=reader)
 

@@ -66,12 +66,9 @@ class PromptSet(Sequence):
 
     def summary(self) -> str:
         loaded = self.loaded
-        names = ", ".join(loaded.files[:3])
-        if len(loaded.files) > 3:
-            names += f" and {len(loaded.files) - 3} more"
-        return (f"{len(self)} prompts from {names}, {loaded.min_length} to {loaded.max_length} tokens; of "
-                f"{loaded.num_rows} rows {loaded.num_filtered} filtered (too long), {loaded.num_truncated} truncated, "
-                f"{len(loaded.bad_rows)} bad")
+        return (f"{len(self)} prompts from {len(loaded.files)} file(s), {loaded.min_length} to {loaded.max_length} "
+                f"tokens; of {loaded.num_rows} rows {loaded.num_filtered} filtered (too long), "
+                f"{loaded.num_truncated} truncated, {len(loaded.bad_rows)} bad")
 
     def write_skipped(self, path: str | Path) -> None:
         """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""

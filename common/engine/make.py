@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig, PretrainedConfig
@@ -35,13 +34,11 @@ def check_rollout(
     for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
         if not 0 < top_p <= 1:
             raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
-    filters = []
-    if config.top_p < 1:
-        filters.append(f"--rollout.top-p {config.top_p}")
-    if config.top_k > 0:
-        filters.append(f"--rollout.top-k {config.top_k}")
-    if config.min_p > 0:
-        filters.append(f"--rollout.min-p {config.min_p}")
+    filters = [
+        f"--rollout.{flag} {value}"
+        for flag, value, off in (("top-p", config.top_p, 1), ("top-k", config.top_k, 0), ("min-p", config.min_p, 0))
+        if value != off
+    ]
     if filters and not has_correction:
         raise ValueError(
             f"{' and '.join(filters)}: responses then come from a filtered distribution q, the trainer's log-probs are "
@@ -97,13 +94,6 @@ def check_vllm(config: RolloutConfig, world: World) -> None:
             raise ValueError("--rollout.batch-invariant needs a GPU: vLLM's CPU build does not have it")
         if config.quantization != "none":
             raise ValueError("--rollout.quantization needs a GPU: vLLM's CPU build does not have it")
-        free = psutil.virtual_memory().available / 2**30
-        need = config.kv_cache_gb * world.size
-        if need > 0.8 * free:
-            raise ValueError(
-                f"--rollout.kv-cache-gb {config.kv_cache_gb} on {world.size} ranks needs {need:.1f} GiB, "
-                f"{free:.1f} GiB are free: lower it"
-            )
     elif config.quantization == "fp8" and (capability := torch.cuda.get_device_capability()) < (8, 9):
         raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
 

@@ -190,8 +190,7 @@ class VLLMEngine(Engine):
         if self._residue_gb > 1.1 * self._first_residue_gb + 0.5:
             warnings.warn(
                 f"the sleeping engine keeps {self._residue_gb:.1f} GiB of the GPU, at its start it kept "
-                f"{self._first_residue_gb:.1f}: a leak, or graphs and NCCL buffers that were made late "
-                f"(--rollout.enforce-eager leaves the graphs out)",
+                f"{self._first_residue_gb:.1f}: a leak, or graphs and NCCL buffers that were made late",
                 stacklevel=2,
             )
         return {"sleep/residue_gb": self._residue_gb}
@@ -297,21 +296,18 @@ def unchanged_process() -> Iterator[None]:
     It seeds every global generator and edits the environment; on CPUs it replaces torch.set_num_threads and pins the
     process to cores; with --rollout.batch-invariant it replaces torch.bmm by a function without a backward.
     """
-    set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
-    bmm = torch.bmm
-    environment = dict(os.environ)
+    names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
     cores = os.sched_getaffinity(0)
-    with unchanged_generators():
+    # a patch with the function itself: at its end, it takes back what vLLM has put there
+    with unchanged_generators(), mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads):
         yield
-    torch.set_num_threads = set_num_threads
     torch.set_num_threads(num_threads)
     os.sched_setaffinity(0, cores)
-    torch.bmm = bmm
-    for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
+    for name in names:
         os.environ.pop(name, None)
-        if name in environment:
-            os.environ[name] = environment[name]
+    os.environ |= environment
 
 
 @contextlib.contextmanager

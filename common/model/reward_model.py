@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer
 
 from common.batch import Batch
 from common.model.loading import SCORED, load_critic, read_config
@@ -37,7 +37,7 @@ def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, ran
     if not config.path:
         return 0.0
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
-    if not _tokenizer(config, model_config).chat_template:
+    if not AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code).chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
     if config.offload:
         return 0.0
@@ -46,16 +46,12 @@ def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, ran
     return model.num_parameters() * getattr(torch, model_config.compute_dtype).itemsize / ranks / 2**30
 
 
-def _tokenizer(config: RewardModelConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
-
-
 class RewardModel:
     """Scores conversations in the model's own chat template and tokens."""
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
         self.weight, self.world = config.weight, world
-        self.tokenizer = _tokenizer(config, model_config)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
         self.model = load_critic(config.path, model_config, world, frozen=True)
         self.offloaded = OffloadedTensors(lambda: self.model.parameters() if config.offload else ())
         self.offloaded.to_host()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.utils import benchmark
 
 from common.parallel.ranks import World
 
@@ -41,16 +42,9 @@ def peak_flops(world: World, dtype: str) -> float:
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, seconds: float = 0.5) -> float:
     """The fastest of the [size, size] products that fit in `seconds`, in FLOP/s."""
-    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    a @ b                                                               # the first one also prepares
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    timer = benchmark.Timer("x @ x", globals={"x": matrix}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
 class Profiler:

@@ -311,7 +311,6 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prom
         ({"batch_invariant": True}, r"--rollout.batch-invariant needs --rollout.seeds response, here it is auto"),
         ({"engine": "hf", "extra": '{"a": 1}'}, r'--rollout.extra {"a": 1} needs --rollout.engine vllm'),
         ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
-        ({"kv_cache_gb": 1e4}, r"--rollout.kv-cache-gb 10000.0 on 1 ranks needs 10000.0 GiB"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, flags, message):
