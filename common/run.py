@@ -39,13 +39,13 @@ from common.parallel import ranks
 from common.parallel.seeds import seed_everything, seed_of
 from common.prompts import DataConfig, PromptSampler
 from common.rollout import Minibatch, Rollout, to_minibatches
-from common.tracking.console import batch_line, print_on_main, step_line, val_line
+from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import peak_flops
 from common.tracking.rollouts import Record
 from common.tracking.step import step_metrics
 from common.tracking.timer import Timer
-from common.tracking.validation import evaluate
+from common.tracking.validation import evaluate, spread_rows
 from rewards.runtime.pool import RewardConfig
 
 
@@ -69,6 +69,8 @@ class RunArgs:
     # validation
     eval_every: int = 10
     """Steps between validations; also before the first and after the last step. 0: only these two."""
+    eval_prompts: int = 512
+    """Most validation prompts, spread evenly over the files; 0: all."""
     eval_n: int = 4
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy one; 0: greedy only."""
     eval_temperature: float = 1.0
@@ -126,7 +128,6 @@ class Run:
                 sources |= set(prompts.loaded.data_sources)
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
         self.sampling = Sampling.training(args.rollout)
-        self.greedy_sampling = Sampling.validation(args.rollout, temperature=0.0)
         return self
 
     def start_engine(self, trained: int, frozen: bool = False) -> Engine:
@@ -220,6 +221,7 @@ class Run:
             yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
+        print_on_main(self.world, summary(self.tracker.run_dir))
 
     def sample(self, rows: Sequence[int], num_samples: int, sampling: Sampling, *seed: int | str) -> PendingRollout:
         """Sample responses to these rows; scoring of each one starts as it ends."""
@@ -240,7 +242,7 @@ class Run:
 
     def greedy_scores(self, rows: Sequence[int], *seed: int | str) -> Tensor:
         """The score [P] of the greedy response to each of these rows."""
-        pending = self.sample(rows, 1, self.greedy_sampling, *seed)
+        pending = self.sample(rows, 1, Sampling.validation(self.args.rollout, temperature=0.0), *seed)
         return self.collect(pending, Meter()).scores
 
     def to_minibatches(self, rollout: Rollout, in_update: Tensor, num_minibatches: int, max_tokens: int, step: int,
@@ -325,12 +327,13 @@ class Run:
     def _validate(self) -> dict[str, float] | None:
         """Validation results of the policy as it is; None after a stop signal. The engine sleeps before and after."""
         args = self.args
-        num_responses = len(self.engine.local_prompts(len(self.val_set))) * (1 + args.eval_n)
+        rows = spread_rows(len(self.val_set), args.eval_prompts)
+        num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
         with self.tracker.progress("validation", num_responses) as self.scoring.advance:
             self.engine.wake(self.policy)
             metrics = evaluate(
-                self.engine, self.scoring, self.val_set, args.rollout, args.eval_n, args.eval_temperature, args.seed,
-                stop=lambda: bool(self.watchdog.signal),
+                self.engine, self.scoring, self.val_set, rows, args.rollout, args.eval_n, args.eval_temperature,
+                args.seed, stop=lambda: bool(self.watchdog.signal),
             )
             self.engine.sleep()
         return metrics

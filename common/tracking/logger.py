@@ -20,6 +20,7 @@ from common.parallel.ranks import World
 from common.tracking.console import PlainProgress
 from common.tracking.health import HealthCheck
 from common.tracking.profiling import Profiler
+from common.tracking.start import record_start
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         flags = redacted(dataclasses.asdict(args))
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
+        record_start(self.run_dir, flags, world.size)
         kept = lines_until(self.jsonl, state["step"]) if state and self.jsonl.exists() else []
         temporary = self.jsonl.with_suffix(".partial")                       # a kill must not cost the old lines
         temporary.write_text("".join(line + "\n" for line in kept))
