@@ -1,6 +1,7 @@
 """What a run prints."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -93,7 +94,7 @@ def summary(run_dir: Path) -> str:
 
 def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
     """Read `flags`, a dataclass, from the command line and call `main`. --help shows the script's own flags, --help-all
-    also those of the nested dataclasses. A mistake in flags or files is one line and exit code 2."""
+    also those of the nested dataclasses. A mistake in flags or files, or a full disk, is one line and exit code 2."""
     arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
     if {"-h", "--help"} & set(sys.argv):
         flags = without_nested(flags)
@@ -102,6 +103,10 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
         main(tyro.cli(flags, description=description, args=arguments))
     except ValueError as error:
         exit_with_error(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.exit(f"error: the disk is full: {error}")
 
 
 def without_nested(flags: type) -> type:
