@@ -67,6 +67,29 @@ def test_string_prompts_and_other_columns(tokenizer, tmp_path):
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("mine", 4, {})
 
 
+@pytest.mark.parametrize("file", ["a.parquet", "a.jsonl"])
+def test_plain_questions_and_answers(tokenizer, tmp_path, file):
+    """No data_source, no reward_model: the answer column is the truth, whatever its type."""
+    rows = [{"question": "What is 2 + 2?", "answer": "two and two\n#### 4"}, {"question": "2 + 3?", "answer": "#### 5"}]
+    config = DataConfig(prompt_column="question", ground_truth_column="answer", data_source="openai/gsm8k")
+    path = tmp_path / file
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows)) if path.suffix == ".jsonl" else write(path, rows)
+    prompts = load_prompts([str(path)], tokenizer, config)
+    assert tokenizer.decode(prompts[0].tokens) == chatml(("user", "What is 2 + 2?"))
+    assert [(p.data_source, p.ground_truth, p.extra_info) for p in prompts] == [
+        ("openai/gsm8k", "two and two\n#### 4", {}), ("openai/gsm8k", "#### 5", {})]
+    assert prompts.data_sources == ["openai/gsm8k"]
+    names = write(tmp_path / "b.parquet", [row | {"data_source": "mine"} for row in rows])
+    named = load_prompts([names], tokenizer, DataConfig(prompt_column="question", ground_truth_column="answer"))
+    assert named.data_sources == ["mine"]
+    with pytest.raises(ValueError, match="has no column data_source; it has question, answer"):
+        load_prompts([write(tmp_path / "c.parquet", rows)], tokenizer,
+                     DataConfig(prompt_column="question", ground_truth_column="answer"))
+    empty = write(tmp_path / "d.parquet", [rows[0], {"question": "x", "answer": None}])
+    with pytest.raises(ValueError, match=r"row 1 .*answer is .*; it must have a ground_truth"):
+        load_prompts([empty], tokenizer, config)
+
+
 def test_keys_that_only_parquet_adds_are_left_out(tokenizer, tmp_path):
     """Its structs give all messages the same keys, and templates ask `'tool_calls' in message`."""
     messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "tool_calls": "z"}]
