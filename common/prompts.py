@@ -139,13 +139,10 @@ class PromptSampler:
                 "data_hash": self.data_hash}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        rule = "--train-data and --data.* must stay as they were, or start a new --run-dir"
-        if state["num_prompts"] != self.num_prompts:
-            raise ValueError(f"the saved run trained on {state['num_prompts']} prompts, and there are "
-                             f"{self.num_prompts} now; {rule}")
         if state["data_hash"] != self.data_hash:
-            raise ValueError(f"the saved run trained on {state['num_prompts']} other prompts than those that are given "
-                             f"now; {rule}")
+            raise ValueError(f"the saved run trained on {state['num_prompts']} prompts, not on the {self.num_prompts} "
+                             f"that are given now; --train-data and --data.* must stay as they were, or start a new "
+                             f"--run-dir")
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.order = self.shuffled()

@@ -75,7 +75,8 @@ def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, 
     missing = [name for key, name in wanted.items() if name not in names and key not in OPTIONAL]
     if missing:
         raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}; verl's columns "
-                         f"are needed, and other names can be given, e.g. --data.prompt-column NAME")
+                         f"are needed, and other names can be given, e.g. --data.prompt-column NAME; plain columns "
+                         f"need --data.ground-truth-column NAME and --data.data-source NAME")
     columns = {key: name for key, name in wanted.items() if name in names}
     for name in columns.values():
         if names.count(name) > 1:
