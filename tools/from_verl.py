@@ -28,7 +28,7 @@ from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, OLD_NAMES
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 PROGRAM = re.compile(r"main_(ppo|dapo)")
-OFF = ("", "0", "0.0", "1", "none", "null", "false", "disabled", "[]", "{}", "-1")  # of what we do not have
+OFF = ("", "0", "0.0", "-1", "none", "null", "false", "disabled", "[]", "{}")  # values that ask for nothing
 # constants of a loss: verl's key below the actor -> ours and verl's default; here they are arguments, not flags
 CONSTANTS = {
     "sapo": {"tau_pos": (1.0, 1.0), "tau_neg": (1.05, 1.05)},
@@ -496,7 +496,7 @@ def sort_the_rest(verl: Settings, ours: Translation) -> None:
             ours.needless[shown] = needless
         elif missing is None:
             ours.unknown.append(shown)
-        elif value.lower() in OFF:
+        elif value.lower() in OFF or (value == "1" and "parallel" in key):
             ours.needless[shown] = "it is off"
         else:
             ours.without[shown] = missing

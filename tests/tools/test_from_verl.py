@@ -5,8 +5,10 @@ The shell's own rules are checked against bash, which runs the same scripts with
 
 import dataclasses
 import importlib
+import json
 import math
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import yaml
 
 from common.correction import resolve_correction
 from common.tracking.logger import LogConfig
-from tests.conftest import ROOT
+from tests.conftest import ROOT, launch
 from tools import from_verl
 from tools.shell import ShellScript
 from tools.verl_keys import SAME, SCRIPTS, SWITCHES
@@ -199,6 +201,29 @@ def test_yaml(tmp_path, monkeypatch):
     assert (args.baseline, args.loss, args.rollout.max_response_length) == ("rloo", "ppo", 512)
 
 
+def test_a_printed_command_trains(tiny_llama, tmp_path, capsys):
+    """One epoch of 9 rows, 4 a step, is two steps; the rows are plain questions and answers."""
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"It is #### {2 * i}"} for i in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$DATA data.prompt_key=question "
+        "data.train_batch_size=4 data.max_response_length=6 data.filter_overlong_prompts=True "
+        "actor_rollout_ref.model.path=$MODEL actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=2 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.actor.ppo_mini_batch_size=2 "
+        "actor_rollout_ref.actor.use_kl_loss=True trainer.n_gpus_per_node=1 trainer.total_epochs=1 "
+        f"trainer.default_local_dir={tmp_path}/run 'trainer.logger=[\"console\"]'")
+    from_verl.main(from_verl.Args(
+        str(tmp_path / "run.sh"), (f"MODEL={tiny_llama}", f"DATA={tmp_path}/train.parquet")))
+    words = shlex.split(capsys.readouterr().out.partition("\n\n")[0].replace("\\\n", " "))
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "1"]
+    launch(*words[4:], "--data.ground-truth-column", "answer", "--data.data-source", "openai/gsm8k",
+           "--policy.compute-dtype", "float32", "--reward.num-workers", "1", warm=True)
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert metrics[1]["actor/kl_loss"] >= 0 and metrics[1]["reward/error_frac"] == 0
+    assert metrics[0]["actor/lr"] == 1e-6
+
+
 # --------------------------------------------------------------------------- single conversions
 
 def test_verls_defaults_are_written_out(monkeypatch):
@@ -279,6 +304,7 @@ def test_what_is_off_needs_nothing():
     ours = from_verl.translate(given("actor_rollout_ref.model.lora_rank=0 distillation.enabled=False "
                                      "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 data.shuffle=True"))
     assert ours.without == {} and ours.unknown == []
+    assert list(from_verl.translate(given("data.train_max_samples=1")).without) == ["data.train_max_samples=1"]
 
 
 def test_every_key_is_mapped_or_named():
