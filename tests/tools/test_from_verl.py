@@ -348,7 +348,25 @@ def test_epochs_become_steps_where_rows_can_be_counted(tmp_path):
     ours = from_verl.translate(keys | {"data.train_files": "elsewhere.parquet"})
     assert "--total-steps" not in ours.flags
     assert [note for note in ours.notes if "3 epochs" in note and "--rows N" in note]
-    assert from_verl.translate(keys | {"data.train_files": "x.parquet"}, rows=160).flags["--total-steps"] == ["9"]
+    assert from_verl.translate(keys | {"data.train_files": "x.parquet"}, rows=149).flags["--total-steps"] == ["6"]
+
+
+@pytest.mark.parametrize(("words", "resume"), [
+    ("", "auto"), ("trainer.resume_mode=disable", "none"),
+    ("trainer.resume_mode=resume_path trainer.resume_from_path=old/step_3", "old/step_3")])
+def test_resume(words, resume, monkeypatch):
+    ours = from_verl.translate(given(words))
+    assert parse(ours, monkeypatch).save.resume == resume and ours.unknown == []
+    assert len([note for note in ours.notes if "only exported weights" in note]) == (resume == "old/step_3")
+
+
+@pytest.mark.parametrize(("words", "noted"), [
+    ("actor_rollout_ref.rollout.top_p=0.9", True), ("actor_rollout_ref.rollout.top_k=50", True),
+    ("actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1", False),
+    ("actor_rollout_ref.rollout.top_p=0.9 algorithm.rollout_correction.rollout_is=token", False)])
+def test_a_cut_distribution_needs_the_correction(words, noted):
+    notes = from_verl.translate(given(words)).notes
+    assert len([note for note in notes if "need the engine correction" in note]) == noted
 
 
 def test_rewards_and_data(tmp_path, monkeypatch):
@@ -430,6 +448,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, text, rule):
     "f() {\n  python3 inside\n}\nfor i in 1 2; do x=$i; done; python3 outside",
     "a=\"${b:-\"${c:-deep}\"}\"; python3 \"$a\" ${b:-${HOME}/d}",
     "{ a=5; python3 $a; } | cat",
+    "[ a = b ]; true && python3 and; [ a = b ]; true || python3 never",
 ])
 def test_the_reader_agrees_with_bash(script):
     shown = subprocess.run(
