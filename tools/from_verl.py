@@ -373,8 +373,8 @@ def set_rollout(verl: Settings, ours: Translation) -> None:
     if is_cut and not {"--correction.weights", "--correction.bypass"} & ours.flags.keys():
         ours.notes.append("top_p and top_k in training need the engine correction here, for instance "
                           "--correction.preset decoupled-token-is; verl trains with the biased gradient")
-    extra = {name: verl.get(f"{ROLLOUT}.{name}") for name in ("max_num_batched_tokens", "enable_chunked_prefill")
-             if verl.get(f"{ROLLOUT}.{name}")}
+    extra = {name: yaml.safe_load(value) for name in ("max_num_batched_tokens", "enable_chunked_prefill")
+             if (value := verl.get(f"{ROLLOUT}.{name}"))}
     prefix = f"{ROLLOUT}.engine_kwargs.vllm."
     for key in verl.given:
         if key.startswith(prefix) and not any(fnmatchcase(key, pattern) for pattern in (*NEEDLESS, *WITHOUT)):
@@ -382,7 +382,7 @@ def set_rollout(verl: Settings, ours: Translation) -> None:
             value = yaml.safe_load(verl.get(key))
             extra[name] = extra.get(name, {}) | {inner: value} if inner else value
     if extra:
-        ours.add("--rollout.extra", *(f"{name}={value}" for name, value in extra.items()))
+        ours.add("--rollout.extra", json.dumps(extra))
     if verl.get("actor_rollout_ref.model.enable_gradient_checkpointing"):
         is_on = verl.is_on("actor_rollout_ref.model.enable_gradient_checkpointing")
         ours.add("--policy.gradient-checkpointing", is_on)
@@ -398,6 +398,7 @@ def set_validation(verl: Settings, ours: Translation) -> None:
     if temperature > 0:
         ours.add("--eval-temperature", temperature)
     ours.add("--eval-n", count if temperature > 0 else 0)
+    ours.add("--eval-prompts", max(verl.number("data.val_max_samples", -1), 0))
     ours.add("--eval-every", max(verl.number("trainer.test_freq", -1), 0))
     if not verl.is_on("trainer.val_before_train", True):
         ours.without["trainer.val_before_train=False"] = "with --val-data a run is validated before its first step"
@@ -439,12 +440,12 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
     name = verl.get("trainer.experiment_name", "gsm8k")
     ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
     ours.add("--save.every", max(verl.number("trainer.save_freq", -1), 0))
-    targets = [name for name in verl.items("trainer.logger") if name in ("console", "wandb", "tensorboard")]
+    targets = [name for name in verl.items("trainer.logger") if name in ("wandb", "tensorboard")]
     for name in verl.items("trainer.logger"):
-        if name not in targets:
-            ours.without[f"trainer.logger={name}"] = "metrics go to console, jsonl, wandb and tensorboard"
+        if name not in (*targets, "console", "file"):
+            ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl, wandb and tensorboard"
     if targets:
-        ours.add("--log.to", *targets, "jsonl")
+        ours.add("--log.to", *targets)
     mode, source = verl.get("trainer.resume_mode", "auto"), verl.get("trainer.resume_from_path")
     if mode == "disable":
         ours.add("--save.resume", "none")

@@ -78,10 +78,10 @@ def test_plain_questions_and_answers(tokenizer, tmp_path, file):
     assert tokenizer.decode(prompts[0].tokens) == chatml(("user", "What is 2 + 2?"))
     assert [(p.data_source, p.ground_truth, p.extra_info) for p in prompts] == [
         ("openai/gsm8k", "two and two\n#### 4", {}), ("openai/gsm8k", "#### 5", {})]
-    assert prompts.data_sources == ["openai/gsm8k"]
+    assert prompts.loaded.data_sources == ["openai/gsm8k"]
     names = write(tmp_path / "b.parquet", [row | {"data_source": "mine"} for row in rows])
     named = load_prompts([names], tokenizer, DataConfig(prompt_column="question", ground_truth_column="answer"))
-    assert named.data_sources == ["mine"]
+    assert named.loaded.data_sources == ["mine"]
     with pytest.raises(ValueError, match="has no column data_source; it has question, answer"):
         load_prompts([write(tmp_path / "c.parquet", rows)], tokenizer,
                      DataConfig(prompt_column="question", ground_truth_column="answer"))

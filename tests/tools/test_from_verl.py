@@ -146,10 +146,10 @@ def test_a_script_with_arrays(tmp_path, monkeypatch):
     assert args.max_tokens_per_gpu == 10240
     assert (args.kl_loss_coef, args.kl_estimator, args.optim.lr) == (0.01, "k3+", 2e-6)
     assert args.rollout.tp == 1 and args.offload.params and not args.offload.optimizer
-    assert args.rollout.extra == ("max_num_batched_tokens=8192",)
+    assert args.rollout.extra == '{"max_num_batched_tokens": 8192}'
     assert args.data.on_long_prompt == "filter"
     assert (args.total_steps, args.eval_every, args.eval_n, args.save.every) == (40, 5, 0, 0)
-    assert args.run_dir == "runs/first" and args.log.to == ("console", "wandb", "jsonl")
+    assert args.run_dir == "runs/first" and args.log.to == ("wandb",)
     assert ours.unknown == ["made.up.key=7"]
     assert "actor_rollout_ref.actor.megatron.context_parallel_size=2" in ours.without
     assert "actor_rollout_ref.model.use_remove_padding=True" in ours.needless
@@ -238,6 +238,7 @@ def test_verls_defaults_are_written_out(monkeypatch):
     assert (args.rollout.temperature, args.rollout.top_p, args.rollout.top_k) == (1.0, 1.0, 0)
     assert (args.rollout.tp, args.rollout.max_num_seqs, args.max_tokens_per_gpu) == (2, 256, 16384)
     assert (args.eval_n, args.eval_every, args.save.every, args.correction.preset) == (0, 0, 0, "disabled")
+    assert args.eval_prompts == 0                                       # all of them
     assert args.data.on_long_prompt == "error" and (args.seed, args.rollout.oversample) == (0, 0)
     critic = parse(from_verl.translate(given("algorithm.adv_estimator=gae")), monkeypatch)
     assert (critic.critic_optim.lr, critic.critic_optim.weight_decay, critic.value_clip) == (1e-5, 0.01, 0.5)
