@@ -233,7 +233,7 @@ def press(browser, key: str) -> None:
 def test_it_opens_with_validation_before_and_after_and_draws_curves(browser, report):
     browser.open(report)
     assert browser.texts("#headline th") == [
-        "run", "validation, sums greedy", "validation, sums mean@4", "training reward", "steps", "time", "model"]
+        "run", "validation greedy", "validation mean@4", "training reward", "steps", "time", "model"]
     assert browser.texts("#headline td") == [
         "first", "0.1 \u2192 0.75", "0.05 \u2192 0.6", "0.286 \u2192 0.714  means of 3", "6", "69 s",
         "models/<b>tiny</b>"]
@@ -409,7 +409,7 @@ def test_three_runs_over_each_other(browser, runs, tmp_path):
     assert painted(browser, *BLUE)[1] > 50 and max(painted(browser, *ORANGE)) == 0
     open_rollouts(browser, out, "&run=2")
     assert browser.texts("#count") == ["8 of 24 responses"]
-    assert browser.texts("#detail h2")[0].startswith("third, step 1, group 0")
+    assert browser.texts("#detail h2")[0].startswith("third \u00b7 step 1, group 0")
     assert len(browser.texts("#times button")) == 6                     # the same prompt in three runs, two steps each
     browser.open(out, "#tab=flags")
     assert browser.texts("#flags tr.differs td") == ["--optim.lr", "1e-05", "2e-05", "3e-05"]

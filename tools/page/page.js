@@ -9,6 +9,7 @@ const COLOURS = {                                       // Okabe and Ito's, whic
   light: ["#0072b2", "#d55e00", "#009e73", "#b8609a", "#a87900", "#3a9bd0", "#6b4fa0", "#555e6b"],
   dark: ["#56b4e9", "#ff8a3d", "#2fc79a", "#e39ac8", "#e6c229", "#8fd3ff", "#b39ddb", "#b5bdc9"],
 };
+const TIMES = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 36000, 72000, 180000, 360000];     // seconds
 const DASHES = [undefined, [7, 4], [2, 3], [10, 3, 2, 3]];
 const CHARTS = [                                        // title, metrics of one run, of several (default: the same)
   ["Validation", /^val-core\//, /^val-core\/.*(greedy|mean@\d+)$/],
@@ -128,9 +129,9 @@ function drawHeadline() {                               // a run a row: validati
   const several = data.runs.length > 1;
   const shown = names.filter(name => CHARTS[0][2].test(name));
   const validated = shown.length ? shown : names.filter(name => CHARTS[0][1].test(name));
-  const table = at("headline"), head = make("tr");
-  for (const title of ["run", ...validated.map(name => "validation, " + name.replace("val-core/", "").replace("/acc/", " ")),
-    "training reward", "steps", "time", "model"]) head.append(make("th", title));
+  const table = at("headline"), head = make("tr"), prefix = validated.length ? commonPrefix(validated) : 0;
+  for (const title of ["run", ...validated.map(name => "validation " + name.slice(prefix)), "training reward", "steps",
+    "time", "model"]) head.append(make("th", title));
   const lines = data.runs.map((run, number) => {
     const line = make("tr"), name = make("td"), label = make("label");
     if (several) {
@@ -161,8 +162,9 @@ function beforeAfter(values, most) {                    // means of the first an
 }
 
 function duration(seconds) {
-  if (seconds < 120) return `${Math.round(seconds)} s`;
-  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+  if (!seconds) return "0";
+  if (seconds < 120 && seconds % 60) return `${Math.round(seconds)} s`;
+  return seconds < 7200 && seconds % 3600 ? `${Math.round(seconds / 60)} min` : `${+(seconds / 3600).toFixed(1)} h`;
 }
 
 function drawCharts() {
@@ -200,7 +202,7 @@ function chartOf(title, shown, width) {
         colour: colourOfRun(several ? number : index), dash: DASHES[several ? index % 4 : Math.floor(index / 8) % 4],
         last: valuesOf(run, name).at(-1), raw: run.metrics[name],
       });
-      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], smoothing));
+      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], isSparse(run.metrics[name]) ? 0 : smoothing));
       tables.at(-1).push(run.metrics[name]);            // the raw curve after the smooth one
     }
   });
@@ -208,15 +210,14 @@ function chartOf(title, shown, width) {
   const [ink, line, band] = ["--soft", "--line", "--band"].map(name => style.getPropertyValue(name));
   const axis = {stroke: ink, font: "11px system-ui, sans-serif", grid: {stroke: line, width: 1}, ticks: {show: false}};
   const curves = series.flatMap(({colour, dash, raw}) => {
-    const few = raw.filter(isNumber).length <= 12;
-    const curve = {stroke: colour, dash, width: 2, spanGaps: true, points: {show: few && !smoothing, size: 6, fill: colour}};
+    const curve = {stroke: colour, dash, width: 2, spanGaps: true, points: {show: isSparse(raw), size: 6, fill: colour}};
     return smoothing ? [curve, {...curve, stroke: colour + "55", width: 1, dash: undefined}] : [curve];
   });
   const plot = new uPlot({
-    width, height: 200, legend: {show: false}, cursor: {sync: {key: "x"}, drag: {x: true, y: false}}, padding: [8, 12, 0, 0],
+    width, height: 200, legend: {show: false}, cursor: {sync: {key: "x"}, drag: {x: true, y: false}}, padding: [8, 24, 0, 0],
     scales: {x: {time: false}, y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true)
       : low === null ? [0, 1] : [low - (Math.abs(low) || 1) / 2, low + (Math.abs(low) || 1) / 2]}},
-    axes: [{...axis, size: 28, values: (_, ticks) => ticks.map(x => state.x !== "step" ? duration(x) : Number.isInteger(x) ? x : "")},
+    axes: [{...axis, size: 28, incrs: state.x === "step" ? undefined : TIMES, values: (_, ticks) => ticks.map(x => state.x !== "step" ? duration(x) : Number.isInteger(x) ? x : "")},
            {...axis, size: 54, values: (_, ticks) => ticks.map(show)}],
     series: [{}, ...curves],
     hooks: {
@@ -251,6 +252,8 @@ function lineOf(colour, dash) {                         // a piece of the curve 
   return svg;
 }
 
+function isSparse(values) { return values.filter(isNumber).length <= 12; }              // as validations are
+
 function drawBand(plot, limit, colour) {
   const {left, top, width, height} = plot.bbox, y = Math.min(Math.max(plot.valToPos(limit, "y", true), top), top + height);
   plot.ctx.fillStyle = colour;
@@ -281,7 +284,7 @@ const COLUMNS = [                                       // heading, value, is a 
   ["adv.", r => r.advantage, true], ["tokens", r => r.response_length, true], ["end", r => r.finish_reason, false],
   ["response", r => r.response.slice(0, 200), false],
 ];
-let rows = [], chosen = null;                           // rows: a response, or {title, notes} of a group
+let rows = [], chosen = null, drawn = new Map();        // rows: a response, or {title, notes} of a group
 
 function chosenRollouts() {
   const min = state.min === "" ? -Infinity : +state.min, max = state.max === "" ? Infinity : +state.max;
@@ -309,11 +312,12 @@ function groupsOf(found) {                              // in the order of their
     groups.has(key) ? groups.get(key).push(r) : groups.set(key, [r]);
   }
   return [...groups.values()].flatMap(members => [{
-    title: (state.by === "prompt" ? "" : `${whenOf(members[0])} · group ${members[0].group} · `) + snippet(members[0]),
-    notes: state.by === "prompt" ? overTime(members) : [`${members.length} × `, "reward ", show(rewardOf(members))].join(""),
+    title: (state.by === "prompt" ? "" : `${nameOf(members[0])}${whenOf(members[0])} · group ${members[0].group} · `) + snippet(members[0]),
+    notes: state.by === "prompt" ? overTime(members) : `${members.length} × reward ${show(rewardOf(members))}`,
   }, ...members]);
 }
 
+function nameOf(r) { return data.runs.length > 1 ? data.runs[r.run].name + " · " : ""; }
 function whenOf(r) { return (r.validation ? "validation, " : "") + `step ${r.step}`; }
 function rewardOf(members) { return mean(members.map(r => r.reward).filter(isNumber)); }
 
@@ -343,31 +347,40 @@ function drawRollouts() {
   const list = at("list"), top = rows.indexOf(chosen) * ROW;
   if (top >= 0 && (top < list.scrollTop || top + 2 * ROW > list.scrollTop + list.clientHeight))
     list.scrollTop = top - list.clientHeight / 2;       // in sight, without moving the page
+  at("rows").replaceChildren();
+  drawn = new Map();
   drawRows();
   drawDetail();
 }
 
 function drawRows() {                                   // those in sight, of any number
-  const list = at("list"), first = Math.max(0, Math.floor(list.scrollTop / ROW) - 5);
-  const shown = rows.slice(first, first + Math.ceil(list.clientHeight / ROW) + 10);
-  at("rows").replaceChildren(...shown.map((r, i) => {
-    const row = make("div", undefined, "row");
-    row.style.top = (first + i) * ROW + "px";
-    if (!r.id) {
-      row.className = "row group";
-      row.append(make("span", r.title), make("span", r.notes));
-      return row;
-    }
-    row.append(data.runs.length > 1 ? swatch(r.run) : make("i"));
-    for (const [name, value, number] of COLUMNS)
-      row.append(make("span", number ? show(value(r)) : value(r), number ? "number" : name === "response" ? "text" : ""));
-    row.setAttribute("role", "option");
-    row.setAttribute("aria-selected", r === chosen);
-    if (r === chosen) row.classList.add("on");
-    if (r.validation) row.firstChild.nextSibling.textContent = "v " + r.step;
-    row.onclick = () => go({show: r.id});
+  const list = at("list"), first = Math.max(0, Math.floor(list.scrollTop / ROW) - 10);
+  const end = Math.min(rows.length, first + Math.ceil(list.clientHeight / ROW) + 20);
+  for (const [i, row] of drawn) {
+    if (i >= first && i < end) continue;
+    row.remove();
+    drawn.delete(i);
+  }
+  for (let i = first; i < end; i++) if (!drawn.has(i)) drawn.set(i, at("rows").appendChild(rowOf(rows[i], i)));
+}
+
+function rowOf(r, i) {
+  const row = make("div", undefined, "row");
+  row.style.top = i * ROW + "px";
+  if (!r.id) {
+    row.classList.add("group");
+    row.append(make("span", r.title), make("span", r.notes));
     return row;
-  }));
+  }
+  row.append(data.runs.length > 1 ? swatch(r.run) : make("i"));
+  for (const [name, value, number] of COLUMNS)
+    row.append(make("span", number ? show(value(r)) : value(r), number ? "number" : name === "response" ? "text" : ""));
+  if (r.validation) row.children[1].textContent = "v " + r.step;
+  row.setAttribute("role", "option");
+  row.setAttribute("aria-selected", r === chosen);
+  row.classList.toggle("on", r === chosen);
+  row.onclick = () => go({show: r.id});
+  return row;
 }
 
 function onKey(event) {
@@ -406,15 +419,15 @@ async function drawDetail() {
   }
   unpacked = tokens;
   const prompt = make("div", data.prompts[r.prompt], "prompt"), cards = make("div");
-  const several = data.runs.length > 1 ? `${data.runs[r.run].name}, ` : "";
-  const truth = `${several}${whenOf(r)}, group ${r.group} of ${r.data_source}, ground truth ${r.ground_truth}`;
+  const truth = `${nameOf(r)}${whenOf(r)}, group ${r.group} of ${r.data_source}, ground truth ${r.ground_truth}`;
   const scale = scaleOf(tokens), short = group.reduce((sum, other) => sum + other.response_length, 0) <= SHORT;
   const sameCards = detail.dataset.group === `${timeOf(r)} ${r.group}`, scrolled = detail.scrollTop;
   cards.id = "group";
   cards.className = short ? "short" : "";
   observer?.disconnect();
-  observer = new IntersectionObserver(seen => seen.forEach(({target, isIntersecting}) => isIntersecting ? target.fill() : target.empty()),
-    {root: detail, rootMargin: "400px"});
+  observer = new IntersectionObserver(seen => seen.forEach(({target, isIntersecting, boundingClientRect}) => {
+    isIntersecting ? target.fill() : target.empty(boundingClientRect.height);
+  }), {root: detail, rootMargin: "400px"});
   const columns = Math.max(20, Math.floor((detail.clientWidth - 60) / 7.55));
   cards.append(...group.map(other => cardOf(other, tokens.get(other), scale, short || other === r, columns)));
   detail.replaceChildren(make("h2", truth), make("p", summaryOf(group)), timesOf(r), prompt, paintOf(scale), cards);
@@ -512,9 +525,9 @@ function cardOf(r, x, scale, open, columns) {
       chunk.style.height = "";
       for (let t = from; t < to; t++) chunk.append(tokenOf(x, t, scale));
     };
-    chunk.empty = () => {
+    chunk.empty = height => {
       if (!chunk.firstChild) return;
-      chunk.style.height = chunk.offsetHeight + "px";
+      chunk.style.height = height + "px";
       chunk.replaceChildren();
     };
     if (to <= 200) chunk.fill();                        // the beginning at once
@@ -528,7 +541,7 @@ function cardOf(r, x, scale, open, columns) {
 function chunksOf(texts) {                              // [from, to): whole lines, if these are not too long
   const chunks = [];
   for (let from = 0, t = 0; t < texts.length; t++) {
-    if (t + 1 === texts.length || t - from >= 250 || t - from >= 50 && texts[t].endsWith("\n")) {
+    if (t + 1 === texts.length || t - from >= 150 || t - from >= 50 && texts[t].endsWith("\n")) {
       chunks.push([from, t + 1]);
       from = t + 1;
     }
