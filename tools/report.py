@@ -105,7 +105,7 @@ def page(data: dict[str, Any], connect: str) -> str:
 def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
     """What page.js draws. A run's metrics have one value for each of its steps, null where it was not logged. A page
     with a `version` asks its server for newer data."""
-    shown, rollouts, prompts = [], [], {}
+    shown, rollouts, prompts, now = [], [], {}, version(runs)
     last_names = [Path(run).resolve().name for run in runs]
     for number, (run, last_name) in enumerate(zip(runs, last_names)):
         rows, health = read_metrics(run), HealthCheck(every=20)
@@ -122,25 +122,40 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
             "warnings": [line for row in rows for line in health.look(row["step"], row)],
             "left_out": left_out,
         })
-    return {"runs": shown, "prompts": list(prompts), "rollouts": rollouts, "version": version(runs)}
+    return {"runs": shown, "prompts": list(prompts), "rollouts": rollouts, "version": now}
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Listens on this machine only, and serves the page of `runs` after `serve_forever`."""
+
+    def __init__(self, runs: list[str], max_mb: float, port: int):
+        """Raises ValueError if a run has no metrics yet, or the port is taken."""
+        self.runs, self.max_mb = runs, max_mb
+        self.data()                                         # it is said now, and later requests are quick
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}; choose another one, or 0 for any") from None
+
+    def data(self) -> dict[str, Any]:
+        return page_data(self.runs, self.max_mb)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """`/` is the page, `/data?VERSION` its data, or an answer without any (204) if VERSION is the newest."""
 
-    runs: list[str]
-    max_mb: float
+    server: Server
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in ("localhost", "127.0.0.1"):
-            self.send_error(403, "a page of another site that calls itself this machine (DNS rebinding)")
+            self.send_error(403, "asked for under the name of another site (DNS rebinding)")
         elif self.path == "/":
-            self.answer("text/html", page(page_data(self.runs, self.max_mb), connect="'self'"))
-        elif self.path == f"/data?{version(self.runs)}":
+            self.answer("text/html", page(self.server.data(), connect="'self'"))
+        elif self.path == f"/data?{version(self.server.runs)}":
             self.send_response(204)
             self.end_headers()
         elif self.path.startswith("/data?"):
-            self.answer("application/json", to_json(page_data(self.runs, self.max_mb)))
+            self.answer("application/json", to_json(self.server.data()))
         else:
             self.send_error(404)
 
@@ -154,13 +169,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing about requests."""
 
 
-def server(runs: list[str], max_mb: float, port: int) -> http.server.ThreadingHTTPServer:
-    """It listens on this machine only, and waits for `serve_forever`."""
-    page_data(runs, max_mb)                                 # a wrong folder is said now, and later requests are quick
-    handler = type("RunsHandler", (Handler,), {"runs": runs, "max_mb": max_mb})
-    return http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
-
-
 def main(args: Args) -> None:
     if not args.runs:
         raise ValueError("give at least one run folder")
@@ -168,9 +176,9 @@ def main(args: Args) -> None:
     if out.suffix not in (".html", ".png"):
         raise ValueError(f"--out {out} must end with .html (the page) or .png (a picture of the curves)")
     if args.serve:
-        made = server(list(args.runs), args.max_mb, args.port)
-        print(f"http://localhost:{made.server_port} until Ctrl-C", flush=True)
-        made.serve_forever()
+        server = Server(list(args.runs), args.max_mb, args.port)
+        print(f"http://localhost:{server.server_port} until Ctrl-C", flush=True)
+        server.serve_forever()
     elif out.suffix == ".png":
         draw(list(args.runs), out)
         print(f"curves {out}")
@@ -182,7 +190,7 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

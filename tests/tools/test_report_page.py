@@ -157,7 +157,7 @@ def test_the_page_is_short():
 def test_a_served_run_is_read_again_when_it_grows(tmp_path):
     run = tmp_path / "run"
     write_run(run)
-    server = tools.report.server([str(run)], 1.0, port=0)
+    server = tools.report.Server([str(run)], 1.0, port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
 
@@ -180,6 +180,8 @@ def test_a_served_run_is_read_again_when_it_grows(tmp_path):
         assert ask("/metrics.jsonl")[0] == 404
         assert ask("/data?", Host="evil.example")[0] == 403             # a foreign name that points to this machine
         assert server.server_address[0] == "127.0.0.1"
+        with pytest.raises(ValueError, match=rf"--port {server.server_port}: Address already in use"):
+            tools.report.Server([str(run)], 1.0, server.server_port)
     finally:
         server.shutdown()
         server.server_close()
@@ -466,7 +468,7 @@ def test_long_responses_are_drawn_where_they_are_in_sight(browser, tmp_path, cap
 def test_a_served_page_follows_its_run(browser, tmp_path):
     run = tmp_path / "run"
     write_run(run)
-    server = tools.report.server([str(run)], 1.0, port=0)
+    server = tools.report.Server([str(run)], 1.0, port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         browser.call("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/#x=time")

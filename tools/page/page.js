@@ -202,7 +202,7 @@ function chartOf(title, shown, width) {
         colour: colourOfRun(several ? number : index), dash: DASHES[several ? index % 4 : Math.floor(index / 8) % 4],
         last: valuesOf(run, name).at(-1), raw: run.metrics[name],
       });
-      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], isSparse(run.metrics[name]) ? 0 : smoothing));
+      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], name.startsWith("val-") ? 0 : smoothing));
       tables.at(-1).push(run.metrics[name]);            // the raw curve after the smooth one
     }
   });
@@ -210,8 +210,8 @@ function chartOf(title, shown, width) {
   const [ink, line, band] = ["--soft", "--line", "--band"].map(name => style.getPropertyValue(name));
   const axis = {stroke: ink, font: "11px system-ui, sans-serif", grid: {stroke: line, width: 1}, ticks: {show: false}};
   const curves = series.flatMap(({colour, dash, raw}) => {
-    const curve = {stroke: colour, dash, width: 2, spanGaps: true, points: {show: isSparse(raw), size: 6, fill: colour}};
-    return smoothing ? [curve, {...curve, stroke: colour + "55", width: 1, dash: undefined}] : [curve];
+    const curve = {stroke: colour, dash, width: 2, spanGaps: true, points: {show: raw.filter(isNumber).length <= 12, size: 6, fill: colour}};
+    return smoothing ? [curve, {...curve, stroke: colour + "55", width: 1, points: {show: false}}] : [curve];
   });
   const plot = new uPlot({
     width, height: 200, legend: {show: false}, cursor: {sync: {key: "x"}, drag: {x: true, y: false}}, padding: [8, 24, 0, 0],
@@ -251,8 +251,6 @@ function lineOf(colour, dash) {                         // a piece of the curve 
   svg.append(line);
   return svg;
 }
-
-function isSparse(values) { return values.filter(isNumber).length <= 12; }              // as validations are
 
 function drawBand(plot, limit, colour) {
   const {left, top, width, height} = plot.bbox, y = Math.min(Math.max(plot.valToPos(limit, "y", true), top), top + height);
