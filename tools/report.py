@@ -10,13 +10,13 @@ import base64
 import hashlib
 import http.server
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from common.tracking.console import exit_with_error
 from common.tracking.health import HealthCheck
 from tools.runs import finite, read_flags, read_metrics, read_rollouts, series, to_json, version
 
@@ -191,7 +191,6 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(error)
     except KeyboardInterrupt:
         pass                                                # the end of --serve

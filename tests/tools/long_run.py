@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.tracking.rollouts import PER_RESPONSE, PER_TOKEN, SCHEMA
+from common.tracking.rollouts import SCHEMA
 from tests.tools.test_report import write_run
 
 WORDS = ("so", "the", "next", "term", "must", "be", "even,", "because", "3", "+", "5", "=", "8", "wait:", "again")
@@ -32,7 +32,7 @@ def write_rollouts(folder: Path, step: int, num_groups: int, group_size: int, le
             "response_length": num_tokens, "tokens": tokens, "token_texts": texts,
             "trained": np.full(num_tokens, True), "clipped": rng.random(num_tokens) < 0.01,
         }
-        for name in PER_TOKEN:
+        for name in [field.name for field in SCHEMA if field.type == pa.list_(pa.float32())]:
             row[name] = rng.normal(size=num_tokens).astype(np.float32)
         row["token_advantage"] = np.full(num_tokens, reward - 0.5, np.float32)
         row["value"] = row["returns"] = row["ref_logp"] = None          # as GRPO's are
@@ -51,7 +51,8 @@ def write_validation(folder: Path, step: int, num_prompts: int, num_samples: int
         "finish_reason": "stop", "prompt_length": 20, "response_length": 6,
     } for i in range(num_prompts * num_samples)]
     (folder / "rollouts").mkdir(exist_ok=True)
-    table = pa.Table.from_pylist(rows, schema=pa.schema(list(PER_RESPONSE.items())))
+    schema = pa.schema([field for field in SCHEMA if not pa.types.is_list(field.type)])
+    table = pa.Table.from_pylist(rows, schema=schema)
     pq.write_table(table, folder / f"rollouts/val_{step:06d}.parquet")
 
 
