@@ -268,7 +268,8 @@ def test_smoothing_time_and_theme(browser, report):
     plain = painted(browser, *BLUE)
     browser.choose("#smooth", "0.9")
     browser.choose("#x", "time")
-    wait_for(browser, "location.hash.includes('smooth=0.9') && location.hash.includes('x=time')")
+    wait_for(browser, "plots[0].data[0].at(-1) === 69")                  # seconds
+    assert "smooth=0.9" in browser.evaluate("location.hash")
     assert painted(browser, *BLUE) != plain
     # weight 0.5 by hand: 1; (0.5 + 1.5) / 1.5 ... sums of weights 0.5, 0.75, 0.875
     assert browser.evaluate("smooth([1, null, 3, 5], 0.5)") == [
@@ -412,6 +413,9 @@ def test_three_runs_over_each_other(browser, runs, tmp_path):
     open_rollouts(browser, out, "&run=2")
     assert browser.texts("#count") == ["8 of 24 responses"]
     assert browser.texts("#detail h2")[0].startswith("third \u00b7 step 1, group 0")
+    browser.choose("#by", "prompt")
+    wait_for(browser, "document.querySelectorAll('#rows .group').length === 2")
+    assert browser.texts("#rows .group span:last-child") == ["reward 0.625 \u2192 0.625", "reward 0 \u2192 0"]
     assert len(browser.texts("#times button")) == 6                     # the same prompt in three runs, two steps each
     browser.open(out, "#tab=flags")
     assert browser.texts("#flags tr.differs td") == ["--optim.lr", "1e-05", "2e-05", "3e-05"]
@@ -429,10 +433,10 @@ def test_long_responses_are_drawn_where_they_are_in_sight(browser, tmp_path, cap
     run = write_long_run(tmp_path / "long", length=8000)
     tools.report.main(tools.report.Args((str(run),)))
     start = time.perf_counter()
-    open_rollouts(browser, run / "report.html")
+    open_rollouts(browser, run / "report.html", "&kind=training")
     wait_for(browser, "document.querySelector('.response.on .tokens span')")
     opened = time.perf_counter() - start
-    assert browser.texts("#count") == ["280 of 280 responses"]
+    assert browser.texts("#count") == ["200 of 280 responses"]
     assert len(browser.texts(".response")) == 20 and len(browser.texts(".response .tokens")) == 1
     assert browser.evaluate("document.getElementById('detail').scrollHeight") > 5000
     assert browser.evaluate(NODES) < 4000                               # of 160,000 tokens of this group alone
@@ -458,7 +462,7 @@ def test_long_responses_are_drawn_where_they_are_in_sight(browser, tmp_path, cap
     wait_for(browser, "document.querySelector('#detail h2').textContent.startsWith('validation, step 0, group 0')")
     assert browser.texts(".response.on .tokens") == ["answer 0 at step 0"]
     assert [text.split(":")[0] for text in browser.texts("#times button")] == [
-        "step 5", "validation, step 0", "validation, step 5"]
+        "validation, step 0", "step 5", "validation, step 5"]
     assert browser.complaints() == []
     with capsys.disabled():
         print(f"\n200 responses of 8,000 tokens: open {opened:.2f} s, slowest frame {slowest:.0f} ms, {most} elements")

@@ -319,10 +319,11 @@ function nameOf(r) { return data.runs.length > 1 ? data.runs[r.run].name + " · 
 function whenOf(r) { return (r.validation ? "validation, " : "") + `step ${r.step}`; }
 function rewardOf(members) { return mean(members.map(r => r.reward).filter(isNumber)); }
 
-function overTime(members) {
-  const first = timeOf(members[0]), last = timeOf(members.at(-1));
-  const [a, b] = [first, last].map(time => show(rewardOf(members.filter(r => timeOf(r) === time))));
-  return first === last ? `reward ${a}` : `reward ${a} → ${b}`;
+function overTime(members) {                            // mean reward at first and at last, of each run
+  return "reward " + [...new Set(members.map(r => r.run))].map(run => {
+    const own = members.filter(r => r.run === run), ends = [own[0], own.at(-1)].map(timeOf);
+    return [...new Set(ends)].map(time => show(rewardOf(own.filter(r => timeOf(r) === time)))).join(" → ");
+  }).join(" · ");
 }
 
 function snippet(r) {                                   // the last turn of the prompt, without the template's marks
@@ -595,6 +596,7 @@ function build() {                                      // what follows from the
     let sum = 0;
     run.clock = run.steps.map((_, i) => sum += run.metrics["timing_s/step"]?.[i] ?? 0);
   }
+  data.rollouts.sort((a, b) => a.run - b.run || a.step - b.step || a.validation - b.validation);       // in time
   for (const r of data.rollouts) r.id = `${r.run}-${r.validation ? "v" : ""}${r.step}-${r.index}`;
   const several = data.runs.length > 1;
   at("warnings").replaceChildren(...data.runs.flatMap(run => run.warnings.map(text => make("li", several ? `${run.name}: ${text}` : text))));
