@@ -32,6 +32,10 @@ class DataConfig:
     """Column with the name that picks the reward."""
     reward_model_column: str = "reward_model"
     """Column with {style, ground_truth}; ground_truth goes to the reward."""
+    ground_truth_column: str = ""
+    """Column whose value is the ground truth, for files without a reward_model column."""
+    data_source: str = ""
+    """Name that picks the reward of all rows, for files without a data_source column."""
     extra_info_column: str = "extra_info"
     """Column (may be absent) that goes to the reward as it is."""
     cache_dir: str = ""
@@ -51,19 +55,21 @@ class Prompt:
 def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     """The prompt of one row, still without its tokens. Raises ValueError with the rule that the row breaks."""
     messages = parse_messages(row.get("prompt"), config.prompt_column)
-    data_source = row.get("data_source")
+    data_source = config.data_source or row.get("data_source")
     if not isinstance(data_source, str) or not data_source:
         raise ValueError(f"{config.data_source_column} is {data_source!r:.80}; it must be a name")
     for column in ("images", "videos"):
         if row.get(column):
             raise ValueError(f"{column} is not empty; no model here reads images or videos")
-    reward_model = row.get("reward_model")
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise ValueError(f"{config.reward_model_column} is {reward_model!r:.80}; it must have a ground_truth")
+    column, truth = config.reward_model_column, row.get("reward_model")
+    if config.ground_truth_column:
+        column, truth = config.ground_truth_column, {"ground_truth": row.get("ground_truth")}
+    if not isinstance(truth, dict) or truth.get("ground_truth") is None:
+        raise ValueError(f"{column} is {truth!r:.80}; it must have a ground_truth")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise ValueError(f"{config.extra_info_column} is {extra_info!r:.80}; it must be a struct or absent")
-    return Prompt([], data_source, reward_model["ground_truth"], extra_info or {}, messages)
+    return Prompt([], data_source, truth["ground_truth"], extra_info or {}, messages)
 
 
 def parse_messages(prompt: Any, column: str) -> list[dict[str, str]]:
@@ -133,13 +139,10 @@ class PromptSampler:
                 "data_hash": self.data_hash}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        rule = "--train-data and --data.* must stay as they were, or start a new --run-dir"
-        if state["num_prompts"] != self.num_prompts:
-            raise ValueError(f"the saved run trained on {state['num_prompts']} prompts, and there are "
-                             f"{self.num_prompts} now; {rule}")
         if state["data_hash"] != self.data_hash:
-            raise ValueError(f"the saved run trained on {state['num_prompts']} other prompts than those that are given "
-                             f"now; {rule}")
+            raise ValueError(f"the saved run trained on {state['num_prompts']} prompts, not on the {self.num_prompts} "
+                             f"that are given now; --train-data and --data.* must stay as they were, or start a new "
+                             f"--run-dir")
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.order = self.shuffled()

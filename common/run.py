@@ -35,15 +35,14 @@ from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.parallel import ranks
-from common.parallel.ranks import seed_everything, seed_of
 from common.prompts import DataConfig, PromptSampler
 from common.rollout import Minibatch, Rollout, to_minibatches
-from common.tracking.console import batch_line, print_on_main, step_line, val_line
+from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import Timer, peak_flops
 from common.tracking.rollouts import Record
 from common.tracking.step import step_metrics
-from common.tracking.validation import evaluate
+from common.tracking.validation import evaluate, spread_rows
 from rewards.runtime.pool import RewardConfig
 
 
@@ -67,6 +66,8 @@ class RunArgs:
     # validation
     eval_every: int = 10
     """Steps between validations; also before the first and after the last step. 0: only these two."""
+    eval_prompts: int = 512
+    """Most validation prompts, spread evenly over the files; 0: all."""
     eval_n: int = 4
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy one; 0: greedy only."""
     eval_temperature: float = 1.0
@@ -111,7 +112,7 @@ class Run:
         self.max_sequence_length = check_rollout(
             args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected
         )
-        seed_everything(args.seed)
+        ranks.seed_everything(args.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
         self.train_set = load_prompts(args.train_data, self.tokenizer, args.data)
         self.val_set = load_prompts(args.val_data, self.tokenizer, args.data) if args.val_data else None
@@ -124,7 +125,6 @@ class Run:
                 sources |= set(prompts.loaded.data_sources)
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
         self.sampling = args.rollout
-        self.greedy_sampling = validation_sampling(args.rollout, temperature=0.0)
         return self
 
     def start_engine(self, trained: int, frozen: bool = False) -> Engine:
@@ -209,7 +209,7 @@ class Run:
             self.tracker.log(self.first_step, self.metrics | results, line)
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, args.total_steps):
-            seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
+            ranks.seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
             self.tracker.profiler.start(step + 1)
             self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()
@@ -219,6 +219,7 @@ class Run:
             yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
+        print_on_main(self.world, summary(self.tracker.run_dir))
 
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: SamplingConfig, *seed: int | str
@@ -241,7 +242,7 @@ class Run:
 
     def greedy_scores(self, rows: Sequence[int], *seed: int | str) -> Tensor:
         """The score [P] of the greedy response to each of these rows."""
-        pending = self.sample(rows, 1, self.greedy_sampling, *seed)
+        pending = self.sample(rows, 1, validation_sampling(self.args.rollout, temperature=0.0), *seed)
         return self.collect(pending, Meter()).scores
 
     def to_minibatches(self, rollout: Rollout, in_update: Tensor, num_minibatches: int, max_tokens: int, step: int,
@@ -250,7 +251,7 @@ class Run:
         self.record.keep(rollout.group)
         return to_minibatches(
             rollout, in_update, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
-            seed=seed_of(self.args.seed, step, "minibatches"), share_prompt=self.args.policy.share_prompt,
+            seed=ranks.seed_of(self.args.seed, step, "minibatches"), share_prompt=self.args.policy.share_prompt,
         )
 
     @contextmanager
@@ -326,12 +327,13 @@ class Run:
     def _validate(self) -> dict[str, float] | None:
         """Validation results of the policy as it is; None after a stop signal. The engine sleeps before and after."""
         args = self.args
-        num_responses = len(self.engine.local_prompts(len(self.val_set))) * (1 + args.eval_n)
+        rows = spread_rows(len(self.val_set), args.eval_prompts)
+        num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
         with self.tracker.progress("validation", num_responses) as self.scoring.advance:
             self.engine.wake(self.policy)
             metrics = evaluate(
-                self.engine, self.scoring, self.val_set, args.rollout, args.eval_n, args.eval_temperature, args.seed,
-                stop=lambda: bool(self.watchdog.signal),
+                self.engine, self.scoring, self.val_set, rows, args.rollout, args.eval_n, args.eval_temperature,
+                args.seed, stop=lambda: bool(self.watchdog.signal),
             )
             self.engine.sleep()
         return metrics

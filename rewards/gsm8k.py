@@ -23,9 +23,10 @@ def extract_answer(solution_str: str, method: str = "strict") -> Decimal | None:
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict", score=1.0,
                   format_score=0.0) -> float:
-    """`score` for the right answer, `format_score` for another number, 0 without one."""
+    """`score` for the right answer, `format_score` for another number, 0 without one. ground_truth is a number, or a
+    solution that ends in `#### number`, as in the data set's own answer column."""
     try:
-        truth = Decimal(str(ground_truth).replace(",", "").replace("$", "").strip())
+        truth = Decimal(str(ground_truth).rpartition("####")[2].replace(",", "").replace("$", "").strip())
     except InvalidOperation:
         raise ValueError(f"ground_truth {ground_truth!r} of data_source {data_source!r} must be a number") from None
     answer = extract_answer(solution_str, method)

@@ -1,26 +1,24 @@
-"""Look at runs: a page that needs neither server nor network, with curves, rollouts, and a second run to compare with.
+"""Look at runs: a page with curves and rollouts that needs neither server nor network, or a picture of the curves.
 
     python -m tools.report runs/quickstart                                   # writes runs/quickstart/report.html
-    python -m tools.report runs/a --compare runs/b
-    python -m tools.report runs/a runs/b --out curves.png                    # a picture of any number of runs
+    python -m tools.report runs/a runs/b runs/c                              # any number of runs, in runs/a/report.html
+    python -m tools.report runs/a --serve                                    # a page that follows the run
+    python -m tools.report runs/a runs/b --out curves.png                    # a picture
 """
 
 import base64
 import hashlib
-import json
-import math
+import http.server
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import pyarrow.parquet as pq
 import tyro
 
-from common.checkpoint.secrets import redacted
+from common.tracking.console import exit_with_error
 from common.tracking.health import HealthCheck
+from tools.runs import finite, read_flags, read_metrics, read_rollouts, series, to_json, version
 
 PAGE = Path(__file__).parent / "page"
 
@@ -28,33 +26,16 @@ PAGE = Path(__file__).parent / "page"
 @dataclass
 class Args:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Run folders: one for a page, any number for a picture (drawn over each other)."""
-    compare: str = ""
-    """A second run for the page: flags that differ, curves over each other."""
+    """Run folders, any number: their curves are drawn over each other, and each has its rollouts in the page."""
     out: str = ""
-    """File to write: .html is the page, .png the picture; default: report.html in the run's folder."""
+    """File to write: .html is the page, .png the picture; default: report.html in the first run's folder."""
     max_mb: float = 50.0
     """Most MB of rollouts in the page; beyond it every second recorded step is left out, until the rest fits."""
-
-
-def read_metrics(run: str) -> list[dict[str, float]]:
-    """One dict per logged step, in order. Raises ValueError if `run` has no metrics."""
-    path = Path(run) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the folder of a run (--run-dir) that logged to jsonl")
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not rows:
-        raise ValueError(f"{path} is empty: the run has not finished a step")
-    return rows
-
-
-def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric, where it was logged."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in found], [value for _, value in found]
+    serve: bool = False
+    """Write no file: serve the page to this machine's browsers, and show new steps while the runs go on. From another
+    machine it is reached through `ssh -L 8000:localhost:8000`."""
+    port: int = 8000
+    """Port of --serve."""
 
 
 def draw(runs: list[str], out: Path) -> None:
@@ -98,122 +79,118 @@ def draw(runs: list[str], out: Path) -> None:
     plt.close(figure)
 
 
-def write_page(run: str, compare: str, out: Path, max_mb: float) -> None:
-    """One self-contained file. All text of the runs is in a JSON block, whose `<` are escaped, and reaches the page as
-    text; of scripts the browser runs only the one whose hash the page names."""
-    data = page_data([run, compare] if compare else [run], max_mb)
+def write_page(runs: list[str], out: Path, max_mb: float) -> None:
+    """One self-contained file."""
+    out.write_text(page(page_data(runs, max_mb) | {"version": ""}, connect="'none'"))
+
+
+def page(data: dict[str, Any], connect: str) -> str:
+    """All text of the runs is in a JSON block, whose `<` are escaped, and is shown as text. Of scripts the browser runs
+    only the one whose hash the page names, and the page fetches from nowhere but `connect`."""
     script = f"{(PAGE / 'uplot/uPlot.iife.min.js').read_text()}\n{(PAGE / 'page.js').read_text()}"
+    title = ", ".join(run["name"] for run in data["runs"])
     parts = {
-        "title": Path(run).resolve().name.replace("&", "&amp;").replace("<", "&lt;"),
+        "title": title.replace("&", "&amp;").replace("<", "&lt;"),
         "style": f"{(PAGE / 'uplot/uPlot.min.css').read_text()}\n{(PAGE / 'page.css').read_text()}",
         "script": script,
         "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "connect": connect,
+        "data": to_json(data).replace("<", "\\u003c"),
     }
     template = (PAGE / "page.html").read_text()
     # one pass over the template: what is filled in may itself have {{...}}
-    out.write_text(re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
 
 
 def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
-    """What page.js draws. Curves are aligned by step: they have one value for each step of any run, and null at the
-    steps that their own run has not."""
-    tables = [read_metrics(run) for run in runs]
-    steps = sorted({row["step"] for rows in tables for row in rows})
-    shown = [{
-        "name": Path(run).resolve().name,
-        "flags": read_flags(Path(run) / "config.json"),
-        "metrics": aligned(rows, steps),
-    } for run, rows in zip(runs, tables)]
-    prompts, rollouts, left_out = read_rollouts(Path(runs[0]), max_mb)
-    _, rewards = series(tables[0], "critic/rewards/mean")
-    change = f", mean reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
-    health = HealthCheck(every=20)
-    return {
-        "runs": shown, "steps": steps, "prompts": prompts, "rollouts": rollouts, "left_out": left_out,
-        "warnings": [line for row in tables[0] for line in health.look(row["step"], row)],
-        "summary": f"{shown[0]['flags'].get('--model', 'unknown model')} · {tables[0][-1]['step']} steps{change}",
-    }
+    """What page.js draws. A run's metrics have one value for each of its steps, null where it was not logged. A page
+    with a `version` asks its server for newer data."""
+    shown, rollouts, prompts, now = [], [], {}, version(runs)
+    last_names = [Path(run).resolve().name for run in runs]
+    for number, (run, last_name) in enumerate(zip(runs, last_names)):
+        rows, health = read_metrics(run), HealthCheck(every=20)
+        names = sorted({name for row in rows for name in row} - {"step"})
+        found, left_out = read_rollouts(Path(run), max_mb / len(runs))
+        rollouts += [
+            row | {"run": number, "prompt": prompts.setdefault(row["prompt"], len(prompts))} for row in found
+        ]
+        shown.append({
+            "name": last_name if last_names.count(last_name) == 1 else run,
+            "flags": read_flags(Path(run) / "config.json"),
+            "steps": [row["step"] for row in rows],
+            "metrics": {name: [finite(row.get(name)) for row in rows] for name in names},
+            "warnings": [line for row in rows for line in health.look(row["step"], row)],
+            "left_out": left_out,
+        })
+    return {"runs": shown, "prompts": list(prompts), "rollouts": rollouts, "version": now}
 
 
-def aligned(rows: list[dict[str, float]], steps: list[int]) -> dict[str, list[float | None]]:
-    """Each metric's values at `steps`."""
-    by_step = {row["step"]: row for row in rows}
-    names = sorted({name for row in rows for name in row} - {"step"})
-    return {name: [finite(by_step.get(step, {}).get(name)) for step in steps] for name in names}
+class Server(http.server.ThreadingHTTPServer):
+    """Listens on this machine only, and serves the page of `runs` after `serve_forever`."""
+
+    def __init__(self, runs: list[str], max_mb: float, port: int):
+        """Raises ValueError if a run has no metrics yet, or the port is taken."""
+        self.runs, self.max_mb = runs, max_mb
+        self.data()                                         # it is said now, and later requests are quick
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}; choose another one, or 0 for any") from None
+
+    def data(self) -> dict[str, Any]:
+        return page_data(self.runs, self.max_mb)
 
 
-def finite(x: float | None) -> float | None:
-    """`x`, or None, which JSON has, for what it has not: nan and the infinities."""
-    return x if x is not None and math.isfinite(x) else None
+class Handler(http.server.BaseHTTPRequestHandler):
+    """`/` is the page, `/data?VERSION` its data, or an answer without any (204) if VERSION is the newest."""
 
+    server: Server
 
-def read_flags(file: Path) -> dict[str, str]:
-    return flat_flags(redacted(json.loads(file.read_text()))) if file.exists() else {}
-
-
-def flat_flags(flags: dict[str, Any], prefix: str = "--") -> dict[str, str]:
-    """Nested flags as they are typed: {"optim": {"max_lr": 1}} -> {"--optim.max-lr": "1"}."""
-    found = {}
-    for key, value in flags.items():
-        name = prefix + key.replace("_", "-")
-        if isinstance(value, dict):
-            found |= flat_flags(value, f"{name}.")
+    def do_GET(self) -> None:
+        if self.headers.get("Host", "").partition(":")[0] not in ("localhost", "127.0.0.1"):
+            self.send_error(403, "asked for under the name of another site (DNS rebinding)")
+        elif self.path == "/":
+            self.answer("text/html", page(self.server.data(), connect="'self'"))
+        elif self.path == f"/data?{version(self.server.runs)}":
+            self.send_response(204)
+            self.end_headers()
+        elif self.path.startswith("/data?"):
+            self.answer("application/json", to_json(self.server.data()))
         else:
-            found[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return found
+            self.send_error(404)
 
+    def answer(self, kind: str, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(text.encode())
 
-def read_rollouts(run: Path, max_mb: float) -> tuple[list[str], list[dict[str, Any]], str]:
-    """Prompts; responses, each with the number of its prompt; and a note on the steps that were left out. The files
-    are written by common/tracking/rollouts.py."""
-    files = sorted((run / "rollouts").glob("step_*.parquet"))
-    kept = [(len(json.dumps(rows)), rows) for rows in map(rollouts_of, files)]
-    while len(kept) > 1 and sum(size for size, _ in kept) > max_mb * 1e6:
-        kept = kept[::-2][::-1]  # every second one, counted from the last, which stays
-    prompts: dict[str, int] = {}
-    for _, rows in kept:
-        for row in rows:
-            row["prompt"] = prompts.setdefault(row["prompt"], len(prompts))
-    left_out = ""
-    if len(kept) < len(files):
-        left_out = f"; {len(files) - len(kept)} of {len(files)} recorded steps left out (--max-mb)"
-    return list(prompts), [row for _, rows in kept for row in rows], left_out
-
-
-def rollouts_of(file: Path) -> list[dict[str, Any]]:
-    """A file's responses as the page wants them, numbers with four decimals."""
-    rows = pq.read_table(file).to_pylist()
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, float):
-                row[name] = finite(round(value, 4))
-            elif isinstance(value, list) and value and isinstance(value[0], float):
-                row[name] = [finite(x) for x in np.round(value, 4).tolist()]
-        row["id"] = f"{row['step']}-{row['index']}"
-        row["texts"] = row.pop("token_texts")
-        row["reward_parts"] = {key: finite(part) if isinstance(part, float) else part
-                               for key, part in json.loads(row["reward_parts"]).items()}
-    return rows
+    def log_message(self, *_) -> None:
+        """Say nothing about requests."""
 
 
 def main(args: Args) -> None:
     if not args.runs:
         raise ValueError("give at least one run folder")
     out = Path(args.out or Path(args.runs[0]) / "report.html")
-    if out.suffix == ".png" and not args.compare:
+    if out.suffix not in (".html", ".png"):
+        raise ValueError(f"--out {out} must end with .html (the page) or .png (a picture of the curves)")
+    if args.serve:
+        server = Server(list(args.runs), args.max_mb, args.port)
+        print(f"http://localhost:{server.server_port} until Ctrl-C", flush=True)
+        server.serve_forever()
+    elif out.suffix == ".png":
         draw(list(args.runs), out)
-    elif out.suffix == ".html" and len(args.runs) == 1:
-        write_page(args.runs[0], args.compare, out, args.max_mb)
+        print(f"curves {out}")
     else:
-        raise ValueError(f"--out {out} with {len(args.runs)} run(s): a page (.html) shows one run, and with --compare "
-                         f"RUN2 a second; a picture (.png) shows any number, without --compare")
-    print(f"{'curves' if out.suffix == '.png' else 'report'} {out}")
+        write_page(list(args.runs), out, args.max_mb)
+        print(f"report {out}")
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(error)
+    except KeyboardInterrupt:
+        pass                                                # the end of --serve

@@ -7,6 +7,7 @@ manifest last, and then renamed: a folder called step_N was complete when it got
 
 import json
 import os
+import re
 import signal
 import sys
 from concurrent.futures import Future
@@ -33,6 +34,12 @@ from common.tracking.profiling import Timer
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
+MAY_CHANGE = re.compile(
+    "--(save|log|offload|policy.(attention|gradient|share)|reward.(num-workers|concurrency|timeout)|run-dir|model |"
+    "data|train-data|val-data|eval|total-steps|max-tokens-per-gpu|"
+    "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
+)
+"""Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
 
 
 class Checkpoints:
@@ -77,13 +84,19 @@ class Checkpoints:
             return {}
         manifest = read_manifest(folder)
         self._load(folder, manifest)
+        changed = differences(manifest["flags"], flags_of(self.args))
+        algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
+        if algorithm and folder.parent == self.root and not self.config.allow_changes:
+            raise ValueError(
+                f"{self.args.run_dir} was trained with other flags: {'; '.join(algorithm)}: give the old ones, or "
+                f"another --run-dir, or set --save.allow-changes"
+            )
         self.state = manifest["state"]
         if folder.parent == self.root:
             self.score = manifest["score"]
             self.saved_step = manifest["step"]
         else:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
-        changed = differences(manifest["flags"], flags_of(self.args))
         print_on_main(
             self.world,
             f"resumed after step {manifest['step']} from {folder} of {manifest['world_size']} rank(s)"

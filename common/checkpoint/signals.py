@@ -74,6 +74,8 @@ class Watchdog:
         if by_torchrun and len(psutil.Process(self.launcher).children()) < self.num_local_ranks:
             # It has reaped a rank that ended with an error. Those that are left can reach no safe point.
             self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
+        if not self.signal and self.rank == "0":
+            sys.stderr.write(f"{signal.Signals(number).name}: stopping at the next micro-batch, to save what is done\n")
         self.signal = self.signal or number
 
     def _end(self, why: str, code: int) -> None:

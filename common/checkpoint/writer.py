@@ -19,7 +19,7 @@ from common.parallel.ranks import World, collective_timeout, together
 
 @dataclass
 class SaveConfig:
-    every: int = 0
+    every: int = 20
     """Steps between checkpoints; the last step is saved in any case. 0: only that."""
     keep: int = 2
     """Newest checkpoints that stay on disk."""
@@ -38,6 +38,8 @@ class SaveConfig:
     """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
     folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
     continues the run folder in any case."""
+    allow_changes: bool = False
+    """Continue a run although flags that its results depend on are not those of its last start."""
     timeout_s: float = 3600.0
     """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
     end. 0: any."""

@@ -75,7 +75,8 @@ def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, 
     missing = [name for key, name in wanted.items() if name not in names and key not in OPTIONAL]
     if missing:
         raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}; verl's columns "
-                         f"are needed, and other names can be given, e.g. --data.prompt-column NAME")
+                         f"are needed, and other names can be given, e.g. --data.prompt-column NAME; plain columns "
+                         f"need --data.ground-truth-column NAME and --data.data-source NAME")
     columns = {key: name for key, name in wanted.items() if name in names}
     for name in columns.values():
         if names.count(name) > 1:
@@ -85,14 +86,14 @@ def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, 
 
 def our_columns(config: DataConfig) -> dict[str, str]:
     """Our name -> the name in the files, of all columns that are read. The last three may be absent."""
-    return {
-        "prompt": config.prompt_column,
-        "data_source": config.data_source_column,
-        "reward_model": config.reward_model_column,
-        "extra_info": config.extra_info_column,
-        "images": "images",
-        "videos": "videos",
-    }
+    columns = {"prompt": config.prompt_column}
+    if not config.data_source:
+        columns["data_source"] = config.data_source_column
+    if config.ground_truth_column:
+        columns["ground_truth"] = config.ground_truth_column
+    else:
+        columns["reward_model"] = config.reward_model_column
+    return columns | {"extra_info": config.extra_info_column, "images": "images", "videos": "videos"}
 
 
 def rows_of(batch: pa.RecordBatch, config: DataConfig) -> list[dict[str, Any] | ValueError]:

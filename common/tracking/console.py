@@ -1,7 +1,10 @@
 """What a run prints."""
 
 import dataclasses
+import errno
+import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -56,9 +59,26 @@ def val_line(when: str, metrics: dict[str, float]) -> str:
     return f"validation {when}:  " + "  ".join(results)
 
 
+def summary(run_dir: Path) -> str:
+    """What a finished run says last: validation before and after, seconds, memory, and where everything is."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = []
+    for name in sorted({name for row in rows for name in row if name.startswith("val-core/")}):
+        values = [row[name] for row in rows if name in row]
+        lines.append(f"  {name.removeprefix('val-core/')}  {values[0]:.3f} -> {values[-1]:.3f}")
+    if lines:
+        lines.insert(0, "validation, before -> after")
+    steps = [row for row in rows if "timing_s/step" in row]
+    seconds = sum(row["timing_s/step"] for row in steps)
+    peaks = [value for row in steps for name, value in row.items() if re.match(r"perf/.*memory.*peak.*_gb", name)]
+    lines.append(f"{len(steps)} steps in {seconds:.0f} s, peak memory of a rank {max(peaks, default=0.0):.1f} GiB")
+    lines.append(f"run folder {run_dir.resolve().as_uri()}, report: python -m tools.report {run_dir}")
+    return "\n".join(lines)
+
+
 def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
     """Read `flags`, a dataclass, from the command line and call `main`. --help shows the script's own flags, --help-all
-    also those of the nested dataclasses. A mistake in flags or files is one line and exit code 2."""
+    also those of the nested dataclasses. A mistake in flags or files, or a full disk, is one line and exit code 2."""
     arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
     if {"-h", "--help"} & set(sys.argv):
         flags = without_nested(flags)
@@ -67,6 +87,10 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
         main(tyro.cli(flags, description=description, args=arguments))
     except ValueError as error:
         exit_with_error(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.exit(f"error: the disk is full: {error}")
 
 
 def without_nested(flags: type) -> type:

@@ -19,6 +19,7 @@ from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
 from common.tracking.profiling import Profiler
+from common.tracking.start import record_start
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         flags = redacted(dataclasses.asdict(args))
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
+        record_start(self.run_dir, flags, world.size)
         with self.jsonl.open("a") as file:
             file.truncate(min(state["size"], file.tell()) if state else 0)
         for file in sorted((self.run_dir / "rollouts").glob("step_*.parquet")):

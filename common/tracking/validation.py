@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -15,17 +15,23 @@ from common.parallel.ranks import all_gather_objects, all_max
 from common.rollout import Sample
 
 
-def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, config: RolloutConfig, num_samples: int,
-             temperature: float, seed: int, stop: Callable[[], bool]) -> dict[str, float] | None:
-    """Results with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a prompt. None if
-    `stop()` turned true on any rank: then samples are missing."""
+def spread_rows(num_rows: int, limit: int) -> list[int]:
+    """At most `limit` rows (0: all), evenly spread, so that every part of the files is among them."""
+    count = min(num_rows, limit or num_rows)
+    return [i * num_rows // count for i in range(count)]
+
+
+def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, rows: Sequence[int], config: RolloutConfig,
+             num_samples: int, temperature: float, seed: int, stop: Callable[[], bool]) -> dict[str, float] | None:
+    """Results on these rows with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a
+    prompt. None if `stop()` turned true on any rank: then samples are missing."""
     metrics: dict[str, float] = {}
     meter = Meter()
     settings = [(1, validation_sampling(config, temperature=0.0))]
     if num_samples > 0:
         settings.append((num_samples, validation_sampling(config, temperature)))
     for number, sampling in settings:
-        pending = start_rollout(engine, scoring, prompts, range(len(prompts)), number, sampling, (seed, "val"), stop)
+        pending = start_rollout(engine, scoring, prompts, rows, number, sampling, (seed, "val"), stop)
         if all_max([stop()]).item():
             return None
         samples = pending.collect(meter).samples

@@ -4,7 +4,7 @@
 import statistics
 import sys
 
-from tools.report import read_metrics
+from tools.runs import read_metrics
 
 
 def main(runs: list[str]) -> None:

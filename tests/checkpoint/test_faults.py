@@ -53,6 +53,10 @@ def set_manifest(folder: Path, **entries) -> None:
     files.write_manifest(folder, files.read_manifest(folder) | entries)
 
 
+def set_flags(folder: Path, **flags) -> None:
+    set_manifest(folder, flags=files.read_manifest(folder)["flags"] | flags)
+
+
 DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a regular expression), the step resumed from
     "a shard cut short": (
         lambda new: cut(new / "__0_0.distcp"), r"step_000002 is passed over: __0_0.distcp is missing or not", 1),
@@ -76,9 +80,12 @@ DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a reg
     "another algorithm": (
         lambda new: set_manifest(new, script="ppo.py", parts=["critic", "policy"]),
         r"does not fit this run: script was ppo.py, is script.py; trained parts was \['critic', 'policy'\]", None),
-    "other flags": (
-        lambda new: set_manifest(new, flags=files.read_manifest(new)["flags"] | {"--lr": 0.5}),
-        r"resumed after step 2 .*; other flags: --lr was 0.5, is 0.01", 2),
+    "a flag that changes the results": (
+        lambda new: set_flags(new, **{"--lr": 0.5}),
+        r"error: .* was trained with other flags: --lr was 0.5, is 0.01: give the old ones, or another", None),
+    "flags that change no result": (
+        lambda new: set_flags(new, **{"--save.keep": 7, "--max-tokens-per-gpu": 1}),
+        r"resumed after step 2 .*; other flags: --max-tokens-per-gpu was 1, is None; --save.keep was 7, is 2", 2),
 }
 
 
@@ -116,6 +123,15 @@ def test_a_damaged_checkpoint(fault, save, model, world, watch, tmp_path):
     if step == 1:
         text, resumed = said(tmp_path / "other", model, world, watch, resume=str(tmp_path / "checkpoints/step_000002"))
         assert resumed is None and re.search(r"error: .*(is damaged|no complete checkpoint).*", text), text
+
+
+def test_other_flags_when_they_are_meant(save, model, world, watch, tmp_path):
+    save(2)
+    set_flags(tmp_path / "checkpoints/step_000002", **{"--lr": 0.5})
+    text, resumed = said(tmp_path, model, world, watch, allow_changes=True)
+    assert resumed == 2 and "other flags: --lr was 0.5, is 0.01" in text
+    text, resumed = said(tmp_path / "other", model, world, watch, resume=str(tmp_path))     # a run of its own
+    assert resumed == 2 and "other flags: --lr was 0.5, is 0.01" in text
 
 
 @contextlib.contextmanager

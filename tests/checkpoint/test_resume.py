@@ -122,7 +122,7 @@ def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "number", "saved"), [
-    ("rollout:90:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
+    ("rollout:183:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
     ("forward:25:0:usr1", signal.SIGUSR1, 2),               # in its update, before an optimizer step: it is dropped
     ("optimizer after:5:0:term", signal.SIGTERM, 3),        # after the first of two optimizer steps: it is finished
     ("save:1:0:term", signal.SIGTERM, 2),                   # while step 2 is saved anyway
@@ -142,7 +142,7 @@ def test_a_run_stopped_in_its_last_validation_makes_up_for_it(flags, start, in_o
     """The step is saved at once, without its validation; the next start validates, and logs the step as a whole."""
     run, log = tmp_path / "run", tmp_path / "log"
     flags = [*flags, "--run-dir", run]
-    assert start(log, "rollout:125:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
+    assert start(log, "rollout:280:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
     assert f"stopped by SIGTERM after step {TOTAL}, which is saved" in log.read_text()
     assert [row["step"] for row in metrics(run)] == list(range(TOTAL)) and not (run / "model").exists()
     assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]

@@ -53,7 +53,7 @@ def test_no_secret_is_in_manifest_config_or_report(tmp_path):
     config = (tmp_path / "config.json").read_text()
     assert json.loads(config)["max_tokens_per_gpu"] == 4096
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Args())))       # as older runs wrote it
-    write_page(str(tmp_path), "", tmp_path / "report.html", 1.0)
+    write_page([str(tmp_path)], tmp_path / "report.html", 1.0)
     page = (tmp_path / "report.html").read_text()
     for text in (manifest, config, page):
         assert "task-specific-tokenizer" in text

@@ -136,6 +136,9 @@ ROWS = [
     ("reward_model is null", lines(reward_model=None), {}, "reward_model is None; it must have a ground_truth"),
     ("reward_model is a string", lines(reward_model="4"), {}, "reward_model is '4'; it must have a ground_truth"),
     ("no ground_truth", lines(reward_model={"style": "rule"}), {}, "it must have a ground_truth"),
+    ("an answer column with an empty row", text(b"\n".join(
+        json.dumps({"prompt": "1 + 1?", "answer": answer}).encode() for answer in ("2", None, "2"))),
+     {"ground_truth_column": "answer", "data_source": "openai/gsm8k"}, "answer is .*; it must have a ground_truth"),
     ("extra_info is a list", lines(extra_info=[1]), {}, r"extra_info is \[1\]; it must be a struct or absent"),
     ("the chat template refuses the roles", lines(prompt=[{"role": "tool", "content": "x"}]),
      {"chat_template_file": "strict.jinja"}, "the chat template refuses it: no tools"),

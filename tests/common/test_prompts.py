@@ -67,6 +67,29 @@ def test_string_prompts_and_other_columns(tokenizer, tmp_path):
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("mine", 4, {})
 
 
+@pytest.mark.parametrize("file", ["a.parquet", "a.jsonl"])
+def test_plain_questions_and_answers(tokenizer, tmp_path, file):
+    """No data_source, no reward_model: the answer column is the truth, whatever its type."""
+    rows = [{"question": "What is 2 + 2?", "answer": "two and two\n#### 4"}, {"question": "2 + 3?", "answer": "#### 5"}]
+    config = DataConfig(prompt_column="question", ground_truth_column="answer", data_source="openai/gsm8k")
+    path = tmp_path / file
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows)) if path.suffix == ".jsonl" else write(path, rows)
+    prompts = load_prompts([str(path)], tokenizer, config)
+    assert tokenizer.decode(prompts[0].tokens) == chatml(("user", "What is 2 + 2?"))
+    assert [(p.data_source, p.ground_truth, p.extra_info) for p in prompts] == [
+        ("openai/gsm8k", "two and two\n#### 4", {}), ("openai/gsm8k", "#### 5", {})]
+    assert prompts.loaded.data_sources == ["openai/gsm8k"]
+    names = write(tmp_path / "b.parquet", [row | {"data_source": "mine"} for row in rows])
+    named = load_prompts([names], tokenizer, DataConfig(prompt_column="question", ground_truth_column="answer"))
+    assert named.loaded.data_sources == ["mine"]
+    with pytest.raises(ValueError, match="has no column data_source; it has question, answer"):
+        load_prompts([write(tmp_path / "c.parquet", rows)], tokenizer,
+                     DataConfig(prompt_column="question", ground_truth_column="answer"))
+    empty = write(tmp_path / "d.parquet", [rows[0], {"question": "x", "answer": None}])
+    with pytest.raises(ValueError, match=r"row 1 .*answer is .*; it must have a ground_truth"):
+        load_prompts([empty], tokenizer, config)
+
+
 def test_keys_that_only_parquet_adds_are_left_out(tokenizer, tmp_path):
     """Its structs give all messages the same keys, and templates ask `'tool_calls' in message`."""
     messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "tool_calls": "z"}]
@@ -312,11 +335,11 @@ def test_sampler_refuses_to_go_on_with_other_data(tmp_path):
     same = sampler(load(*"abcdefgh"))
     same.load_state_dict(state)
     assert sorted(taken + same.take(5)) == list(range(8))
-    with pytest.raises(ValueError, match=r"trained on 8 prompts, and there are 5 now; .*--train-data and --data\.\*"):
+    with pytest.raises(ValueError, match=r"not on the 5 that are given now; --train-data and --data\.\*"):
         sampler(load(*"abcde")).load_state_dict(state)
-    with pytest.raises(ValueError, match="trained on 8 prompts, and there are 9 now"):
+    with pytest.raises(ValueError, match="trained on 8 prompts, not on the 9"):
         sampler(load(*"abcdefghi")).load_state_dict(state)
     other_truth = {"reward_model": {"style": "rule", "ground_truth": "5"}}
     for prompts in (load(*"abcdefgx"), load(*"hgfedcba"), load(*"abcdefgh", **other_truth)):
-        with pytest.raises(ValueError, match="trained on 8 other prompts than those that are given now"):
+        with pytest.raises(ValueError, match="trained on 8 prompts, not on the 8 that are given now"):
             sampler(prompts).load_state_dict(state)

@@ -50,6 +50,12 @@ def test_gsm8k_never_evaluates_and_takes_no_time():
     assert time.process_time() - start < 0.5
 
 
+def test_gsm8k_takes_the_data_sets_own_answer_column():
+    truth = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = <<48+24=72>>72 clips.\n#### 1,072"
+    assert gsm8k.compute_score("openai/gsm8k", "#### 1072", truth) == 1.0
+    assert gsm8k.compute_score("openai/gsm8k", "#### 24", truth) == 0.0
+
+
 def test_gsm8k_refuses_a_truth_that_is_no_number():
     with pytest.raises(ValueError, match="ground_truth 'twelve' of data_source 'openai/gsm8k' must be a number"):
         gsm8k.compute_score("openai/gsm8k", "#### 12", "twelve")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rewards import TABLE, countdown, find, lookup, math, math_dapo, reasoning_gym
+from rewards import TABLE, countdown, find, lookup, math, math_dapo, reasoning_gym, search_qa
 from rewards import format as form
 from rewards.runtime.pool import RewardPool
 
@@ -235,9 +235,42 @@ def test_every_source_of_the_table_has_its_function():
                "HuggingFaceH4/MATH-500": "math", "math": "math_dapo", "aime2024": "math_dapo", "aime": "math_dapo",
                "numina_aops_forum": "math", "numina_olympiads": "math", "codecontests": "code", "apps": "code",
                "codeforces": "code", "taco": "code", "mbpp": "code", "countdown": "countdown",
-               "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k"}
+               "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k",
+               "searchR1_nq": "search_qa", "searchR1_2wikimultihopqa": "search_qa"}
     for source, file in sources.items():
         assert find(source).__module__ == f"rewards.{file}"
     assert set(TABLE.values()) == set(sources.values())
     assert find("hiyouga/geometry3k") is None
     assert find("my_aime") is None
+
+
+def test_a_source_that_cannot_be_scored_is_refused_by_name():
+    with pytest.raises(ValueError, match="data_source 'hiyouga/geometry3k': its questions are pictures, and no model"):
+        lookup(["openai/gsm8k", "hiyouga/geometry3k"])
+
+
+@pytest.mark.parametrize(("response", "truth", "score", "pred"), [
+    ("<answer>Paris</answer>", {"target": ["Paris"]}, 1.0, "paris"),
+    ("<answer> The  Beatles! </answer>", {"target": ["beatles"]}, 1.0, "beatles"),     # articles, marks, spaces, case
+    ("<answer>U.S.A.</answer>", {"target": np.array(["USA", "America"])}, 1.0, "usa"),
+    ("<answer>America</answer>", ["USA", "America"], 1.0, "america"),
+    ("<answer>an apple a day</answer>", "apple day", 1.0, "apple day"),
+    ("<answer>Theodore</answer>", "odore", 0.0, "theodore"),                           # an article is a word
+    ("<answer>Paris, France</answer>", {"target": ["Paris"]}, 0.0, "paris france"),    # the whole answer counts
+    ("<answer>Rome</answer> no: <answer>Paris</answer>", "Paris", 1.0, "paris"),       # the last one
+    ("<answer>Par\nis</answer>", "par is", 1.0, "par is"),
+    ("Paris", "Paris", 0.0, ""),
+    ("<answer>Paris", "Paris", 0.0, ""),
+    ("<answer>Paris</answer>" * 10, "Paris", 1.0, "paris"),
+    ("<answer>Paris</answer>" * 11, "Paris", 0.25, "paris"),
+])
+def test_search_qa_compares_as_squad_does(response, truth, score, pred):
+    result = search_qa.compute_score("searchR1_nq", response, truth)
+    assert result == {"score": score, "acc": score > 0, "pred": pred}
+
+
+def test_search_qa_format_score_and_bad_truths():
+    assert search_qa.compute_score("searchR1_nq", "<answer>x</answer>", "y", format_score=0.2)["score"] == 0.2
+    for truth in (None, [], {"target": []}, {"answer": "x"}, 3, [3]):
+        with pytest.raises(ValueError, match="must be a text or a list of texts"):
+            search_qa.compute_score("searchR1_nq", "<answer>x</answer>", truth)

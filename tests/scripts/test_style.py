@@ -32,7 +32,7 @@ PHASES = ["1 rollout", "2 reward", "3 log-probs", "4 advantages", "5 update", "6
 SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300}
 FILE_CEILING = 350                                                      # any file of common/ and below it
 READ_CEILING = 2100                                                     # all files that lie directly in common/
-PACKAGES_CEILING = 4300                                                 # all files of the packages below common/
+PACKAGES_CEILING = 4350                                                 # all files of the packages below common/
 MAKEFILE_CEILING = 59
 CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190}         # against grpo.py, added plus removed
 
@@ -355,8 +355,8 @@ def test_what_is_over_a_ceiling_is_found():
     assert over_ceiling(sources | longer) == dict.fromkeys(longer, 351)
     many = {f"common/c{i}.py": "x\n" * 200 for i in range(8)}
     assert over_ceiling(sources | many) == {"common/*.py": 2300}
-    many = {f"common/engine/c{i}.py": "x\n" * 330 for i in range(12)}
-    assert over_ceiling(sources | many) == {"common/*/": 4310}
+    many = {f"common/engine/c{i}.py": "x\n" * 330 for i in range(13)}
+    assert over_ceiling(sources | many) == {"common/*/": 4640}
 
 
 def test_the_makefile_is_short():

@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from PIL import Image
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -130,7 +132,9 @@ if __name__ == "__main__":
     file, address, picture, *selectors = sys.argv[1:]
     with Browser(height=900) as browser:
         browser.open(Path(file), address)
+        time.sleep(2)                                                   # until all is drawn
         for selector in selectors:
             browser.point(selector)
-        time.sleep(0.5)                                                 # until all curves are drawn
+        time.sleep(0.5)
         browser.screenshot(Path(picture))
+    Image.open(picture).quantize(256).save(picture, optimize=True)      # a third of the size

@@ -1,15 +1,25 @@
-"""The page of a run, in a real browser: it opens, draws, filters, tells a token's numbers, and shows text as text."""
+"""The page of runs, in a real browser: it opens, draws, filters, tells a token's numbers, and shows text as text; long
+responses are drawn where they are in sight, and a served page follows its run."""
 
+import base64
+import gzip
 import json
+import re
+import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 import tyro
 
 import tools.report
+import tools.runs
 from common.tracking.logger import LogConfig
+from tests.conftest import ROOT
 from tests.tools.browser import CHROMIUM, Browser
+from tests.tools.long_run import write_long_run, write_rollouts, write_validation
 from tests.tools.test_report import write_run
 from tests.tracking.log_worker import PROMPTS, RESPONSES, record
 
@@ -54,55 +64,127 @@ def test_one_file_with_everything_in_it(report):
     assert text.count("</script>") == 2                                 # the data block's and the script's
 
 
-def test_curves_are_aligned_by_step(runs, tmp_path):
-    """Runs that logged other steps and metrics: one value a step of either, null where there is none."""
+def test_curves_keep_their_steps(tmp_path):
+    """Runs that logged other steps and metrics: one value for each step of the run, null where there is none."""
     for name, rows in (("a", [{"step": 1, "x": 1.0}, {"step": 3, "x": float("nan"), "y": 2.0}]),
-                       ("b", [{"step": 2, "x": 5.0}, {"step": 3, "x": 6.0}])):
+                       ("b", [{"step": 2, "x": 5.0}, {"step": 3, "x": 6.1234567}])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = tools.report.page_data([str(tmp_path / "a"), str(tmp_path / "b")], max_mb=1)
-    assert data["steps"] == [1, 2, 3]
-    assert [run["metrics"] for run in data["runs"]] == [
-        {"x": [1.0, None, None], "y": [None, None, 2.0]}, {"x": [None, 5.0, 6.0]}]
+    assert [run["steps"] for run in data["runs"]] == [[1, 3], [2, 3]]
+    assert [run["metrics"] for run in data["runs"]] == [{"x": [1.0, None], "y": [None, 2.0]}, {"x": [5.0, 6.12346]}]
     assert data["rollouts"] == [] and data["runs"][0]["flags"] == {}
 
 
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    run = write_run(tmp_path / "a")
+    with (tmp_path / "a/metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "x": 0.')
+    assert [row["step"] for row in tools.runs.read_metrics(run)] == [0, 1, 2, 3, 4, 5, 6]
+
+
 def test_rollouts_of_the_page_by_hand(runs):
-    prompts, rollouts, left_out = tools.report.read_rollouts(runs[0], max_mb=1)
-    assert prompts == PROMPTS and left_out == ""
+    rollouts, left_out = tools.runs.read_rollouts(runs[0], max_mb=1)
+    assert left_out == "" and not any(r["validation"] for r in rollouts)
     assert [(r["step"], r["index"], r["prompt"]) for r in rollouts] == [
-        (step, i, i // 2) for step in (1, 5) for i in range(4)]
-    assert rollouts[1]["rollout_logp"] == [round(-(t + 1) / 2, 4) for t in range(rollouts[1]["response_length"])]
-    assert rollouts[2]["reward_parts"] == {"acc": 0.5, "pred": "<i>2"} and rollouts[3]["ratio"] is None
+        (step, i, PROMPTS[i // 2]) for step in (1, 5) for i in range(4)]
+    second, fourth = (json.loads(gzip.decompress(base64.b64decode(rollouts[i]["per_token"]))) for i in (1, 3))
+    assert second["rollout_logp"] == [round(-(t + 1) / 2, 4) for t in range(rollouts[1]["response_length"])]
+    assert "".join(second["token_texts"]) == RESPONSES[1]
+    assert rollouts[2]["reward_parts"] == {"acc": 0.5, "pred": "<i>2"} and "ratio" not in fourth
+
+
+def test_prompts_of_all_runs_are_matched_by_their_text(runs, tmp_path):
+    """A validation's file has nothing per token."""
+    run = make_run(tmp_path / "validated")
+    write_validation(run, 3, num_prompts=2, num_samples=1)
+    data = tools.report.page_data([str(runs[0]), str(run)], max_mb=1)
+    assert data["prompts"][:2] == PROMPTS and len(data["prompts"]) == 4
+    assert [(r["run"], r["step"], r["prompt"]) for r in data["rollouts"]][::2] == [
+        (0, 1, 0), (0, 1, 1), (0, 5, 0), (0, 5, 1), (1, 1, 0), (1, 1, 1), (1, 5, 0), (1, 5, 1), (1, 3, 2)]
+    last = data["rollouts"][-1]
+    assert last["validation"] and last["per_token"] is None and last["advantage"] is None
 
 
 def test_the_size_of_the_page_is_bounded(runs):
-    one = len(json.dumps(tools.report.rollouts_of(runs[0] / "rollouts/step_000005.parquet")))
-    _, rollouts, left_out = tools.report.read_rollouts(runs[0], max_mb=1.5 * one / 1e6)
+    file = runs[0] / "rollouts/step_000005.parquet"
+    one = len(tools.runs.to_json(tools.runs.rollouts_of(file, 0)))
+    rollouts, left_out = tools.runs.read_rollouts(runs[0], max_mb=1.5 * one / 1e6)
     assert {r["step"] for r in rollouts} == {5}
-    assert left_out == "; 1 of 2 recorded steps left out (--max-mb)"
+    assert left_out == "1 of 2 recorded steps left out (--max-mb)"
 
 
 def test_a_broken_run_is_named_in_warnings(tmp_path):
     write_run(tmp_path / "a")
     with (tmp_path / "a/metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "reward/constant_group_frac": 1.0}) + "\n")
-    (warning,) = tools.report.page_data([str(tmp_path / "a")], max_mb=1)["warnings"]
+    (warning,) = tools.report.page_data([str(tmp_path / "a")], max_mb=1)["runs"][0]["warnings"]
     assert warning.startswith("warning, step 7: in every group all rewards are equal")
 
 
 def test_flags_as_they_are_typed():
     flags = {"total_steps": 3, "optim": {"lr": 1e-5, "betas": [0.9, 0.95]}, "val_data": []}
-    assert tools.report.flat_flags(flags) == {
+    assert tools.runs.flat_flags(flags) == {
         "--total-steps": "3", "--optim.lr": "1e-05", "--optim.betas": "0.9 0.95", "--val-data": ""}
 
 
-def test_what_cannot_be_shown_is_refused(runs, tmp_path):
-    first, second = map(str, runs)
-    with pytest.raises(ValueError, match=r"page \(.html\) shows one run, and with --compare RUN2 a second"):
-        tools.report.main(tools.report.Args((first, second)))
-    with pytest.raises(ValueError, match=r"a picture \(.png\) shows any number, without --compare"):
-        tools.report.main(tools.report.Args((first,), compare=second, out=str(tmp_path / "a.png")))
+def test_what_cannot_be_written_is_refused(runs):
+    with pytest.raises(ValueError, match=r"--out a.pdf must end with .html"):
+        tools.report.main(tools.report.Args((str(runs[0]),), out="a.pdf"))
+
+
+def test_healthy_bands_are_those_of_the_documentation():
+    """Each number of the page's bands stands in the column "healthy" of the metric's row."""
+    script = (ROOT / "tools/page/page.js").read_text()
+    block = script.split("HEALTHY_UNDER = {")[1].split("}")[0]
+    limits = re.findall(r'"([^"]+)": ([\d.]+)', block)
+    assert len(limits) >= 6
+    tables = [file.read_text() for file in (ROOT / "README.md", ROOT / "docs/metrics.md") if file.is_file()]
+    rows = [line.split(" | ") for text in tables for line in text.splitlines() if line.startswith("| `")]
+    healthy = {name: row[-1] for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
+    probe = healthy["sync/probe_prob_diff"]
+    assert probe.startswith("as above")
+    healthy["sync/probe_prob_diff"] = healthy["training/rollout_probs_diff_mean"]
+    for name, limit in limits:
+        assert f"under {limit}" in healthy[name], name
+
+
+def test_the_page_is_short():
+    lines = {file.name: len(file.read_text().splitlines()) for file in (ROOT / "tools/page").glob("page.*")}
+    assert len(lines) == 3 and sum(lines.values()) <= 900, lines
+
+
+def test_a_served_run_is_read_again_when_it_grows(tmp_path):
+    run = tmp_path / "run"
+    write_run(run)
+    server = tools.report.Server([str(run)], 1.0, port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+
+    def ask(path: str, **headers: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address + path, headers=headers)) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, b""
+
+    try:
+        status, page = ask("/")
+        assert status == 200 and b"connect-src 'self'" in page
+        data = json.loads(ask("/data?")[1])
+        assert data["runs"][0]["steps"][-1] == 6
+        assert ask("/data?" + data["version"]) == (204, b"")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 7, "actor/entropy": 0.1}\n')
+        assert json.loads(ask("/data?" + data["version"])[1])["runs"][0]["steps"][-1] == 7
+        assert ask("/metrics.jsonl")[0] == 404
+        assert ask("/data?", Host="evil.example")[0] == 403             # a foreign name that points to this machine
+        assert server.server_address[0] == "127.0.0.1"
+        with pytest.raises(ValueError, match=rf"--port {server.server_port}: Address already in use"):
+            tools.report.Server([str(run)], 1.0, server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 # --------------------------------------------------------------------------- with one
@@ -126,27 +208,113 @@ def painted(browser, red: int, green: int, blue: int) -> list[int]:
     return counts
 
 
+BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)                   # of the first and the second run, or metric
+
+
+def wait_for(browser, expression: str) -> None:
+    """Until it is true: responses are unpacked, and views drawn, a moment after they are asked for."""
+    for _ in range(500):
+        if browser.evaluate(f"Boolean({expression})"):
+            return
+        time.sleep(0.02)
+    raise AssertionError(expression)
+
+
+def open_rollouts(browser, report, address: str = "") -> None:
+    browser.open(report, f"#tab=rollouts{address}")
+    wait_for(browser, "document.querySelector('#detail h2, #detail p')")
+
+
+def press(browser, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key)
+    browser.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
+
+
 @needs_browser
-def test_it_opens_and_draws_curves(browser, report):
+def test_it_opens_with_validation_before_and_after_and_draws_curves(browser, report):
     browser.open(report)
+    assert browser.texts("#headline th") == [
+        "run", "validation greedy", "validation mean@4", "training reward", "steps", "time", "model"]
+    assert browser.texts("#headline td") == [
+        "first", "0.1 \u2192 0.75", "0.05 \u2192 0.6", "0.286 \u2192 0.714  means of 3", "6", "69 s",
+        "models/<b>tiny</b>"]
     assert browser.texts(".chart h2") == [
-        "Reward", "Validation", "Entropy, nats", "Engine against trainer, difference of probabilities",
+        "Validation", "Training reward", "Entropy, nats", "Engine - trainer, probability of a tokenhealthy under 0.01",
         "Seconds by phase"]
-    counts = painted(browser, 0x2F, 0x6F, 0xDE)                         # the first series' blue
+    counts = painted(browser, *BLUE)
     assert len(counts) == 5 and min(counts) > 100, counts
     assert browser.evaluate("document.title") == "first"
     assert browser.complaints() == []
 
 
 @needs_browser
-def test_step_reward_and_text_filter_the_table(browser, report):
-    browser.open(report, "#tab=rollouts")
+def test_legends_show_last_values_and_nothing_moves_under_the_mouse(browser, report):
+    browser.open(report)
+    boxes = "JSON.stringify([...document.querySelectorAll('.chart, .legend, .legend b')].map(x => " \
+            "x.getBoundingClientRect().toJSON()))"
+    before = browser.evaluate(f"scrollTo(0, 0), {boxes}")
+    assert browser.texts(".chart:nth-child(2) .legend b, .chart:nth-child(5) .legend b") == ["0.8571", "8", "14", "5"]
+    over = browser.evaluate("(() => { const b = document.querySelector('.u-over').getBoundingClientRect(); "
+                            "return [b.left + b.width / 2, b.top + 50]; })()")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=over[0], y=over[1])
+    wait_for(browser, "document.querySelector('.chart:nth-child(2) .legend b').textContent === '0.4286'")  # step 3
+    assert browser.evaluate(boxes) == before
+
+
+@needs_browser
+def test_smoothing_time_and_theme(browser, report):
+    browser.open(report)
+    plain = painted(browser, *BLUE)
+    browser.choose("#smooth", "0.9")
+    browser.choose("#x", "time")
+    wait_for(browser, "plots[0].data[0].at(-1) === 69")                  # seconds
+    assert "smooth=0.9" in browser.evaluate("location.hash")
+    assert painted(browser, *BLUE) != plain
+    # weight 0.5 by hand: 1; (0.5 + 1.5) / 1.5 ... sums of weights 0.5, 0.75, 0.875
+    assert browser.evaluate("smooth([1, null, 3, 5], 0.5)") == [
+        1, None, pytest.approx(1.75 / 0.75), pytest.approx(3.375 / 0.875)]
+    assert browser.evaluate("data.runs[0].clock") == [0, 9, 19, 30, 42, 55, 69]
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = browser.evaluate(background)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    wait_for(browser, f"{background} === 'rgb(20, 24, 31)'")
+    browser.point("#theme", click=True)
+    wait_for(browser, f"{background} === '{light}'")
+    browser.call("Emulation.setEmulatedMedia", features=[])
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_what_is_zero_throughout_is_named_and_not_drawn(browser, tmp_path):
+    run = tmp_path / "run"
+    write_run(run)
+    rows = [json.loads(line) | {"actor/pg_clipfrac": 0.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tools.report.main(tools.report.Args((str(run),)))
+    browser.open(run / "report.html")
+    assert "Clipped tokens, share" not in "".join(browser.texts(".chart h2"))
+    assert browser.texts("#flat") == ["zero throughout, not drawn: Clipped tokens, share"]
+    browser.type("#m", "clipfrac")                                      # any metric can be asked for
+    wait_for(browser, "document.querySelectorAll('.chart').length === 1")
+    assert browser.texts(".chart h2") == ["actor/pg_clipfrachealthy under 0.2"]
+
+
+@needs_browser
+def test_step_reward_and_text_filter_the_list(browser, report):
+    open_rollouts(browser, report)
 
     def shown() -> list[str]:
-        steps, rewards = (browser.texts(f"#list tbody td:nth-child({column})") for column in (1, 3))
+        press(browser, "Shift")                                         # a frame
+        steps, rewards = (browser.texts(f"#rows .row:not(.group) span:nth-of-type({n})") for n in (1, 3))
         return [" ".join(pair) for pair in zip(steps, rewards)]
 
     assert shown() == ["1 1.25", "1 0", "1 0.5", "1 -0.5", "5 1.25", "5 0", "5 0.5", "5 -0.5"]
+    assert browser.texts("#rows .group") == [
+        "step 1 \u00b7 group 0 \u00b7 What is 2 + 3?2 \u00d7 reward 0.625",
+        "step 1 \u00b7 group 1 \u00b7 How many apples </script> <b>& pears</b>?2 \u00d7 reward 0",
+        "step 5 \u00b7 group 0 \u00b7 What is 2 + 3?2 \u00d7 reward 0.625",
+        "step 5 \u00b7 group 1 \u00b7 How many apples </script> <b>& pears</b>?2 \u00d7 reward 0"]
     browser.type("#min", "0.1")
     assert shown() == ["1 1.25", "1 0.5", "5 1.25", "5 0.5"]
     browser.type("#q", "how MANY")                                      # a prompt's
@@ -155,18 +323,18 @@ def test_step_reward_and_text_filter_the_table(browser, report):
     browser.choose("#step", "5")
     assert shown() == ["5 0.5"]
     assert "step=5" in browser.evaluate("location.hash")
-    browser.open(report, "#tab=rollouts&step=5&max=0&sort=reward")      # the address holds the view
+    open_rollouts(browser, report, "&step=5&max=0&sort=reward&by=none")  # the address holds the view
     assert shown() == ["5 -0.5", "5 0"]
-    browser.open(report, "#tab=rollouts&q=NAÏVE")                       # a response's
+    open_rollouts(browser, report, "&q=NAÏVE")                          # a response's
     assert shown() == ["1 0.5", "5 0.5"]
     assert browser.complaints() == []
 
 
 @needs_browser
 def test_a_group_side_by_side_with_coloured_tokens_and_their_numbers(browser, report):
-    browser.open(report, "#tab=rollouts&show=1-1&paint=entropy")
+    open_rollouts(browser, report, "&show=0-1-1&paint=entropy")
     assert browser.texts(".response .tokens") == [RESPONSES[0], RESPONSES[1].replace("\n", "⏎\n")]
-    first, last = (f".response.on .tokens span:{which}-child" for which in ("first", "last"))
+    first, last = ".response.on .tokens span:first-child", ".response.on .tokens div:last-child span:last-child"
     colour = "getComputedStyle(document.querySelector({})).backgroundColor"
     assert browser.evaluate(colour.format(json.dumps(first))) == "rgba(142, 91, 208, 0)"           # entropy 0
     assert browser.evaluate(colour.format(json.dumps(last))) == "rgba(142, 91, 208, 0.75)"         # the most
@@ -177,48 +345,147 @@ def test_a_group_side_by_side_with_coloured_tokens_and_their_numbers(browser, re
         "advantage": "1", "entropy": "1", "log-prob, engine": "-1", "log-prob, trainer": "-1.01", "ratio": "1.1",
         "clipped": "true"}
     browser.choose("#paint select", "log-prob, trainer - engine")
+    wait_for(browser, colour.format(json.dumps(first)) + ".startsWith('rgba(230, 120, 30, ')")     # below the middle
     # token 0 of response 1: -1 + 0.5; the largest of the group is its last one: -(1 + t / 100) + (t + 1) / 2
     t = len(browser.texts(".response.on .tokens span")) - 1
     found = browser.evaluate(colour.format(json.dumps(first)))
-    assert found.startswith("rgba(230, 120, 30, ")                      # below the middle
     assert float(found[19:-1]) == pytest.approx(0.75 * 0.5 / ((t + 1) / 2 - 1 - t / 100), abs=0.002)
-    browser.open(report, "#tab=rollouts&show=1-3")
+    open_rollouts(browser, report, "&show=0-1-3")
     assert browser.texts(".response.on h3")[0].startswith("#3  reward -0.5  adv. \u2013")   # not trained: a dash
     assert browser.texts("#scale") == ["-22"]                           # its neighbour's advantage is 2: -2 to 2
+    assert "1 trained on" in browser.texts("#detail p")[0]
     assert browser.complaints() == []
+
+
+@needs_browser
+def test_arrow_keys_and_the_same_prompt_over_time(browser, report):
+    open_rollouts(browser, report)
+    chosen = "document.querySelector('#rows .on span:nth-of-type(7)').textContent"
+    assert browser.evaluate(chosen) == RESPONSES[0]
+    press(browser, "ArrowDown")
+    assert browser.evaluate(chosen) == RESPONSES[1].replace("\n", "\n")
+    press(browser, "ArrowDown")                                         # over the next group's summary
+    assert browser.evaluate(chosen) == RESPONSES[2]
+    press(browser, "ArrowRight")
+    assert browser.evaluate("state.show") == "0-5-0"
+    press(browser, "ArrowUp")
+    assert browser.evaluate("state.show") == "0-1-3"
+    assert browser.texts("#times button") == ["step 1: 0", "step 5: 0"]
+    browser.point("#times button:last-child", click=True)
+    wait_for(browser, "document.querySelector('#detail h2').textContent.startsWith('step 5, group 1')")
+    browser.choose("#by", "prompt")
+    wait_for(browser, "document.querySelectorAll('#rows .group').length === 2")
+    assert browser.texts("#rows .group span:last-child") == ["reward 0.625 \u2192 0.625", "reward 0 \u2192 0"]
 
 
 @needs_browser
 def test_text_is_text(browser, report):
     """A response with markup and the end of a script, a prompt with both: shown as they are, nothing runs, nothing is
     fetched."""
-    browser.open(report, "#tab=rollouts&show=1-3")
+    open_rollouts(browser, report, "&show=0-1-3")
     for place, text in ((".response.on .tokens", RESPONSES[3]), ("#detail .prompt", PROMPTS[1]),
-                        ("tbody tr.on td.text", RESPONSES[3])):
+                        ("#rows .on .text", RESPONSES[3])):
         assert browser.texts(place) == [text]
-    assert browser.evaluate("document.querySelectorAll('img, #detail b, #detail i:not(#scale i), script').length") == 2
+    assert browser.evaluate("document.querySelectorAll('img, #detail b, #detail i:not(#scale i), script').length") == 1
     browser.point(".response.on .tokens span")
     assert browser.texts("#tip")[0].startswith('"<"  token 0')
     browser.evaluate("const x = document.createElement('div'); document.body.append(x); "
                      "x.innerHTML = '<img src=x onerror=\"window.ran = 1\">'")
     time.sleep(0.2)
     assert browser.evaluate("window.ran === undefined")                 # even markup would not run: the page forbids it
+    assert "innerHTML" not in (ROOT / "tools/page/page.js").read_text()
     browser.events.clear()
 
 
 @needs_browser
-def test_two_runs_over_each_other(browser, runs, tmp_path):
-    out = tmp_path / "both.html"
-    tools.report.main(tools.report.Args((str(runs[0]),), compare=str(runs[1]), out=str(out)))
+def test_three_runs_over_each_other(browser, runs, tmp_path):
+    out = tmp_path / "three.html"
+    third = make_run(tmp_path / "third", lr=3e-5, scale=0.25)
+    tools.report.main(tyro.cli(tools.report.Args, args=[*map(str, (*runs, third)), "--out", str(out)]))
     browser.open(out)
-    assert browser.texts(".chart:first-child .u-legend th") == ["step", "mean · first", "mean · second"]
-    both = painted(browser, 0x2F, 0x6F, 0xDE)[0]
-    tools.report.main(tools.report.Args((str(runs[0]),), out=str(out)))
-    browser.open(out)
-    assert both > 1.2 * painted(browser, 0x2F, 0x6F, 0xDE)[0]
-    tools.report.main(tools.report.Args((str(runs[0]),), compare=str(runs[1]), out=str(out)))
+    assert browser.texts("#headline td:first-child") == ["first", "second", "third"]
+    assert browser.texts(".chart:nth-child(2) .legend span") == ["first", "second", "third"]
+    assert browser.texts(".chart:nth-child(2) .legend b") == ["0.8571", "0.4286", "0.2143"]
+    assert painted(browser, *BLUE)[1] > 50 and painted(browser, *ORANGE)[1] > 50
+    browser.point("#headline tr:nth-child(3) input", click=True)        # the second run is hidden
+    wait_for(browser, "document.querySelectorAll('.chart:nth-child(2) .legend span').length === 2")
+    assert painted(browser, *BLUE)[1] > 50 and max(painted(browser, *ORANGE)) == 0
+    open_rollouts(browser, out, "&run=2")
+    assert browser.texts("#count") == ["8 of 24 responses"]
+    assert browser.texts("#detail h2")[0].startswith("third \u00b7 step 1, group 0")
+    browser.choose("#by", "prompt")
+    wait_for(browser, "document.querySelectorAll('#rows .group').length === 2")
+    assert browser.texts("#rows .group span:last-child") == ["reward 0.625 \u2192 0.625", "reward 0 \u2192 0"]
+    assert len(browser.texts("#times button")) == 6                     # the same prompt in three runs, two steps each
     browser.open(out, "#tab=flags")
-    assert browser.texts("#flags tr.differs td") == ["--optim.lr", "1e-05", "2e-05"]
+    assert browser.texts("#flags tr.differs td") == ["--optim.lr", "1e-05", "2e-05", "3e-05"]
     assert browser.texts("#flags td:first-child") == ["--optim.lr", "--model", "--optim.betas", "--log.to"]
-    assert browser.texts("#flags tr:nth-child(3) td + td") == 2 * ["models/<b>tiny</b>"]
+    assert browser.texts("#flags tr:nth-child(3) td + td") == 3 * ["models/<b>tiny</b>"]
     assert browser.complaints() == []
+
+
+NODES = "document.querySelectorAll('*').length"
+
+
+@needs_browser
+def test_long_responses_are_drawn_where_they_are_in_sight(browser, tmp_path, capsys):
+    """200 responses of 8,000 tokens and two validations. Times are printed, not judged."""
+    run = write_long_run(tmp_path / "long", length=8000)
+    tools.report.main(tools.report.Args((str(run),)))
+    start = time.perf_counter()
+    open_rollouts(browser, run / "report.html", "&kind=training")
+    wait_for(browser, "document.querySelector('.response.on .tokens span')")
+    opened = time.perf_counter() - start
+    assert browser.texts("#count") == ["200 of 280 responses"]
+    assert len(browser.texts(".response")) == 20 and len(browser.texts(".response .tokens")) == 1
+    assert browser.evaluate("document.getElementById('detail').scrollHeight") > 5000
+    assert browser.evaluate(NODES) < 4000                               # of 160,000 tokens of this group alone
+    slowest, most, last = browser.evaluate("""(async () => {
+        const frame = () => new Promise(requestAnimationFrame), detail = document.getElementById("detail");
+        let slowest = 0, most = 0;
+        for (let i = 0; i < 40; i++) {
+            const start = performance.now();
+            detail.scrollTop += 500;
+            document.getElementById("list").scrollTop += 300;
+            await frame();
+            slowest = Math.max(slowest, performance.now() - start);
+            most = Math.max(most, NODES);
+        }
+        detail.querySelector(".on .tokens").lastChild.scrollIntoView();
+        await frame(); await frame(); await frame();
+        const spans = [...detail.querySelectorAll(".on .tokens span")];
+        return [slowest, most, spans.at(-1).dataset.token];
+    })()""".replace("NODES", NODES))
+    assert most < 4000 and last == "7999"
+    browser.choose("#kind", "validation")
+    wait_for(browser, "document.getElementById('count').textContent === '80 of 280 responses'")
+    wait_for(browser, "document.querySelector('#detail h2').textContent.startsWith('validation, step 0, group 0')")
+    assert browser.texts(".response.on .tokens") == ["answer 0 at step 0"]
+    assert [text.split(":")[0] for text in browser.texts("#times button")] == [
+        "validation, step 0", "step 5", "validation, step 5"]
+    assert browser.complaints() == []
+    with capsys.disabled():
+        print(f"\n200 responses of 8,000 tokens: open {opened:.2f} s, slowest frame {slowest:.0f} ms, {most} elements")
+
+
+@needs_browser
+def test_a_served_page_follows_its_run(browser, tmp_path):
+    run = tmp_path / "run"
+    write_run(run)
+    server = tools.report.Server([str(run)], 1.0, port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/#x=time")
+        wait_for(browser, "document.getElementById('status')?.textContent === 'live'")
+        assert browser.texts("#headline td:nth-child(5)") == ["6"]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 7, "val-core/sums/acc/greedy": 0.9, "timing_s/step": 1}) + "\n")
+        write_rollouts(run, 7, num_groups=1, group_size=2, length=10)
+        wait_for(browser, "document.querySelector('#headline td:nth-child(5)').textContent === '7'")
+        assert browser.texts("#headline td:nth-child(2)") == ["0.1 \u2192 0.9"]
+        assert browser.evaluate("data.rollouts.length") == 2 and browser.evaluate("state.x") == "time"
+    finally:
+        server.shutdown()
+        server.server_close()
+        browser.open(Path("/dev/null"))
+        browser.events.clear()

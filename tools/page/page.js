@@ -1,38 +1,51 @@
 "use strict";
-// The page of a run. What is shown is in the address (#tab=rollouts&step=10&q=apple), so a view can be linked to.
+// The page of runs. What is shown is in the address (#tab=rollouts&step=10&q=apple), so a view can be linked to.
 // Text of prompts and responses goes into the page as text nodes only.
-const data = JSON.parse(document.getElementById("data").textContent);
 const at = id => document.getElementById(id);
-const COLOURS = ["#2f6fde", "#d9662b", "#2a9d6f", "#8e5bd0", "#c23b6e", "#8a7a13", "#3aa0b5", "#6b7280"];
-const TABS = {curves: "Curves", rollouts: "Rollouts", flags: data.runs.length > 1 ? "Flags that differ" : "Flags"};
-const CHARTS = [                                        // title, metrics, further options
-  ["Reward", /^critic\/(rewards|score)\/mean$/],
-  ["Validation", /^val-core\//],
-  ["Response length, tokens", /^response_length\/(mean|max|min)$/],
+let data = JSON.parse(at("data").textContent);
+at("data").remove();
+const TABS = {curves: "Curves", rollouts: "Rollouts", flags: "Flags"};
+const COLOURS = {                                       // Okabe and Ito's, which colour-blind people tell apart
+  light: ["#0072b2", "#d55e00", "#009e73", "#b8609a", "#a87900", "#3a9bd0", "#6b4fa0", "#555e6b"],
+  dark: ["#56b4e9", "#ff8a3d", "#2fc79a", "#e39ac8", "#e6c229", "#8fd3ff", "#b39ddb", "#b5bdc9"],
+};
+const TIMES = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 36000, 72000, 180000, 360000];     // seconds
+const DASHES = [undefined, [7, 4], [2, 3], [10, 3, 2, 3]];
+const CHARTS = [                                        // title, metrics of one run, of several (default: the same)
+  ["Validation", /^val-core\//, /^val-core\/.*(greedy|mean@\d+)$/],
+  ["Training reward", /^critic\/rewards\/mean$/],
+  ["Response length, tokens", /^response_length\/(mean|max|min)$/, /^response_length\/mean$/],
   ["Entropy, nats", /^actor\/entropy$/],
-  ["KL, nats", /^actor\/(ppo_kl|kl_loss)$/],
-  ["Clipped tokens, share", /^actor\/pg_clipfrac(_lower)?$/],
+  ["Engine - trainer, probability of a token", /^training\/rollout_probs_diff_mean$/],
+  ["KL of old and current policy, nats", /^actor\/ppo_kl$/],
+  ["Clipped tokens, share", /^actor\/pg_clipfrac$/],
+  ["Groups whose rewards are all equal, share", /^reward\/constant_group_frac$/],
   ["Gradient norm", /^(actor|critic)\/grad_norm$/],
-  ["Learning rate", /^(actor|critic)\/lr$/],
-  ["Engine against trainer, difference of probabilities", /^training\/rollout_probs_diff_(mean|std)$/],
-  ["Policy and value loss", /^(actor\/pg_loss|critic\/vf_loss)$/],
+  ["Seconds by phase", /^timing_s\//, /^timing_s\/step$/],
+  ["KL to the reference, nats", /^actor\/(kl_loss|reward_kl_penalty)$/],
+  ["Truncated responses, lost rewards, share", /^(reward\/(error|timeout)_frac|rollout\/truncated_frac)$/],
+  ["Reward functions", /^(critic\/score\/mean|reward\/(?!constant_group|error|timeout).*)$/],
   ["Critic", /^critic\/(values\/mean|returns\/mean|vf_explained_var)$/],
-  ["Shares: constant groups, truncated responses, lost rewards",
-   /^(reward\/(constant_group|error|timeout)_frac|rollout\/truncated_frac)$/],
-  ["Seconds by phase", /^timing_s\//],
-  ["Tokens per second", /^(perf\/throughput|rollout\/tokens_per_s)$/],
+  ["Value loss", /^critic\/vf_loss$/],
+  ["Policy loss", /^actor\/pg_loss$/],
+  ["Learning rate", /^(actor|critic)\/lr$/],
+  ["Tokens per second", /^(perf\/throughput|rollout\/tokens_per_s)$/, /^perf\/throughput$/],
   ["Share of the chip's peak FLOP/s", /^perf\/mfu\//],
-  ["Memory, GiB", /^perf\/.*memory.*_gb$/],
+  ["Memory, GiB", /^perf\/.*memory.*_gb$/, /^perf\/(cpu_memory_peak|max_memory_reserved)_gb$/],
 ];
+const HEALTHY_UNDER = {                                 // as the table of metrics in the documentation has it
+  "reward/constant_group_frac": 0.7, "actor/ppo_kl": 0.05, "actor/pg_clipfrac": 0.2,
+  "training/rollout_probs_diff_mean": 0.01, "sync/probe_prob_diff": 0.01, "rollout_corr/k3_kl": 0.01,
+};
 const PAINTS = {                                        // what tokens can be coloured by: value, middle (null: from 0)
-  "advantage": [(r, t) => at_(r.token_advantage, t), 0],
-  "entropy": [(r, t) => at_(r.entropy, t), null],
-  "log-prob, trainer - engine": [(r, t) => difference(r.old_logp, r.rollout_logp, t), 0],
-  "ratio": [(r, t) => at_(r.ratio, t), 1],
-  "clipped": [(r, t) => at_(r.clipped, t) === null ? null : +r.clipped[t], null],
-  "log-prob, trainer - reference": [(r, t) => difference(r.old_logp, r.ref_logp, t), 0],
-  "surprise, -log-prob": [(r, t) => at_(r.rollout_logp, t) === null ? null : -r.rollout_logp[t], null],
-  "value": [(r, t) => at_(r.value, t), 0],
+  "advantage as used": [(x, t) => x.trained?.[t] ? at_(x.token_advantage, t) : null, 0],
+  "entropy": [(x, t) => at_(x.entropy, t), null],
+  "log-prob, trainer - engine": [(x, t) => difference(x.old_logp, x.rollout_logp, t), 0],
+  "ratio": [(x, t) => at_(x.ratio, t), 1],
+  "clipped": [(x, t) => at_(x.clipped, t) === null ? null : +x.clipped[t], null],
+  "log-prob, trainer - reference": [(x, t) => difference(x.old_logp, x.ref_logp, t), 0],
+  "surprise, -log-prob": [(x, t) => at_(x.rollout_logp, t) === null ? null : -x.rollout_logp[t], null],
+  "value": [(x, t) => at_(x.value, t), 0],
 };
 const NUMBERS = {                                       // lines of a token's tooltip
   "advantage": "token_advantage", "entropy": "entropy", "log-prob, engine": "rollout_logp",
@@ -40,12 +53,14 @@ const NUMBERS = {                                       // lines of a token's to
   "value": "value", "return": "returns",
 };
 
-function at_(values, t) { return values === null || values[t] === null ? null : values[t]; }
+function at_(values, t) { return values?.[t] ?? null; }
 function difference(a, b, t) { return at_(a, t) === null || at_(b, t) === null ? null : a[t] - b[t]; }
+function isNumber(x) { return typeof x === "number"; }
+function mean(values) { return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null; }
 
 function show(x) {                                      // a number for people
   if (x === null || x === undefined) return "–";
-  if (typeof x !== "number") return String(x);
+  if (!isNumber(x)) return String(x);
   if (x === 0 || Number.isInteger(x) && Math.abs(x) < 1e6) return String(x);
   return Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(1) : String(+x.toPrecision(4));
 }
@@ -57,61 +72,200 @@ function make(tag, text, name) {                        // an element with text 
   return element;
 }
 
+function clickable(element, action) {                   // with the mouse, and with Enter
+  element.tabIndex = 0;
+  element.onclick = action;
+  element.onkeydown = event => event.key === "Enter" && action(event);
+  return element;
+}
+
+function theme() {
+  return state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+
+function colourOfRun(number) { return COLOURS[theme()][number % 8]; }
+
+function swatch(number) {
+  const mark = make("i", undefined, "swatch");
+  mark.style.background = colourOfRun(number);
+  return mark;
+}
+
 // ---------------------------------------------------------------- what is shown, in the address
 
-const DEFAULTS = {tab: "curves", step: "", min: "", max: "", q: "", sort: "", show: "", paint: "advantage"};
-let state = {...DEFAULTS};
+const DEFAULTS = {tab: "curves", theme: "", smooth: "0", x: "step", m: "", hide: "", run: "", kind: "", step: "", min: "",
+  max: "", q: "", by: "group", sort: "", show: "", paint: "advantage as used"};
+const FIELDS = ["smooth", "x", "m", "run", "kind", "step", "min", "max", "q", "by"];
+let state = {...DEFAULTS}, wanted = 0;
 
 function go(changes) {
   Object.assign(state, changes);
   const changed = Object.entries(state).filter(([key, value]) => value !== DEFAULTS[key]);
   history.replaceState(null, "", "#" + new URLSearchParams(changed));
-  render();
+  cancelAnimationFrame(wanted);                         // a slider moves faster than charts are drawn
+  wanted = requestAnimationFrame(render);
 }
 
 function render() {
+  document.documentElement.dataset.theme = theme();
   for (const tab in TABS) {
     at(tab).hidden = tab !== state.tab;
     at("tab-" + tab).className = tab === state.tab ? "on" : "";
   }
-  if (state.tab === "curves") drawCharts();
+  for (const id of FIELDS) if (at(id).value !== state[id]) at(id).value = state[id];
+  if (state.tab === "curves") { drawHeadline(); drawCharts(); }
   if (state.tab === "rollouts") drawRollouts();
+  if (state.tab === "flags") drawFlags();
 }
 
-// ---------------------------------------------------------------- curves
+// ---------------------------------------------------------------- headline and curves
 
-const names = [...new Set(data.runs.flatMap(run => Object.keys(run.metrics)))].sort();
-const charts = [];                                      // {plot, box}
+let names = [], plots = [];
+
+function valuesOf(run, name) { return (run.metrics[name] ?? []).filter(isNumber); }
+function hidden(number) { return state.hide.split(" ").includes(String(number)); }
+
+function drawHeadline() {                               // a run a row: validation before and after, reward, time
+  const several = data.runs.length > 1;
+  const shown = names.filter(name => CHARTS[0][2].test(name));
+  const validated = shown.length ? shown : names.filter(name => CHARTS[0][1].test(name));
+  const table = at("headline"), head = make("tr"), prefix = validated.length ? commonPrefix(validated) : 0;
+  for (const title of ["run", ...validated.map(name => "validation " + name.slice(prefix)), "training reward", "steps",
+    "time", "model"]) head.append(make("th", title));
+  const lines = data.runs.map((run, number) => {
+    const line = make("tr"), name = make("td"), label = make("label");
+    if (several) {
+      const box = label.appendChild(make("input"));
+      box.type = "checkbox";
+      box.checked = !hidden(number);
+      box.onchange = () => go({hide: data.runs.map((_, i) => i).filter(i => i === number ? !box.checked : hidden(i)).join(" ")});
+      label.append(swatch(number));
+    }
+    label.append(run.name);
+    name.append(label);
+    line.append(name, ...validated.map(metric => beforeAfter(valuesOf(run, metric), 1)));
+    line.append(beforeAfter(valuesOf(run, "critic/rewards/mean"), 5), make("td", show(run.steps.at(-1))));
+    line.append(make("td", duration(run.clock.at(-1))), make("td", run.flags["--model"] ?? "–"));
+    return line;
+  });
+  table.replaceChildren(head, ...lines);
+}
+
+function beforeAfter(values, most) {                    // means of the first and the last `most` values
+  const n = Math.min(most, Math.ceil(values.length / 2)), cell = make("td");
+  if (!values.length) return make("td", "–");
+  const [before, after] = [mean(values.slice(0, n)), mean(values.slice(-n))].map(x => +x.toFixed(3));
+  if (values.length > 1) cell.append(`${before} → `);
+  cell.append(make("b", after));
+  if (n > 1) cell.append(make("small", `  means of ${n}`));
+  return cell;
+}
+
+function duration(seconds) {
+  if (!seconds) return "0";
+  if (seconds < 120 && seconds % 60) return `${Math.round(seconds)} s`;
+  return seconds < 7200 && seconds % 3600 ? `${Math.round(seconds / 60)} min` : `${+(seconds / 3600).toFixed(1)} h`;
+}
 
 function drawCharts() {
-  if (charts.length) return;
-  for (const [title, pattern] of CHARTS) addChart(title, names.filter(name => pattern.test(name)));
+  const several = data.runs.length > 1, text = state.m.toLowerCase(), zero = [], boxes = [];
+  const wide = at("curves").clientWidth, columns = Math.max(1, Math.floor((wide + 12) / 412));
+  const width = Math.floor((wide - 12 * (columns - 1)) / columns) - 22;
+  const found = names.filter(name => name.toLowerCase().includes(text));
+  let charts = CHARTS.map(([title, one, more]) => [title, names.filter(name => (several && more || one).test(name))]);
+  if (text) charts = found.slice(0, 40).map(name => [name, [name]]);
+  plots.forEach(plot => plot.destroy());
+  plots = [];
+  for (const [title, shown] of charts) {
+    const values = data.runs.flatMap(run => shown.flatMap(name => valuesOf(run, name)));
+    if (values.length && (text || values.some(x => x !== 0))) boxes.push(chartOf(title, shown, width));
+    else if (values.length) zero.push(title);
+  }
+  at("flat").textContent = text ? `${found.length} of ${names.length} metrics${found.length > 40 ? ", the first 40 shown" : ""}`
+    : zero.length ? "zero throughout, not drawn: " + zero.join("; ") : "";
+  at("charts").style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
+  at("charts").replaceChildren(...boxes);
 }
 
-function addChart(title, shown) {
-  const series = [];
-  data.runs.forEach((run, number) => shown.forEach((name, i) => {
-    if (run.metrics[name]) series.push({run, name, number, colour: COLOURS[i % COLOURS.length]});
-  }));
-  if (!series.length) return;
-  const box = at("charts").appendChild(make("div", undefined, "chart"));
-  box.append(make("h2", title));
-  const prefix = shown.length > 1 ? commonPrefix(shown) : shown[0].lastIndexOf("/") + 1;
-  const options = {
-    width: box.clientWidth - 16, height: 190, cursor: {sync: {key: "step"}, points: {size: 6}},
+function chartOf(title, shown, width) {
+  const box = make("div", undefined, "chart"), heading = box.appendChild(make("h2", title));
+  const several = data.runs.length > 1, prefix = commonPrefix(shown), series = [], tables = [];
+  const smoothing = +state.smooth, limit = HEALTHY_UNDER[shown[0]], style = getComputedStyle(document.documentElement);
+  data.runs.forEach((run, number) => {
+    const here = hidden(number) ? [] : shown.filter(name => valuesOf(run, name).length);
+    if (!here.length) return;
+    tables.push([state.x === "step" ? run.steps : run.clock]);
+    for (const name of here) {
+      const index = shown.indexOf(name), metric = name.slice(prefix);
+      series.push({
+        label: several ? (shown.length > 1 ? `${metric} · ${run.name}` : run.name) : metric,
+        colour: colourOfRun(several ? number : index), dash: DASHES[several ? index % 4 : Math.floor(index / 8) % 4],
+        last: valuesOf(run, name).at(-1), raw: run.metrics[name],
+      });
+      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], name.startsWith("val-") ? 0 : smoothing));
+      tables.at(-1).push(run.metrics[name]);            // the raw curve after the smooth one
+    }
+  });
+  if (limit !== undefined) heading.append(make("small", `healthy under ${limit}`));
+  const [ink, line, band] = ["--soft", "--line", "--band"].map(name => style.getPropertyValue(name));
+  const axis = {stroke: ink, font: "11px system-ui, sans-serif", grid: {stroke: line, width: 1}, ticks: {show: false}};
+  const curves = series.flatMap(({colour, dash, raw}) => {
+    const curve = {stroke: colour, dash, width: 2, spanGaps: true, points: {show: raw.filter(isNumber).length <= 12, size: 6, fill: colour}};
+    return smoothing ? [curve, {...curve, stroke: colour + "55", width: 1, points: {show: false}}] : [curve];
+  });
+  const plot = new uPlot({
+    width, height: 200, legend: {show: false}, cursor: {sync: {key: "x"}, drag: {x: true, y: false}}, padding: [8, 24, 0, 0],
     scales: {x: {time: false}, y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true)
       : low === null ? [0, 1] : [low - (Math.abs(low) || 1) / 2, low + (Math.abs(low) || 1) / 2]}},
-    axes: [{size: 32, values: (_, ticks) => ticks.map(x => Number.isInteger(x) ? x : "")},
-           {size: 62, values: (_, ticks) => ticks.map(show)}],
-    series: [{label: "step"}, ...series.map(({run, name, number, colour}) => ({
-      label: name.slice(prefix) + (data.runs.length > 1 ? " · " + run.name : ""), stroke: colour,
-      width: number ? 1.5 : 2, dash: number ? [6, 4] : undefined, spanGaps: true,
-      points: {show: run.metrics[name].filter(x => x !== null).length <= 12, size: 5},
-      value: (_, x) => show(x),
-    }))],
-  };
-  const plot = new uPlot(options, [data.steps, ...series.map(({run, name}) => run.metrics[name])], box);
-  charts.push({plot, box});
+    axes: [{...axis, size: 28, incrs: state.x === "step" ? undefined : TIMES, values: (_, ticks) => ticks.map(x => state.x !== "step" ? duration(x) : Number.isInteger(x) ? x : "")},
+           {...axis, size: 54, values: (_, ticks) => ticks.map(show)}],
+    series: [{}, ...curves],
+    hooks: {
+      drawClear: [plot => limit !== undefined && drawBand(plot, limit, band)],
+      setCursor: [plot => legend(plot.cursor.idx)],
+    },
+  }, uPlot.join(tables.length ? tables : [[[]]]), box);
+  const entries = series.map(({label, colour, dash}) => {
+    const entry = make("div"), text = make("span", label), value = make("b");
+    text.title = label;
+    entry.append(lineOf(colour, dash), text, value);
+    return [entry, value];
+  });
+  function legend(index) {                              // the values under the mouse, else the last ones
+    series.forEach(({last}, i) => {
+      const curve = plot.data[(smoothing ? 2 : 1) * (i + 1)];
+      entries[i][1].textContent = show(index === null || index === undefined ? last : curve[index]);
+    });
+  }
+  legend(null);
+  box.appendChild(make("div", undefined, "legend")).append(...entries.map(([entry]) => entry));
+  plots.push(plot);
+  return box;
+}
+
+function lineOf(colour, dash) {                         // a piece of the curve for the legend
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), line = document.createElementNS(svg.namespaceURI, "line");
+  for (const [name, value] of Object.entries({width: 22, height: 8})) svg.setAttribute(name, value);
+  for (const [name, value] of Object.entries({x1: 0, x2: 22, y1: 4, y2: 4, stroke: colour, "stroke-width": 2.5,
+    "stroke-dasharray": (dash ?? []).join(" ")})) line.setAttribute(name, value);
+  svg.append(line);
+  return svg;
+}
+
+function drawBand(plot, limit, colour) {
+  const {left, top, width, height} = plot.bbox, y = Math.min(Math.max(plot.valToPos(limit, "y", true), top), top + height);
+  plot.ctx.fillStyle = colour;
+  plot.ctx.fillRect(left, y, width, top + height - y);
+}
+
+function smooth(values, weight) {                       // exponential mean; its start is not pulled towards 0
+  let sum = 0, total = 0;
+  return values.map(x => {
+    if (x === null) return null;
+    sum = weight * sum + (1 - weight) * x;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
 }
 
 function commonPrefix(words) {                          // up to the last "/" that all share
@@ -120,21 +274,24 @@ function commonPrefix(words) {                          // up to the last "/" th
   return words[0].lastIndexOf("/", length) + 1;
 }
 
-// ---------------------------------------------------------------- rollouts
+// ---------------------------------------------------------------- the list of responses
 
+const ROW = 26;                                         // pixels
 const COLUMNS = [                                       // heading, value, is a number
   ["step", r => r.step, true], ["group", r => r.group, true], ["reward", r => r.reward, true],
   ["adv.", r => r.advantage, true], ["tokens", r => r.response_length, true], ["end", r => r.finish_reason, false],
-  ["response", r => r.response, false],
+  ["response", r => r.response.slice(0, 200), false],
 ];
-const MOST_ROWS = 500;
+let rows = [], chosen = null, drawn = new Map();        // rows: a response, or {title, notes} of a group
 
 function chosenRollouts() {
   const min = state.min === "" ? -Infinity : +state.min, max = state.max === "" ? Infinity : +state.max;
-  const text = state.q.toLowerCase();
+  const text = state.q.toLowerCase(), prompts = data.prompts.map(prompt => prompt.toLowerCase().includes(text));
   const found = data.rollouts.filter(r =>
-    (state.step === "" || r.step === +state.step) && (r.reward === null ? state.min + state.max === "" :
-    r.reward >= min && r.reward <= max) && (r.response + "\n" + data.prompts[r.prompt]).toLowerCase().includes(text));
+    (state.step === "" || r.step === +state.step) && (state.run === "" || r.run === +state.run) &&
+    (state.kind === "" || r.validation === (state.kind === "validation")) &&
+    (r.reward === null ? state.min + state.max === "" : r.reward >= min && r.reward <= max) &&
+    (prompts[r.prompt] || r.response.toLowerCase().includes(text)));
   const [heading, order] = [state.sort.replace("-", ""), state.sort.startsWith("-") ? -1 : 1];
   const column = COLUMNS.find(([name]) => name === heading);
   if (!column) return found;
@@ -142,62 +299,192 @@ function chosenRollouts() {
   return found.sort((a, b) => order * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0));
 }
 
-function drawRollouts() {
-  for (const id of ["step", "min", "max", "q"]) if (at(id).value !== state[id]) at(id).value = state[id];
-  const found = chosenRollouts();
-  const cut = found.length > MOST_ROWS ? `, the first ${MOST_ROWS} shown` : "";
-  at("count").textContent = data.rollouts.length
-    ? `${found.length} of ${data.rollouts.length} responses${cut}${data.left_out}` : "this run has no rollouts on disk";
-  const head = make("tr");
-  for (const [name, , number] of COLUMNS) {
-    const arrow = state.sort === name ? " ▲" : state.sort === "-" + name ? " ▼" : "";
-    const cell = head.appendChild(make("th", name + arrow, number ? "number" : ""));
-    cell.onclick = () => go({sort: state.sort === "-" + name ? name : "-" + name});
+function sameGroup(a, b) { return timeOf(a) === timeOf(b) && a.group === b.group; }
+function timeOf(r) { return `${r.run} ${r.validation} ${r.step}`; }
+
+function groupsOf(found) {                              // in the order of their first responses
+  if (state.by === "none") return found;
+  const groups = new Map();
+  for (const r of found) {
+    const key = state.by === "prompt" ? r.prompt : `${timeOf(r)} ${r.group}`;
+    groups.has(key) ? groups.get(key).push(r) : groups.set(key, [r]);
   }
-  at("list").querySelector("thead").replaceChildren(head);
-  const chosen = data.rollouts.find(r => r.id === state.show) ?? found[0];
-  const rows = found.slice(0, MOST_ROWS).map(r => {
-    const row = make("tr", undefined, r === chosen ? "on" : "");
-    for (const [name, value, number] of COLUMNS)
-      row.append(make("td", number ? show(value(r)) : value(r), name === "response" ? "text" : number ? "number" : ""));
-    row.onclick = () => go({show: r.id});
-    return row;
-  });
-  const list = at("list");
-  list.querySelector("tbody").replaceChildren(...rows);
-  const on = list.querySelector("tr.on");               // in sight, without moving the page
-  if (on && (on.offsetTop < list.scrollTop + 30 || on.offsetTop + 30 > list.scrollTop + list.clientHeight))
-    list.scrollTop = on.offsetTop - list.clientHeight / 2;
-  drawDetail(chosen);
+  return [...groups.values()].flatMap(members => [{
+    title: (state.by === "prompt" ? "" : `${nameOf(members[0])}${whenOf(members[0])} · group ${members[0].group} · `) + snippet(members[0]),
+    notes: state.by === "prompt" ? overTime(members) : `${members.length} × reward ${show(rewardOf(members))}`,
+  }, ...members]);
 }
 
-function drawDetail(chosen) {
-  const detail = at("detail");
-  if (!chosen) { detail.replaceChildren(make("p", "No response fits.")); return; }
-  const group = data.rollouts.filter(r => r.step === chosen.step && r.group === chosen.group);
-  const prompt = make("div", data.prompts[chosen.prompt], "prompt");
-  const truth = `step ${chosen.step}, group ${chosen.group} of ${chosen.data_source}, ground truth ${chosen.ground_truth}`;
-  const paint = make("div");
+function nameOf(r) { return data.runs.length > 1 ? data.runs[r.run].name + " · " : ""; }
+function whenOf(r) { return (r.validation ? "validation, " : "") + `step ${r.step}`; }
+function rewardOf(members) { return mean(members.map(r => r.reward).filter(isNumber)); }
+
+function overTime(members) {                            // mean reward at first and at last, of each run
+  return "reward " + [...new Set(members.map(r => r.run))].map(run => {
+    const own = members.filter(r => r.run === run), ends = [own[0], own.at(-1)].map(timeOf);
+    return [...new Set(ends)].map(time => show(rewardOf(own.filter(r => timeOf(r) === time)))).join(" → ");
+  }).join(" · ");
+}
+
+function snippet(r) {                                   // the last turn of the prompt, without the template's marks
+  const turns = data.prompts[r.prompt].slice(-2000).split(/<\|[^|]*\|>(?:user|assistant|system)?/).filter(turn => turn.trim());
+  return (turns.at(-1) ?? "").replace(/\s+/g, " ").trim().slice(-140);
+}
+
+function drawRollouts() {
+  const found = chosenRollouts(), left = data.runs.map(run => run.left_out).filter(Boolean).join("; ");
+  rows = groupsOf(found);
+  at("count").textContent = data.rollouts.length
+    ? `${found.length} of ${data.rollouts.length} responses${left && "; " + left}` : "no rollouts on disk";
+  chosen = data.rollouts.find(r => r.id === state.show) ?? rows.find(row => row.id) ?? null;
+  at("head").replaceChildren(make("span"), ...COLUMNS.map(([name, , number]) => {
+    const arrow = state.sort === name ? " ▲" : state.sort === "-" + name ? " ▼" : "";
+    return clickable(make("span", name + arrow, number ? "number" : ""),
+      () => go({sort: state.sort === "-" + name ? name : "-" + name}));
+  }));
+  at("rows").style.height = rows.length * ROW + "px";
+  const list = at("list"), top = rows.indexOf(chosen) * ROW;
+  if (top >= 0 && (top < list.scrollTop || top + 2 * ROW > list.scrollTop + list.clientHeight))
+    list.scrollTop = top - list.clientHeight / 2;       // in sight, without moving the page
+  at("rows").replaceChildren();
+  drawn = new Map();
+  drawRows();
+  drawDetail();
+}
+
+function drawRows() {                                   // those in sight, of any number
+  const list = at("list"), first = Math.max(0, Math.floor(list.scrollTop / ROW) - 10);
+  const end = Math.min(rows.length, first + Math.ceil(list.clientHeight / ROW) + 20);
+  for (const [i, row] of drawn) {
+    if (i >= first && i < end) continue;
+    row.remove();
+    drawn.delete(i);
+  }
+  for (let i = first; i < end; i++) if (!drawn.has(i)) drawn.set(i, at("rows").appendChild(rowOf(rows[i], i)));
+}
+
+function rowOf(r, i) {
+  const row = make("div", undefined, "row");
+  row.style.top = i * ROW + "px";
+  if (!r.id) {
+    row.classList.add("group");
+    row.append(make("span", r.title), make("span", r.notes));
+    return row;
+  }
+  row.append(data.runs.length > 1 ? swatch(r.run) : make("i"));
+  for (const [name, value, number] of COLUMNS)
+    row.append(make("span", number ? show(value(r)) : value(r), number ? "number" : name === "response" ? "text" : ""));
+  if (r.validation) row.children[1].textContent = "v " + r.step;
+  row.setAttribute("role", "option");
+  row.setAttribute("aria-selected", r === chosen);
+  row.classList.toggle("on", r === chosen);
+  row.onclick = () => go({show: r.id});
+  return row;
+}
+
+function onKey(event) {
+  if (state.tab !== "rollouts" || event.target.matches("input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const here = rows.indexOf(chosen), step = {ArrowDown: 1, ArrowUp: -1, ArrowRight: 1, ArrowLeft: -1}[event.key];
+  if (event.key === "/") at("q").focus();
+  else if (!step) return;
+  event.preventDefault();
+  let next = here + (step ?? 0);
+  const whole = event.key === "ArrowRight" || event.key === "ArrowLeft";
+  while (rows[next] && (!rows[next].id || whole && sameGroup(rows[next], chosen))) next += step;
+  if (step && rows[next]) go({show: rows[next].id});
+}
+
+// ---------------------------------------------------------------- one group, and the tokens of its responses
+
+const SHORT = 2000;                                     // tokens of a group whose responses are all shown at once
+let unpacked = new Map(), drawing = 0, observer = null;
+
+async function unpack(r) {                              // what a response has per token
+  if (!r.per_token) return {};
+  const text = atob(r.per_token), bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+async function drawDetail() {
+  const detail = at("detail"), turn = ++drawing;
+  if (!chosen) return detail.replaceChildren(make("p", "No response fits."));
+  const r = chosen, group = data.rollouts.filter(other => sameGroup(other, r));
+  const tokens = new Map();
+  for (const other of group) {
+    tokens.set(other, unpacked.get(other) ?? await unpack(other));
+    if (turn !== drawing) return;                       // another one was chosen in the meantime
+  }
+  unpacked = tokens;
+  const prompt = make("div", data.prompts[r.prompt], "prompt"), cards = make("div");
+  const truth = `${nameOf(r)}${whenOf(r)}, group ${r.group} of ${r.data_source}, ground truth ${r.ground_truth}`;
+  const scale = scaleOf(tokens), short = group.reduce((sum, other) => sum + other.response_length, 0) <= SHORT;
+  const sameCards = detail.dataset.group === `${timeOf(r)} ${r.group}`, scrolled = detail.scrollTop;
+  cards.id = "group";
+  cards.className = short ? "short" : "";
+  observer?.disconnect();
+  observer = new IntersectionObserver(seen => seen.forEach(({target, isIntersecting, boundingClientRect}) => {
+    isIntersecting ? target.fill() : target.empty(boundingClientRect.height);
+  }), {root: detail, rootMargin: "400px"});
+  const columns = Math.max(20, Math.floor((detail.clientWidth - 60) / 7.55));
+  cards.append(...group.map(other => cardOf(other, tokens.get(other), scale, short || other === r, columns)));
+  detail.replaceChildren(make("h2", truth), make("p", summaryOf(group)), timesOf(r), prompt, paintOf(scale), cards);
+  detail.dataset.group = `${timeOf(r)} ${r.group}`;
+  prompt.scrollTop = prompt.scrollHeight;               // the question stands at the end
+  detail.scrollTop = sameCards ? scrolled : 0;
+  if (!short) cards.querySelector(".on").scrollIntoView({block: "nearest"});
+}
+
+function summaryOf(group) {
+  const range = values => values.length ? `${show(mean(values))} (${show(Math.min(...values))} to ${show(Math.max(...values))})` : "–";
+  const numbers = key => group.map(r => r[key]).filter(isNumber), cut = group.filter(r => r.finish_reason === "length").length;
+  return `${group.length} response${group.length > 1 ? "s" : ""} · reward ${range(numbers("reward"))} · tokens ${range(numbers("response_length"))}` +
+    ` · ${cut} cut at the longest length · ${numbers("advantage").length} trained on`;
+}
+
+function timesOf(r) {                                   // the same prompt at other steps, in validations, in other runs
+  const times = make("div"), groups = new Map();
+  times.id = "times";
+  for (const other of data.rollouts) {
+    if (other.prompt !== r.prompt) continue;
+    const key = timeOf(other);
+    groups.has(key) ? groups.get(key).push(other) : groups.set(key, [other]);
+  }
+  if (groups.size < 2) return times;
+  times.append("this prompt over time, mean reward: ");
+  for (const members of groups.values()) {
+    const button = times.appendChild(make("button"));
+    if (data.runs.length > 1) button.append(swatch(members[0].run));
+    button.append(`${whenOf(members[0])}: ${show(rewardOf(members))}`);
+    button.className = timeOf(members[0]) === timeOf(r) ? "on" : "";
+    button.onclick = () => go({show: members[0].id});
+  }
+  return times;
+}
+
+function paintOf(scale) {
+  const paint = make("div"), select = make("select"), label = make("label", "tokens coloured by ");
   paint.id = "paint";
-  const select = make("select");
   for (const name in PAINTS) select.append(new Option(name, name, false, name === state.paint));
   select.onchange = () => go({paint: select.value});
-  const label = make("label", "tokens coloured by ");
   label.append(select);
-  const scale = scaleOf(group);
   paint.append(label, legendOf(scale));
-  const cards = make("div");
-  cards.id = "group";
-  cards.append(...group.map(r => cardOf(r, r === chosen, scale)));
-  detail.replaceChildren(make("h2", truth), prompt, paint, cards);
-  prompt.scrollTop = prompt.scrollHeight;               // the question stands at the end
+  return paint;
 }
 
-function scaleOf(group) {                               // one scale for the group: {value, middle, size}
+function scaleOf(tokens) {                              // one scale for the group: {value, middle, size}
   const [value, middle] = PAINTS[state.paint];
-  const sizes = group.flatMap(r => r.texts.map((_, t) => value(r, t))).filter(x => x !== null)
-    .map(x => Math.abs(x - (middle ?? 0)));
-  return {value, middle, known: sizes.length > 0, size: sizes.reduce((a, b) => Math.max(a, b), 0)};
+  let size = 0, known = false;
+  for (const x of tokens.values()) {
+    for (let t = 0; t < (x.tokens?.length ?? 0); t++) {
+      const found = value(x, t);
+      if (found === null) continue;
+      known = true;
+      size = Math.max(size, Math.abs(found - (middle ?? 0)));
+    }
+  }
+  return {value, middle, known, size};
 }
 
 function colourOf({middle, size}, x) {                  // blue above the middle, orange below; purple from 0 up
@@ -218,38 +505,69 @@ function legendOf(scale) {
   return legend;
 }
 
-function cardOf(r, on, scale) {
-  const card = make("div", undefined, on ? "response on" : "response");
-  const title = make("h3", `#${r.index}  reward ${show(r.reward)}  adv. ${show(r.advantage)} `);
+function cardOf(r, x, scale, open, columns) {
+  const card = make("div", undefined, r === chosen ? "response on" : "response");
+  const title = card.appendChild(make("h3", `#${r.index}  reward ${show(r.reward)}  adv. ${show(r.advantage)} `));
   const parts = Object.entries(r.reward_parts).map(([name, value]) => ` · ${name} ${show(value)}`).join("");
-  title.append(make("small", `${r.response_length} tokens, ${r.finish_reason}${parts}`));
-  title.onclick = () => go({show: r.id});
-  const tokens = make("div", undefined, "tokens");
-  r.texts.forEach((text, t) => {
-    const span = make("span", text === "" ? "·" : text.replaceAll("\n", "⏎\n"));
-    const x = scale.value(r, t);
-    if (x !== null) span.style.backgroundColor = colourOf(scale, x);
-    if (r.trained !== null && !r.trained[t]) span.className = "untrained";
-    span.dataset.token = t;
-    tokens.append(span);
-  });
-  tokens.onmouseover = event => event.target.dataset.token && showTip(r, +event.target.dataset.token, event.target);
-  tokens.onmouseout = () => { at("tip").hidden = true; };
-  card.append(title, tokens);
+  const preview = open ? "" : " · " + r.response.slice(0, 160).replace(/\s+/g, " ");
+  title.append(make("small", `${r.response_length} tokens, ${r.finish_reason}${parts}${preview}`));
+  clickable(title, () => go({show: r.id}));
+  if (!open) return card;
+  const body = card.appendChild(make("div", undefined, "tokens"));
+  if (!x.token_texts) { body.textContent = r.response; return card; }                   // a validation
+  for (const [from, to] of chunksOf(x.token_texts)) {
+    const chunk = body.appendChild(make("div"));
+    const lines = x.token_texts.slice(from, to).join("").replace(/\n$/, "").split("\n");
+    chunk.style.height = 22 * lines.reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / columns)), 0) + "px";
+    chunk.fill = () => {
+      if (chunk.firstChild) return;
+      chunk.style.height = "";
+      for (let t = from; t < to; t++) chunk.append(tokenOf(x, t, scale));
+    };
+    chunk.empty = height => {
+      if (!chunk.firstChild) return;
+      chunk.style.height = height + "px";
+      chunk.replaceChildren();
+    };
+    if (to <= 200) chunk.fill();                        // the beginning at once
+    observer.observe(chunk);
+  }
+  body.onmouseover = event => event.target.dataset.token && showTip(x, +event.target.dataset.token, event.target);
+  body.onmouseout = () => { at("tip").hidden = true; };
   return card;
 }
 
-function showTip(r, t, span) {
+function chunksOf(texts) {                              // [from, to): whole lines, if these are not too long
+  const chunks = [];
+  for (let from = 0, t = 0; t < texts.length; t++) {
+    if (t + 1 === texts.length || t - from >= 150 || t - from >= 50 && texts[t].endsWith("\n")) {
+      chunks.push([from, t + 1]);
+      from = t + 1;
+    }
+  }
+  return chunks;
+}
+
+function tokenOf(x, t, scale) {
+  const text = x.token_texts[t], value = scale.value(x, t);
+  const span = make("span", text === "" ? "·" : text.replaceAll("\n", "⏎\n"));
+  if (value !== null) span.style.backgroundColor = colourOf(scale, value);
+  if (x.trained && !x.trained[t]) span.className = "untrained";
+  span.dataset.token = t;
+  return span;
+}
+
+function showTip(x, t, span) {
   const table = make("table");
   for (const [name, key] of Object.entries(NUMBERS)) {
-    const x = at_(r[key], t);
-    if (x === null) continue;
+    const value = at_(x[key], t);
+    if (value === null) continue;
     const row = table.appendChild(make("tr"));
-    row.append(make("td", name), make("td", show(x)));
+    row.append(make("td", name), make("td", show(value)));
   }
   const tip = at("tip"), box = span.getBoundingClientRect();
-  const trained = r.trained === null || r.trained[t] ? "" : ", not trained";
-  tip.replaceChildren(make("div", `${JSON.stringify(r.texts[t])}  token ${t}, id ${r.tokens[t]}${trained}`), table);
+  const trained = !x.trained || x.trained[t] ? "" : ", not trained";
+  tip.replaceChildren(make("div", `${JSON.stringify(x.token_texts[t])}  token ${t}, id ${x.tokens[t]}${trained}`), table);
   tip.hidden = false;
   tip.style.left = Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8)) + "px";
   tip.style.top = (box.bottom + tip.offsetHeight + 6 < innerHeight ? box.bottom + 4 : box.top - tip.offsetHeight - 4) + "px";
@@ -258,40 +576,71 @@ function showTip(r, t, span) {
 // ---------------------------------------------------------------- flags
 
 function drawFlags() {
-  const table = at("flags").querySelector("table"), head = table.appendChild(make("tr"));
+  const head = make("tr");
   head.append(make("th", "flag"), ...data.runs.map(run => make("th", run.name)));
   const flags = [...new Set(data.runs.flatMap(run => Object.keys(run.flags)))];
   const differs = flag => data.runs.some(run => run.flags[flag] !== data.runs[0].flags[flag]);
-  for (const flag of [...flags.filter(differs), ...flags.filter(flag => !differs(flag))]) {
-    const row = table.appendChild(make("tr", undefined, differs(flag) ? "differs" : ""));
+  const lines = [...flags.filter(differs), ...flags.filter(flag => !differs(flag))].map(flag => {
+    const row = make("tr", undefined, differs(flag) ? "differs" : "");
     row.append(make("td", flag), ...data.runs.map(run => make("td", run.flags[flag] ?? "–")));
-  }
+    return row;
+  });
+  at("flags").querySelector("table").replaceChildren(head, ...lines);
 }
 
-// ---------------------------------------------------------------- once
+// ---------------------------------------------------------------- once, and when new data come
 
-at("name").textContent = data.runs.map(run => run.name).join(" against ");
-at("summary").textContent = data.summary;
+function build() {                                      // what follows from the data
+  names = [...new Set(data.runs.flatMap(run => Object.keys(run.metrics)))].sort();
+  for (const run of data.runs) {                        // seconds in steps so far
+    let sum = 0;
+    run.clock = run.steps.map((_, i) => sum += run.metrics["timing_s/step"]?.[i] ?? 0);
+  }
+  data.rollouts.sort((a, b) => a.run - b.run || a.step - b.step || a.validation - b.validation);       // in time
+  for (const r of data.rollouts) r.id = `${r.run}-${r.validation ? "v" : ""}${r.step}-${r.index}`;
+  const several = data.runs.length > 1;
+  at("warnings").replaceChildren(...data.runs.flatMap(run => run.warnings.map(text => make("li", several ? `${run.name}: ${text}` : text))));
+  at("names").replaceChildren(...names.map(name => new Option(name)));
+  const steps = [...new Set(data.rollouts.map(r => r.step))].sort((a, b) => a - b);
+  at("step").replaceChildren(new Option("all", ""), ...steps.map(step => new Option(step, step)));
+  at("run").replaceChildren(new Option("all", ""), ...data.runs.map((run, number) => new Option(run.name, number)));
+}
+
+async function poll() {                                 // --serve: new data, without a new page
+  try {
+    const answer = document.hidden ? {status: 204} : await fetch("data?" + data.version);
+    if (answer.status === 200) {
+      data = await answer.json();
+      build();
+      render();
+    }
+    at("status").textContent = "live";
+  } catch (error) {
+    at("status").textContent = "the server has stopped";
+  }
+  setTimeout(poll, 5000);
+}
+
+function start() {
+  state = {...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1)))};
+  if (!(state.tab in TABS)) state.tab = "curves";
+  if (!(state.paint in PAINTS)) state.paint = DEFAULTS.paint;
+  render();
+}
+
 for (const [tab, title] of Object.entries(TABS)) {
   const button = at("tabs").appendChild(make("button", title));
   button.id = "tab-" + tab;
   button.onclick = () => go({tab});
 }
-at("warnings").append(...data.warnings.map(text => make("li", text)));
-at("names").append(...names.map(name => new Option(name)));
-at("more").onchange = () => names.includes(at("more").value) && addChart(at("more").value, [at("more").value]);
-at("step").append(new Option("all", ""), ...[...new Set(data.rollouts.map(r => r.step))].map(s => new Option(s, s)));
-for (const id of ["step", "min", "max", "q"]) at(id).oninput = () => go({[id]: at(id).value, show: ""});
-at("filters").onsubmit = event => event.preventDefault();
-addEventListener("resize", () => charts.forEach(({plot, box}) => plot.setSize({width: box.clientWidth - 16, height: 190})));
+for (const id of FIELDS) at(id).oninput = () => go({[id]: at(id).value, ...at("rollouts").contains(at(id)) ? {show: ""} : {}});
+for (const form of document.querySelectorAll("form")) form.onsubmit = event => event.preventDefault();
+at("theme").onclick = () => go({theme: theme() === "dark" ? "light" : "dark"});
+at("list").onscroll = drawRows;
+addEventListener("keydown", onKey);
+addEventListener("resize", render);
 addEventListener("hashchange", start);
-
-function start() {
-  state = {...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1)))};
-  if (!(state.tab in TABS)) state.tab = "curves";
-  if (!(state.paint in PAINTS)) state.paint = "advantage";
-  render();
-}
-
-drawFlags();
+matchMedia("(prefers-color-scheme: dark)").onchange = render;
+build();
 start();
+if (data.version) poll();

@@ -1,0 +1,487 @@
+"""verl's commands, in scripts written here in the style of its examples, as ours: every printed command parses.
+
+The shell's own rules are checked against bash, which runs the same scripts with `python3` as a function that prints.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tyro
+import yaml
+
+from common.correction import resolve_correction
+from common.tracking.logger import LogConfig
+from tests.conftest import ROOT, launch
+from tools import from_verl
+from tools.shell import ShellScript
+from tools.verl_keys import SAME, SCRIPTS, SWITCHES
+
+NAMES = ("grpo", "ppo", "dapo", "rloo")
+
+ARRAYS = """#!/usr/bin/env bash
+# it's a comment with an apostrophe
+set -xeuo pipefail
+DEVICE=${DEVICE:-$(python3 -c 'import npu' 2>/dev/null && echo npu || echo gpu)}
+MODEL_PATH=${MODEL_PATH:-"org/model-1B"}
+rollout_n=${ROLLOUT_N:-5}
+longest=$((1024 * 2 + 512))
+touch /EXECUTED && echo started
+case "${DEVICE}" in
+    gpu)
+        tp=${tp:-1}
+        ;;
+    npu)
+        tp=4
+        rollout_n=99 ;;
+    *) exit 1 ;;
+esac
+DATA=(
+    algorithm.adv_estimator=grpo
+    data.train_files="['$HOME/a/train.parquet', '$HOME/b/train.parquet']"
+    data.val_files="$HOME/a/test.parquet"
+    data.train_batch_size=512
+    data.max_prompt_length=1024
+    data.max_response_length=${longest}   # two thousand and more
+    data.filter_overlong_prompts=True
+    data.truncation='error'
+)
+ACTOR=(
+    actor_rollout_ref.model.path="$MODEL_PATH"
+    actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.actor.optim.lr=2e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=128
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.01
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl+
+    actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(( longest * 4 ))
+    actor_rollout_ref.actor.fsdp_config.param_offload=True
+)
+EXTRA=()
+if [ "${tp}" -gt 1 ] && [ -n "${tp}" ]; then
+    EXTRA+=(actor_rollout_ref.rollout.data_parallel_size=2)
+elif [[ "$tp" == 1 ]]; then
+    EXTRA+=(+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_batched_tokens=8192)
+fi
+python3 -m verl.trainer.main_ppo \\
+    "${DATA[@]}" \\
+    "${ACTOR[@]}" \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=${tp} \\
+    actor_rollout_ref.rollout.n=$rollout_n \\
+    actor_rollout_ref.actor.megatron.context_parallel_size=2 \\
+    trainer.logger='["console","wandb"]' trainer.experiment_name=first \\
+    trainer.total_training_steps=40 trainer.test_freq=5 trainer.save_freq=-1 \\
+    made.up.key=7 \\
+    "${EXTRA[@]}" "$@" 2>&1 | tee log
+"""
+
+PPO = """
+python3 -m verl.trainer.main_ppo \\
+ data.train_files=train.parquet \\
+ data.val_files=test.parquet \\
+ actor_rollout_ref.model.path=org/policy \\
+ critic.model.path=org/critic critic.optim.lr=3e-5 critic.optim.lr_warmup_steps=2 critic.cliprange_value=0.3 \\
+ algorithm.lam=0.95 algorithm.use_kl_in_reward=True algorithm.kl_penalty=mse \\
+ algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.02 algorithm.kl_ctrl.target_kl=0.2 \\
+ actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+ trainer.critic_warmup=3 trainer.total_training_steps=10 trainer.nnodes=2 trainer.n_gpus_per_node=4
+"""
+
+DAPO = """
+n=16
+python3 -m recipe.dapo.main_dapo data.train_files=d.parquet actor_rollout_ref.model.path=m \\
+ algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc \\
+ algorithm.filter_groups.max_num_gen_batches=6 data.train_batch_size=32 data.gen_batch_size=$((n * 6)) \\
+ actor_rollout_ref.rollout.n=$n actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+ actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
+ reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64 \\
+ reward_model.overlong_buffer.penalty_factor=0.5 actor_rollout_ref.rollout.val_kwargs.n=8 \\
+ actor_rollout_ref.rollout.val_kwargs.temperature=0.6 actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \\
+ trainer.total_training_steps=10
+"""
+
+
+def given(words: str) -> dict[str, str]:
+    """Keys of a short verl command for GRPO with what must be given, and these further ones."""
+    base = ("actor_rollout_ref.model.path=m data.train_files=d.parquet algorithm.adv_estimator=grpo "
+            "actor_rollout_ref.rollout.n=4 trainer.total_training_steps=9 ")
+    return dict(word.partition("=")[::2] for word in (base + words).split())
+
+
+def parse(ours: from_verl.Translation, monkeypatch):
+    """The script's own Args from the printed flags; wandb and its account are not here."""
+    monkeypatch.setattr(LogConfig, "__post_init__", lambda self: None)
+    return tyro.cli(importlib.import_module(ours.script).Args, args=ours.argv())
+
+
+def read(tmp_path: Path, text: str, *overrides: str, name="run.sh") -> from_verl.Translation:
+    (tmp_path / name).write_text(text)
+    keys, program, _ = from_verl.read_settings(tmp_path / name, list(overrides))
+    return from_verl.translate(keys, program)
+
+
+# --------------------------------------------------------------------------- whole scripts
+
+def test_a_script_with_arrays(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    ours = read(tmp_path, ARRAYS.replace("/EXECUTED", f"{tmp_path}/executed"))
+    assert not (tmp_path / "executed").exists()
+    args = parse(ours, monkeypatch)
+    assert ours.script == "grpo" and ours.launch == ["--standalone", "--nproc-per-node", "8"]
+    assert args.model == "org/model-1B"
+    assert args.train_data == ("/home/me/a/train.parquet", "/home/me/b/train.parquet")
+    assert args.val_data == ("/home/me/a/test.parquet",)
+    assert (args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step) == (512, 5, 4)
+    assert (args.data.max_prompt_length, args.rollout.max_response_length) == (1024, 2560)
+    assert args.max_tokens_per_gpu == 10240
+    assert (args.kl_loss_coef, args.kl_estimator, args.optim.lr) == (0.01, "k3+", 2e-6)
+    assert args.rollout.tp == 1 and args.offload.params and not args.offload.optimizer
+    assert args.rollout.extra == '{"max_num_batched_tokens": 8192}'
+    assert args.data.on_long_prompt == "filter"
+    assert (args.total_steps, args.eval_every, args.eval_n, args.save.every) == (40, 5, 0, 0)
+    assert args.run_dir == "runs/first" and args.log.to == ("wandb",)
+    assert ours.unknown == ["made.up.key=7"]
+    assert "actor_rollout_ref.actor.megatron.context_parallel_size=2" in ours.without
+    assert "actor_rollout_ref.model.use_remove_padding=True" in ours.needless
+
+
+def test_variables_and_keys_can_be_given(tmp_path, monkeypatch):
+    ours = read(tmp_path, ARRAYS, "DEVICE=npu", "MODEL_PATH=other", "trainer.nnodes=3", "made.up.key=8")
+    args = parse(ours, monkeypatch)
+    assert (args.model, args.rollout.tp, args.samples_per_prompt) == ("other", 4, 99)
+    assert "actor_rollout_ref.rollout.data_parallel_size=2" in ours.without
+    assert ours.launch[:2] == ["--nnodes", "3"] and ours.unknown == ["made.up.key=8"]
+
+
+def test_ppo_with_a_critic_and_kl_in_the_reward(tmp_path, monkeypatch):
+    ours = read(tmp_path, PPO)
+    args = parse(ours, monkeypatch)
+    assert ours.script == "ppo"                                         # gae is verl's default estimator
+    assert ours.launch == ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "HEAD_NODE:29500",
+                           "--nproc-per-node", "4"]
+    assert (args.critic_model, args.critic_optim.lr, args.critic_optim.warmup_steps) == ("org/critic", 3e-5, 2)
+    assert (args.lam, args.gamma, args.value_clip, args.critic_warmup_steps) == (0.95, 1.0, 0.3, 3)
+    assert (args.kl_reward_coef, args.kl_reward_estimator, args.kl_loss_coef) == (0.02, "k2", 0.0)
+    assert (args.kl_controller, args.kl_target, args.kl_horizon) == ("adaptive", 0.2, 10000)
+    assert args.max_tokens_per_gpu == 4 * (512 + 512)                   # four responses of the longest length
+    assert ours.without == {} and ours.unknown == []
+
+
+def test_dapo(tmp_path, monkeypatch):
+    ours = read(tmp_path, DAPO)
+    args = parse(ours, monkeypatch)
+    assert ours.script == "dapo" and ours.without == {} and ours.unknown == []
+    assert (args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step) == (32, 16, 1)
+    assert (args.clip_low, args.clip_high, args.clip_dual, args.max_gen_batches) == (0.2, 0.28, 10, 6)
+    assert (args.overlong_buffer, args.overlong_factor) == (64, 0.5)
+    assert (args.eval_n, args.eval_temperature, args.rollout.val_top_p) == (8, 0.6, 0.7)
+
+
+def test_yaml(tmp_path, monkeypatch):
+    tree = {"defaults": ["actor@x: y"], "algorithm": {"adv_estimator": "rloo", "_target_": "verl.X"},
+            "data": {"train_files": ["a.parquet", "b.parquet"], "train_batch_size": 64,
+                     "max_response_length": "${oc.select:x,512}"},
+            "actor_rollout_ref": {"model": {"path": "m"}, "rollout": {"n": 4, "name": "???"},
+                                  "actor": {"ppo_mini_batch_size": 64, "optim": {"betas": [0.9, 0.95]}}},
+            "trainer": {"total_training_steps": 5, "logger": ["console"]}}
+    ours = read(tmp_path, yaml.safe_dump(tree), "trainer.n_gpus_per_node=2", name="run.yaml")
+    args = parse(ours, monkeypatch)
+    assert ours.script == "rloo" and ours.launch[-1] == "2" and ours.unknown == []
+    assert args.train_data == ("a.parquet", "b.parquet") and args.optim.betas == (0.9, 0.95)
+    assert (args.baseline, args.loss, args.rollout.max_response_length) == ("rloo", "ppo", 512)
+
+
+def test_a_printed_command_trains(tiny_llama, tmp_path, capsys):
+    """One epoch of 9 rows, 4 a step, is two steps; the rows are plain questions and answers."""
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"It is #### {2 * i}"} for i in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$DATA data.prompt_key=question "
+        "data.train_batch_size=4 data.max_response_length=6 data.filter_overlong_prompts=True "
+        "actor_rollout_ref.model.path=$MODEL actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=2 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.actor.ppo_mini_batch_size=2 "
+        "actor_rollout_ref.actor.use_kl_loss=True trainer.n_gpus_per_node=1 trainer.total_epochs=1 "
+        f"trainer.default_local_dir={tmp_path}/run 'trainer.logger=[\"console\"]'")
+    from_verl.main(from_verl.Args(
+        str(tmp_path / "run.sh"), (f"MODEL={tiny_llama}", f"DATA={tmp_path}/train.parquet")))
+    words = shlex.split(capsys.readouterr().out.partition("\n\n")[0].replace("\\\n", " "))
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "1"]
+    launch(*words[4:], "--data.ground-truth-column", "answer", "--data.data-source", "openai/gsm8k",
+           "--policy.compute-dtype", "float32", "--reward.num-workers", "1", warm=True)
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert metrics[1]["actor/kl_loss"] >= 0 and metrics[1]["reward/error_frac"] == 0
+    assert metrics[0]["actor/lr"] == 1e-6
+
+
+# --------------------------------------------------------------------------- single conversions
+
+def test_verls_defaults_are_written_out(monkeypatch):
+    """Of verl 0.9.1's configuration, as numbers: where the command is silent, ours must do the same."""
+    args = parse(from_verl.translate(given("")), monkeypatch)
+    assert (args.prompts_per_step, args.minibatches_per_step, args.epochs_per_step) == (1024, 4, 1)
+    assert (args.data.max_prompt_length, args.rollout.max_response_length) == (512, 512)
+    assert (args.optim.lr, args.optim.weight_decay, args.optim.betas) == (1e-6, 0.01, (0.9, 0.999))
+    assert (args.optim.max_grad_norm, args.optim.warmup_steps, args.optim.schedule) == (1.0, 0, "constant")
+    assert (args.clip_low, args.clip_high, args.clip_dual, args.aggregation) == (0.2, 0.2, 3.0, "token-mean")
+    assert (args.kl_loss_coef, args.entropy_coef, args.norm_by_std) == (0, 0, True)
+    assert (args.rollout.temperature, args.rollout.top_p, args.rollout.top_k) == (1.0, 1.0, 0)
+    assert (args.rollout.tp, args.rollout.max_num_seqs, args.max_tokens_per_gpu) == (2, 256, 16384)
+    assert (args.eval_n, args.eval_every, args.save.every, args.correction.preset) == (0, 0, 0, "disabled")
+    assert args.eval_prompts == 0                                       # all of them
+    assert args.data.on_long_prompt == "error" and (args.seed, args.rollout.oversample) == (0, 0)
+    critic = parse(from_verl.translate(given("algorithm.adv_estimator=gae")), monkeypatch)
+    assert (critic.critic_optim.lr, critic.critic_optim.weight_decay, critic.value_clip) == (1e-5, 0.01, 0.5)
+    assert (critic.gamma, critic.lam, critic.kl_controller, critic.critic_warmup_steps) == (1, 1, "fixed", 0)
+
+
+@pytest.mark.parametrize(("words", "script", "expected"), [
+    ("algorithm.adv_estimator=reinforce_plus_plus", "rloo", {"baseline": "reinforce++", "loss": "ppo"}),
+    ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "rloo", {"baseline": "reinforce++-baseline"}),
+    ("algorithm.adv_estimator=remax algorithm.use_kl_in_reward=True", "rloo",
+     {"baseline": "remax", "kl_reward_coef": 0.001, "kl_reward_estimator": "k1"}),
+    ("algorithm.adv_estimator=opo", "rloo", {"baseline": "opo"}),
+    ("algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "rloo",
+     {"baseline": "gpg", "loss": "reinforce", "clip_low": None}),
+    ("algorithm.adv_estimator=grpo_passk", "grpo", {"advantage": "passk"}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "grpo",
+     {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "clip_dual": None, "aggregation": "token-mean"}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "grpo",
+     {"loss": "gmpo", "clip_low": 0.2, "aggregation": None}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10", "grpo",
+     {"loss": "cispo", "clip_low": 1, "clip_high": 0.2}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "grpo", {"loss": "sapo", "clip_low": None}),
+    ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm algorithm.norm_adv_by_std_in_grpo=False", "grpo",
+     {"loss": "grpo", "aggregation": "seq-mean-token-sum-norm", "norm_by_std": False}),
+    ("algorithm.filter_groups.enable=True", "dapo", {"max_gen_batches": 10}),
+    ("algorithm.filter_groups.enable=True actor_rollout_ref.actor.use_kl_loss=True", "grpo", {"kl_loss_coef": 0.001}),
+    ("data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=30", "grpo", {"minibatches_per_step": 2}),
+    ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.25", "grpo", {}),
+])
+def test_objectives(words, script, expected, monkeypatch):
+    ours = from_verl.translate(given(words))
+    args = parse(ours, monkeypatch)
+    assert ours.script == script and ours.unknown == []
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert args.optim.warmup_steps == (2 if "warmup" in words else 0)   # a quarter of 9
+    importlib.import_module(script).check(args)                         # the script accepts bounds and sizes, too
+
+
+@pytest.mark.parametrize(("words", "reason"), [
+    ("algorithm.adv_estimator=gdpo", "no such advantage"),
+    ("actor_rollout_ref.rollout.name=sglang", "vLLM is the only fast engine"),
+    ("actor_rollout_ref.actor.strategy=megatron", "FSDP2 is the only training backend"),
+    ("actor_rollout_ref.model.lora_rank=32", "all weights are trained"),
+    ("data.truncation=right", "a prompt loses its start or its middle"),
+    ("data.shuffle=False", "shuffled anew"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "no such loss"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "it is 1.0 here"),             # verl's default is 0.1
+    ("actor_rollout_ref.actor.loss_scale_factor=2", "scale the learning rate"),
+    ("algorithm.use_kl_in_reward=True", "grpo.py has no such flag, ppo, rloo have it"),
+    ("algorithm.filter_groups.enable=True actor_rollout_ref.actor.use_kl_loss=True", "dapo.py alone"),
+    ("algorithm.adv_estimator=rloo actor_rollout_ref.actor.use_kl_loss=True", "rloo.py has no such flag"),
+    ("actor_rollout_ref.rollout.n=1", "a group of one"),
+    ("trainer.logger=['console','swanlab']", "metrics go to"),
+    ("distillation.enabled=True", "no teacher"),
+])
+def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatch):
+    ours = from_verl.translate(given(words))
+    parse(ours, monkeypatch)
+    assert [why for why in ours.without.values() if reason in why], ours.without
+    assert reason in from_verl.report(ours, [])
+
+
+def test_what_is_off_needs_nothing():
+    ours = from_verl.translate(given("actor_rollout_ref.model.lora_rank=0 distillation.enabled=False "
+                                     "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 data.shuffle=True"))
+    assert ours.without == {} and ours.unknown == []
+    assert list(from_verl.translate(given("data.train_max_samples=1")).without) == ["data.train_max_samples=1"]
+
+
+def test_every_key_is_mapped_or_named():
+    keys = given("data.shuffle=False made.up=1 reward_model.enable=False trainer.balance_batch=True "
+                 "actor_rollout_ref.actor.megatron.x=3 critic.optim.lr=1e-5 algorithm.lam=0.9 +x.y=2")
+    ours = from_verl.translate({key.lstrip("+"): value for key, value in keys.items()})
+    assert ours.unknown == ["made.up=1", "x.y=2"]
+    named = {shown.partition("=")[0] for shown in (*ours.needless, *ours.without, *ours.unknown)} | {*ours.mapped}
+    assert {key.lstrip("+").replace("reward_model.", "reward.reward_model.") for key in keys} <= named
+
+
+def test_rollout_correction(monkeypatch):
+    """Bounds of a ratio r = p_old / p_rollout become bounds of k1 = -log r as verl compares them: lower and upper."""
+    prefix = "algorithm.rollout_correction"
+    ours = from_verl.translate(given(
+        f"{prefix}.rollout_is=token {prefix}.rollout_is_threshold=0.5_5.0 {prefix}.rollout_rs=seq_mean_k1,token_k3 "
+        f"{prefix}.rollout_rs_threshold=0.999_1.002,0.01 {prefix}.rollout_is_batch_normalize=true"))
+    found = resolve_correction(parse(ours, monkeypatch).correction, "grpo")
+    assert (found.weights, found.lower, found.upper, found.outside) == ("token", 0.5, 5.0, "zero")
+    assert (found.reject, found.reject_over, found.batch_normalise) == ("k1", "mean", True)
+    assert found.reject_below == pytest.approx(math.log(0.999), abs=1e-6)
+    assert found.reject_above == pytest.approx(math.log(1.002), abs=1e-6)
+    assert list(ours.without) == [f"{prefix}.rollout_rs=token_k3"]
+    one_bound = from_verl.translate(given(f"{prefix}.rollout_rs=seq_sum_k1 {prefix}.rollout_rs_threshold=2.0"))
+    found = resolve_correction(parse(one_bound, monkeypatch).correction, "grpo")
+    assert (found.reject_over, found.reject_above) == ("sum", pytest.approx(0.693147))
+    assert found.reject_below == pytest.approx(-0.693147)               # verl: 1 / upper
+    bypassed = from_verl.translate(given(f"{prefix}.bypass_mode=true {prefix}.rollout_is=token"))
+    found = resolve_correction(parse(bypassed, monkeypatch).correction, "grpo")
+    assert found.bypass and found.weights == "none"
+
+
+def test_epochs_become_steps_where_rows_can_be_counted(tmp_path):
+    for name, rows in (("a", 70), ("b", 35)):
+        pq.write_table(pa.table({"x": list(range(rows))}), tmp_path / f"{name}.parquet")
+    keys = given(f"data.train_files=['{tmp_path}/a.parquet','{tmp_path}/b.parquet'] data.train_batch_size=50 "
+                 "trainer.total_epochs=3 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5")
+    del keys["trainer.total_training_steps"]
+    ours = from_verl.translate(keys)
+    assert ours.flags["--total-steps"] == ["6"] and ours.flags["--optim.warmup-steps"] == ["3"]  # 105 // 50 * 3
+    ours = from_verl.translate(keys | {"data.train_files": "elsewhere.parquet"})
+    assert "--total-steps" not in ours.flags
+    assert [note for note in ours.notes if "3 epochs" in note and "--rows N" in note]
+    assert from_verl.translate(keys | {"data.train_files": "x.parquet"}, rows=149).flags["--total-steps"] == ["6"]
+
+
+@pytest.mark.parametrize(("words", "resume"), [
+    ("", "auto"), ("trainer.resume_mode=disable", "none"),
+    ("trainer.resume_mode=resume_path trainer.resume_from_path=old/step_3", "old/step_3")])
+def test_resume(words, resume, monkeypatch):
+    ours = from_verl.translate(given(words))
+    assert parse(ours, monkeypatch).save.resume == resume and ours.unknown == []
+    assert len([note for note in ours.notes if "only exported weights" in note]) == (resume == "old/step_3")
+
+
+@pytest.mark.parametrize(("words", "noted"), [
+    ("actor_rollout_ref.rollout.top_p=0.9", True), ("actor_rollout_ref.rollout.top_k=50", True),
+    ("actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1", False),
+    ("actor_rollout_ref.rollout.top_p=0.9 algorithm.rollout_correction.rollout_is=token", False)])
+def test_a_cut_distribution_needs_the_correction(words, noted):
+    notes = from_verl.translate(given(words)).notes
+    assert len([note for note in notes if "need the engine correction" in note]) == noted
+
+
+def test_rewards_and_data(tmp_path, monkeypatch):
+    ours = from_verl.translate(given(
+        "custom_reward_function.path=my/reward.py custom_reward_function.name=score "
+        "custom_reward_function.reward_kwargs.scale=2.5 data.prompt_key=question data.reward_fn_key=source "
+        "data.apply_chat_template_kwargs.enable_thinking=False sandbox_fusion.url=http://box data.truncation=left"))
+    args = parse(ours, monkeypatch)
+    assert args.reward.function == ("my/reward.py:score",)
+    assert args.reward.kwargs == '{"scale": 2.5, "sandbox_fusion_url": "http://box"}'
+    assert (args.data.prompt_column, args.data.data_source_column) == ("question", "source")
+    assert args.data.chat_template_kwargs == '{"enable_thinking": false}'
+    assert args.data.on_long_prompt == "truncate-left" and ours.unknown == []
+
+
+# --------------------------------------------------------------------------- the tables, the program, the page
+
+def flags_of(cls, prefix="--") -> set[str]:
+    """All flags of a dataclass and those nested in it, as tyro names them."""
+    found = set()
+    for field in dataclasses.fields(cls):
+        name = field.name.rstrip("_").replace("_", "-")
+        if dataclasses.is_dataclass(field.type):
+            found |= flags_of(field.type, f"{prefix}{name}.")
+        else:
+            found |= {f"{prefix}{name}"} | ({f"{prefix}no-{name}"} if field.type is bool else set())
+    return found
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_the_tables_name_flags_that_the_scripts_have(script):
+    flags = flags_of(importlib.import_module(script).Args)
+    assert "--optim.lr" in flags and "--save.async" in flags
+    for flag in {*SAME.values(), *SWITCHES.values(), *SCRIPTS}:
+        assert (flag in flags) == (script in SCRIPTS.get(flag, NAMES)), flag
+
+
+def test_the_program_prints_a_command_and_its_reasons(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(ARRAYS)
+    from_verl.main(from_verl.Args(str(tmp_path / "run.sh"), ("MODEL_PATH=my model",)))
+    printed = capsys.readouterr().out
+    assert printed.startswith("torchrun --standalone --nproc-per-node 8 grpo.py \\\n    --model 'my model' \\\n")
+    assert "# Unknown to this tool, not used:\n#   made.up.key=7\n" in printed
+    assert "is not run and counts as 'gpu'" in printed
+
+
+@pytest.mark.parametrize(("text", "rule"), [
+    ("echo hello", "starts main_ppo or main_dapo 0 times"),
+    ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2", "2 times; it must be once"),
+    ("python3 -m verl.trainer.main_ppo data.train_batch_size=$SIZE[x", "must be a number"),
+])
+def test_what_cannot_be_read_is_refused(tmp_path, text, rule):
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(ValueError, match=rule):
+        from_verl.main(from_verl.Args(str(tmp_path / "run.sh")))
+    with pytest.raises(ValueError, match="does not exist"):
+        from_verl.main(from_verl.Args(str(tmp_path / "absent.sh")))
+
+
+# --------------------------------------------------------------------------- the shell
+
+@pytest.mark.parametrize("script", [
+    "a=1; b=$a$a; c=\"x $b\" d='$a'; python3 $a \"$c\" '$a' $d \"$d\" pre\"$a\"post \\$a",
+    "a=; b=${a:-empty} c=${a-unset} d=${e-unset} f=${e:=set} g=${a:+no} h=${b:+yes}; python3 \"$b$c$d$f$g$h$e\"",
+    "n=7; python3 $((n * 3 + 2)) $(( (n - 1) / 4 )) $(( $n % 4 )) $((${n} - 10)) a$((1))b",
+    "x=(a 'b c' \"d $HOME\"); x+=(e); x+=( # comment, it's one\n f=1 ); python3 \"${x[@]}\" ${x[@]:-} end",
+    "x=(); python3 \"${x[@]}\" one",
+    "w='a b  c'; python3 $w \"$w\" k=\"$w\"q",
+    "case abc in a|b) python3 1;; a*|z) python3 2 ;; *) python3 3;; esac",
+    "case x in x) case y in y) python3 in;; *) python3 out;; esac; python3 after ;; esac",
+    "a=3; if [ $a -gt 2 ]; then python3 big; elif [ $a = 3 ]; then python3 three; else python3 other; fi",
+    "a=; if [ -z \"$a\" ] && [ \"$a\" != b ]; then python3 yes; fi; if [[ -n \"$a\" || 1 == 1 ]]; then python3 or; fi",
+    "if [ ! -n x ]; then python3 no; else if (( 2 * 2 >= 4 )); then python3 four; fi; fi",
+    "[ a = a ] && python3 and; [ a = b ] && python3 never; [ a = b ] || python3 or",
+    "if true; then\n python3 one \\\n   two \\\n three # four\nfi",
+    "export A=1 B=$HOME; readonly C=\"2 3\"; python3 \"$A$B$C\"",
+    "python3 a=\"['$HOME/x', '$HOME/y']\" b='[\"c\",\"d\"]' c=\\'q\\' d=[1,2] 2>/dev/null",
+    "s=\"one \\\n two \\\"q\\\" \\$HOME\"; python3 \"$s\" $s",
+    "f() {\n  python3 inside\n}\nfor i in 1 2; do x=$i; done; python3 outside",
+    "a=\"${b:-\"${c:-deep}\"}\"; python3 \"$a\" ${b:-${HOME}/d}",
+    "{ a=5; python3 $a; } | cat",
+    "[ a = b ]; true && python3 and; [ a = b ]; true || python3 never",
+])
+def test_the_reader_agrees_with_bash(script):
+    shown = subprocess.run(
+        ["bash", "-c", 'python3() { printf "%s\\0" "$@"; printf "END\\0"; }\n' + script],
+        capture_output=True, text=True, check=False, env={"HOME": "/home/me", "PATH": "/usr/bin:/bin"}).stdout
+    expected = [part.split("\0")[:-1] if part else [] for part in shown.split("END\0")[:-1]]
+    commands = [words[1:] for words in ShellScript(script, {"HOME": "/home/me"}).commands if words[0] == "python3"]
+    assert expected and commands == expected
+
+
+def test_what_the_reader_cannot_know_is_noted(tmp_path):
+    script = ShellScript(f"a=$(touch {tmp_path}/x); b=`touch {tmp_path}/x`; touch {tmp_path}/x\n"
+                         "for i in 1 2; do python3 $i; done\nif [ -f /etc/passwd ]; then python3 file; fi\n"
+                         "python3 \"$a\" $UNSET ${a%%x} $((1 +)) $(date || echo later)", {})
+    assert list(tmp_path.iterdir()) == []
+    assert [words for words in script.commands if words[0] == "python3"] == [["python3", "", "", "0", "later"]]
+    for part in ("is not run and counts as ''", "a `for` loop is skipped", "[ -f /etc/passwd ] counts as false",
+                 "$UNSET is not set", "${a%%x} is not understood", "((1 +)) is not understood", "counts as 'later'"):
+        assert [note for note in script.notes if part in note], (part, script.notes)
+
+
+@pytest.mark.parametrize("key", [*SAME, *SWITCHES])
+def test_the_page_has_every_mapped_key(key):
+    page = (ROOT / "docs" / "from_verl.md").read_text()
+    flag = (SAME | SWITCHES)[key]
+    lines = [line for line in page.splitlines() if f"`{key.replace('actor_rollout_ref.', '')}`" in line]
+    assert [line for line in lines if flag in line], f"{key} -> {flag}"
+
+
+@pytest.mark.parametrize("page", ["from_verl.md", "from_trl.md"])
+def test_the_pages_name_flags_that_exist(page):
+    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in NAMES))
+    known |= {"--rows", "--total-epochs", "--nnodes", "--nproc-per-node", "--correction.*"}
+    named = set(re.findall(r"--[a-z][a-z.*-]*", re.sub(r"\|[ -]+\|.*", "", (ROOT / "docs" / page).read_text())))
+    assert len(named) > 40 and named - known == set()

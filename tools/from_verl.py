@@ -1,0 +1,553 @@
+"""Prints our command for a verl command: a shell script that starts verl.trainer.main_ppo, or a hydra YAML file.
+
+    python -m tools.from_verl run_qwen3_8b.sh
+    python -m tools.from_verl run_qwen3_8b.sh MODEL_PATH=Qwen/Qwen3-4B trainer.nnodes=2 --rows 7473
+
+Nothing of the script is run. Below the command stands what was converted, what has no equivalent and why, and every key
+that this tool does not know. docs/from_verl.md lists the differences that no flag can remove.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import pyarrow.parquet as pq
+import tyro
+import yaml
+
+from common.tracking.console import exit_with_error
+from tools.shell import ShellScript
+from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, OLD_NAMES, SAME, SCRIPTS, SWITCHES, WITHOUT
+
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+PROGRAM = re.compile(r"main_(ppo|dapo)")
+OFF = ("", "0", "0.0", "-1", "none", "null", "false", "disabled", "[]", "{}")  # values that ask for nothing
+# constants of a loss: verl's key below the actor -> ours and verl's default; here they are arguments, not flags
+CONSTANTS = {
+    "sapo": {"tau_pos": (1.0, 1.0), "tau_neg": (1.05, 1.05)},
+    "kl_cov": {"kl_cov_ratio": (2e-4, 2e-4), "ppo_kl_coef": (1.0, 0.1)},
+    "clip_cov": {"clip_cov_ratio": (2e-4, 2e-4), "clip_cov_lb": (1.0, 1.0), "clip_cov_ub": (5.0, 5.0)},
+}
+
+
+@dataclass
+class Translation:
+    """The command, and what is to be said about each key. Keys in `without` and `needless` stand with their value."""
+
+    script: str
+    launch: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    without: dict[str, str] = field(default_factory=dict)
+    needless: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    mapped: list[str] = field(default_factory=list)
+
+    def add(self, flag: str, *values: object) -> None:
+        """Give a flag, unless this script has no such flag; then it is named as missing."""
+        if self.script in SCRIPTS.get(flag, (self.script,)):
+            self.flags[flag] = [str(value) for value in values]
+        else:
+            given = " ".join([flag, *map(str, values)])
+            self.without[given] = f"{self.script}.py has no such flag, {', '.join(SCRIPTS[flag])} have it"
+
+    def argv(self) -> list[str]:
+        return [word for flag, values in self.flags.items() for word in (flag, *values)]
+
+    def command(self) -> str:
+        lines = [" ".join(["torchrun", *self.launch, f"{self.script}.py"])]
+        lines += [" ".join([flag, *map(shlex.quote, values)]) for flag, values in self.flags.items()]
+        return " \\\n    ".join(lines)
+
+
+class Settings:
+    """The keys that were given, under today's names, and which of them were read."""
+
+    def __init__(self, given: dict[str, str]):
+        self.given = {}
+        self.names = {}
+        for key, value in given.items():
+            name = key
+            for pattern, new in OLD_NAMES.items():
+                name = re.sub(pattern, new, name)
+            self.given[name] = clean(value)
+            self.names[name] = key
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: str = "") -> str:
+        self.read |= {key} & self.given.keys()
+        value = self.given.get(key, "null")
+        return default if value in ("null", "None", "") else value
+
+    def is_on(self, key: str, default: bool = False) -> bool:
+        return self.get(key, str(default)).lower() in ("true", "1")
+
+    def number(self, key: str, default: float) -> float:
+        try:
+            value = float(self.get(key, str(default)))
+        except ValueError:
+            raise ValueError(f"{key}={self.given[key]} must be a number; a variable of the script that is not known "
+                             f"here can be given as NAME=VALUE") from None
+        return int(value) if value.is_integer() else value
+
+    def items(self, key: str) -> list[str]:
+        return [clean(item) for item in self.get(key).strip("[]()").split(",") if clean(item)]
+
+
+def clean(text: str) -> str:
+    """The text without quotes around it; ~ is the home folder."""
+    text = text.strip()
+    while len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1].strip()
+    return os.path.expanduser(text)
+
+
+# --------------------------------------------------------------------------- reading
+
+def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], str, list[str]]:
+    """The keys and values of a script or YAML file, the program it starts, and what was not understood. `overrides`:
+    NAME=VALUE of shell variables, and further keys."""
+    assigned = dict(item.partition("=")[::2] for item in overrides)
+    variables = {name: value for name, value in assigned.items() if name.isidentifier()}
+    keys = {name.lstrip("+"): value for name, value in assigned.items() if not name.isidentifier()}
+    text = source.read_text()
+    if source.suffix in (".yaml", ".yml"):
+        return flat(yaml.safe_load(text)) | keys, "main_ppo", []
+    script = ShellScript(text, {"HOME": os.environ.get("HOME", ""), "PWD": str(source.parent)} | variables)
+    found = [words for words in script.commands if any(PROGRAM.search(word) for word in words)]
+    if len(found) != 1:
+        raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once")
+    start = next(i for i, word in enumerate(found[0]) if PROGRAM.search(word))
+    notes = list(dict.fromkeys(script.notes))
+    given = {}
+    for word in found[0][start + 1 :]:
+        key, separator, value = word.partition("=")
+        if separator and not key.startswith("-"):
+            given[key.lstrip("+")] = value
+        else:
+            notes.append(f"{word} is no key with a value and not used")
+    return given | keys, PROGRAM.search(found[0][start])[0], notes
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, str]:
+    """Nested keys with dots between them. What hydra would fill in (${...}, ???) is left to the defaults."""
+    found = {}
+    for key, value in (tree or {}).items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        elif not (isinstance(value, str) and ("${" in value or value == "???")) and not str(key).startswith("_"):
+            found[f"{prefix}{key}"] = "null" if value is None else str(value)
+    found.pop("defaults", None)
+    return found
+
+
+# --------------------------------------------------------------------------- translation
+
+def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -> Translation:
+    """Our flags for verl's keys. `rows`: rows of the training files, to turn epochs into steps."""
+    verl = Settings(given)
+    ours = Translation(choose_script(verl, program))
+    for key, flag in SAME.items():
+        if ours.script not in SCRIPTS.get(flag, (ours.script,)):
+            if key in verl.given:
+                ours.needless[f"{key}={verl.get(key)}"] = f"this estimator does not read it; {flag} of ppo.py does"
+        elif value := verl.get(key, DEFAULTS.get(key, "")):
+            ours.add(flag, *(verl.items(key) if "[" in value else [value]))
+    for key, flag in SWITCHES.items():
+        if verl.is_on(key):
+            ours.add(flag)
+    for part in (set_sizes, set_objective, set_kl, set_correction, set_data, set_rollout, set_validation,
+                 set_reward, set_trainer):
+        part(verl, ours)
+    set_steps(verl, ours, rows)
+    ours.notes += [f"{flag} must be given" for flag in ("--model", "--train-data") if flag not in ours.flags]
+    sort_the_rest(verl, ours)
+    return ours
+
+
+def choose_script(verl: Settings, program: str) -> str:
+    estimator = verl.get("algorithm.adv_estimator", "gae")
+    if estimator in BASELINES:
+        return "rloo"
+    if estimator == "gae":
+        return "ppo"
+    is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable") or verl.is_on(f"{OVERLONG}.enable")
+    is_plain = verl.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla") == "vanilla"
+    has_kl = verl.is_on(f"{ACTOR}.use_kl_loss") and verl.number(f"{ACTOR}.kl_loss_coef", 0.001) > 0
+    return "dapo" if is_dapo and is_plain and not has_kl else "grpo"
+
+
+def set_sizes(verl: Settings, ours: Translation) -> None:
+    """verl counts a mini-batch in prompts and a micro-batch in responses or tokens."""
+    prompts, samples = verl.number("data.train_batch_size", 1024), verl.number(f"{ROLLOUT}.n", 1)
+    minibatch = verl.number(f"{ACTOR}.ppo_mini_batch_size", 256)
+    num_minibatches = max(1, round(prompts / minibatch))
+    while prompts * samples % num_minibatches:
+        num_minibatches -= 1
+    if prompts != minibatch * num_minibatches:
+        ours.notes.append(f"--minibatches-per-step {num_minibatches}, all of one size: {prompts} prompts a step are no "
+                          f"multiple of ppo_mini_batch_size={minibatch}")
+    tokens = verl.number(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
+    responses = verl.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0)
+    if responses and not verl.is_on(f"{ACTOR}.use_dynamic_bsz"):
+        longest = verl.number("data.max_prompt_length", 512) + verl.number("data.max_response_length", 512)
+        tokens = responses * longest
+        ours.notes.append(f"--max-tokens-per-gpu {tokens}: micro-batches of {responses} responses, at most {longest} "
+                          f"tokens each")
+    if samples < 2 and ours.script in ("grpo", "dapo"):
+        ours.without[f"{ROLLOUT}.n={samples}"] = "a group of one has no baseline; verl takes the reward as advantage"
+    ours.add("--prompts-per-step", prompts)
+    ours.add("--samples-per-prompt", samples)
+    ours.add("--minibatches-per-step", num_minibatches)
+    ours.add("--max-tokens-per-gpu", tokens)
+
+
+def set_objective(verl: Settings, ours: Translation) -> None:
+    estimator = verl.get("algorithm.adv_estimator", "gae")
+    mode = verl.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    no_ratio = verl.get(f"{CORRECTION}.loss_type") == "reinforce" and verl.is_on(f"{CORRECTION}.bypass_mode")
+    loss = "ppo"
+    if ours.script == "rloo":
+        loss = "reinforce" if no_ratio or mode == "gpg" else "ppo"
+        ours.add("--baseline", BASELINES[estimator])
+        ours.add("--loss", loss)
+    elif ours.script == "grpo":
+        loss = LOSSES.get(mode, "grpo")
+        ours.add("--loss", loss)
+        if estimator == "grpo_passk":
+            ours.add("--advantage", "passk")
+        elif estimator not in ("grpo", "grpo_vectorized"):
+            ours.without[f"algorithm.adv_estimator={estimator}"] = "no such advantage; the command is that of GRPO"
+    if mode not in (LOSSES if ours.script == "grpo" else ("vanilla", "bypass_mode", "gpg")):
+        ours.without[f"{ACTOR}.policy_loss.loss_mode={mode}"] = f"{ours.script}.py has no such loss, it takes {loss}"
+    if no_ratio and ours.script != "rloo":
+        ours.without[f"{CORRECTION}.loss_type=reinforce"] = "rloo.py alone has a loss without a ratio"
+    if not verl.is_on("algorithm.norm_adv_by_std_in_grpo", True) and estimator.startswith("grpo"):
+        ours.add("--no-norm-by-std")
+    set_clip(verl, ours, loss)
+    for name, (value, default) in CONSTANTS.get(loss, {}).items():
+        key = next((key for key in (f"{ACTOR}.policy_loss.{name}", f"{ACTOR}.{name}") if key in verl.given), "")
+        found = verl.number(key, default)
+        if found != value:
+            ours.without[f"{name}={found}"] = f"it is {value} here, an argument of common/losses.py or selection.py"
+    if ours.script == "dapo":
+        set_dynamic_sampling(verl, ours)
+    elif verl.is_on("algorithm.filter_groups.enable"):
+        ours.without["algorithm.filter_groups.enable=True"] = "dapo.py alone samples groups again, and it has no KL"
+
+
+def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
+    """Clip bounds and aggregation of the loss, verl's own defaults too: ours are those of each loss's paper."""
+    low, high = (verl.number(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high"))
+    dual, aggregation = verl.number(f"{ACTOR}.clip_ratio_c", 3.0), verl.get(f"{ACTOR}.loss_agg_mode", "token-mean")
+    if loss not in ("sapo", "kl_cov", "reinforce"):
+        ours.add("--clip-low", min(low, 1))
+        ours.add("--clip-high", high)
+        if low > 1:
+            ours.notes.append(f"--clip-low 1: there is no lower bound, as with clip_ratio_low={low}")
+    if loss in ("grpo", "ppo"):
+        ours.add("--clip-dual", dual)
+    elif loss.startswith("dppo"):
+        ours.notes.append(f"the ratio is cut at 20; verl cuts it at clip_ratio_c={dual}")
+    if loss in ("sapo", "gmpo"):
+        ours.notes.append(f"{loss} has its paper's aggregation, in verl too, whatever loss_agg_mode={aggregation} says")
+    else:
+        ours.add("--aggregation", aggregation)
+    if verl.get(f"{ACTOR}.clip_ratio"):
+        ours.notes.append("clip_ratio does nothing in verl: clip_ratio_low and clip_ratio_high are set by default")
+    if factor := verl.get(f"{ACTOR}.loss_scale_factor"):
+        ours.without[f"{ACTOR}.loss_scale_factor={factor}"] = (
+            "seq-mean-token-sum-norm divides by --rollout.max-response-length; scale the learning rate instead")
+
+
+def set_dynamic_sampling(verl: Settings, ours: Translation) -> None:
+    rounds = verl.number("algorithm.filter_groups.max_num_gen_batches", 0)
+    metric = verl.get("algorithm.filter_groups.metric", "reward")
+    if not verl.is_on("algorithm.filter_groups.enable"):
+        ours.add("--max-gen-batches", 1)
+        ours.notes.append("--max-gen-batches 1: no groups are sampled again; those with equal rewards are left out of "
+                          "the update here, in verl they stay in the denominator")
+    elif rounds > 0:
+        ours.add("--max-gen-batches", rounds)
+    else:
+        ours.notes.append("max_num_gen_batches=0 is without end in verl; the default of --max-gen-batches is 10")
+    if metric not in ("acc", "score", "seq_reward", "reward"):
+        ours.without[f"algorithm.filter_groups.metric={metric}"] = "groups are chosen by their scores"
+
+
+def set_kl(verl: Settings, ours: Translation) -> None:
+    coef, kind = verl.number(f"{ACTOR}.kl_loss_coef", 0.001), verl.get(f"{ACTOR}.kl_loss_type", "low_var_kl")
+    if verl.is_on(f"{ACTOR}.use_kl_loss") and coef:
+        ours.add("--kl-loss-coef", coef)
+        if kind.rstrip("+") in KL:
+            ours.add("--kl-estimator", KL[kind.rstrip("+")] + ("+" if kind.endswith("+") else ""))
+        else:
+            ours.without[f"{ACTOR}.kl_loss_type={kind}"] = "no such estimator"
+    coef, kind = verl.number("algorithm.kl_ctrl.kl_coef", 0.001), verl.get("algorithm.kl_penalty", "kl")
+    controller = verl.get("algorithm.kl_ctrl.type", "fixed")
+    target, horizon = (verl.number(f"algorithm.kl_ctrl.{name}", default)
+                       for name, default in (("target_kl", 0.1), ("horizon", 10000)))
+    if verl.is_on("algorithm.use_kl_in_reward") and coef:
+        ours.add("--kl-reward-coef", coef)
+        if kind in KL:
+            ours.add("--kl-reward-estimator", KL[kind])
+        else:
+            ours.without[f"algorithm.kl_penalty={kind}"] = "no such estimator"
+        if controller == "adaptive":
+            for flag, value in (("controller", controller), ("target", target), ("horizon", horizon)):
+                ours.add(f"--kl-{flag}", value)
+
+
+def set_correction(verl: Settings, ours: Translation) -> None:
+    """algorithm.rollout_correction: thresholds of ratios become bounds of the estimate, their logarithm for k1."""
+    bypass = verl.is_on(f"{CORRECTION}.bypass_mode")
+    weights = verl.get(f"{CORRECTION}.rollout_is")
+    bounds = verl.get(f"{CORRECTION}.rollout_is_threshold", "2.0").split("_")
+    normalise = verl.is_on(f"{CORRECTION}.rollout_is_batch_normalize")
+    if bypass:
+        ours.add("--correction.bypass", "True")
+    if weights and bypass and "reinforce" not in ours.flags.get("--loss", []):
+        ours.notes.append(f"rollout_is={weights}: with bypass_mode the ratio of the loss is the weight, in verl too")
+    elif weights:
+        ours.add("--correction.weights", weights)
+        ours.add("--correction.upper", bounds[-1])
+        if len(bounds) == 2:
+            ours.add("--correction.lower", bounds[0])
+            ours.add("--correction.outside", "zero")
+        if normalise:
+            ours.add("--correction.batch-normalise")
+    criteria, thresholds = verl.items(f"{CORRECTION}.rollout_rs"), verl.items(f"{CORRECTION}.rollout_rs_threshold")
+    for name in criteria[1:]:
+        ours.without[f"{CORRECTION}.rollout_rs={name}"] = f"there is one --correction.reject, that of {criteria[0]}"
+    if criteria and thresholds and criteria[0].rpartition("_")[2] not in KL:
+        ours.without[f"{CORRECTION}.rollout_rs={criteria[0]}"] = "a criterion of an earlier version"
+    elif criteria and thresholds:
+        level, _, estimate = criteria[0].rpartition("_")
+        low, _, high = thresholds[0].rpartition("_")
+        ours.add("--correction.reject", estimate)
+        ours.add("--correction.reject-over", level.removeprefix("seq_"))
+        if estimate == "k1":
+            ours.add("--correction.reject-below", round(math.log(float(low or 1 / float(high))), 6))
+            ours.add("--correction.reject-above", round(math.log(float(high)), 6))
+        else:
+            ours.add("--correction.reject-above", high)
+
+
+def set_data(verl: Settings, ours: Translation) -> None:
+    for key, flag in (("data.train_files", "--train-data"), ("data.val_files", "--val-data")):
+        if files := verl.items(key):
+            ours.add(flag, *files)
+    cut = verl.get("data.truncation", "error")
+    long = {"error": "error", "left": "truncate-left", "middle": "truncate-middle"}
+    if verl.is_on("data.filter_overlong_prompts"):
+        ours.add("--data.on-long-prompt", "filter")
+    elif cut in long:
+        ours.add("--data.on-long-prompt", long[cut])
+    else:
+        ours.without[f"data.truncation={cut}"] = "a prompt loses its start or its middle, never its end"
+    if not verl.is_on("data.shuffle", True):
+        ours.without["data.shuffle=False"] = "prompts are shuffled anew in every epoch"
+    prefix = "data.apply_chat_template_kwargs."
+    template = {key.removeprefix(prefix): yaml.safe_load(verl.get(key)) for key in verl.given if key.startswith(prefix)}
+    if template:
+        ours.add("--data.chat-template-kwargs", json.dumps(template))
+
+
+def set_rollout(verl: Settings, ours: Translation) -> None:
+    name = verl.get(f"{ROLLOUT}.name", "vllm")
+    if name == "hf":
+        ours.add("--rollout.engine", "hf")
+    elif name != "vllm":
+        ours.without[f"{ROLLOUT}.name={name}"] = "vLLM is the only fast engine, and the command has it"
+    for key, flag in (("top_k", "--rollout.top-k"), ("val_kwargs.top_k", "--rollout.val-top-k")):
+        if (tokens := verl.number(f"{ROLLOUT}.{key}", -1)) > 0:
+            ours.add(flag, tokens)
+    is_cut = verl.number(f"{ROLLOUT}.top_p", 1) < 1 or "--rollout.top-k" in ours.flags
+    if is_cut and not {"--correction.weights", "--correction.bypass"} & ours.flags.keys():
+        ours.notes.append("top_p and top_k in training need the engine correction here, for instance "
+                          "--correction.preset decoupled-token-is; verl trains with the biased gradient")
+    extra = {name: yaml.safe_load(value) for name in ("max_num_batched_tokens", "enable_chunked_prefill")
+             if (value := verl.get(f"{ROLLOUT}.{name}"))}
+    prefix = f"{ROLLOUT}.engine_kwargs.vllm."
+    for key in verl.given:
+        if key.startswith(prefix) and not any(fnmatchcase(key, pattern) for pattern in (*NEEDLESS, *WITHOUT)):
+            name, _, inner = key.removeprefix(prefix).partition(".")
+            value = yaml.safe_load(verl.get(key))
+            extra[name] = extra.get(name, {}) | {inner: value} if inner else value
+    if extra:
+        ours.add("--rollout.extra", json.dumps(extra))
+    if verl.get("actor_rollout_ref.model.enable_gradient_checkpointing"):
+        is_on = verl.is_on("actor_rollout_ref.model.enable_gradient_checkpointing")
+        ours.add("--policy.gradient-checkpointing", is_on)
+    for key in (f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"):
+        if verl.get(key, "fsdp") not in ("fsdp", "fsdp2"):
+            ours.without[f"{key}={verl.get(key)}"] = "FSDP2 is the only training backend"
+
+
+def set_validation(verl: Settings, ours: Translation) -> None:
+    """verl validates with one kind of sampling; here a greedy response comes first, and --eval-n sampled ones."""
+    prefix = f"{ROLLOUT}.val_kwargs"
+    count, temperature = verl.number(f"{prefix}.n", 1), verl.number(f"{prefix}.temperature", 0)
+    if temperature > 0:
+        ours.add("--eval-temperature", temperature)
+    ours.add("--eval-n", count if temperature > 0 else 0)
+    ours.add("--eval-prompts", max(verl.number("data.val_max_samples", -1), 0))
+    ours.add("--eval-every", max(verl.number("trainer.test_freq", -1), 0))
+    if not verl.is_on("trainer.val_before_train", True):
+        ours.without["trainer.val_before_train=False"] = "with --val-data a run is validated before its first step"
+    if verl.is_on("trainer.val_only"):
+        ours.without["trainer.val_only=True"] = "a run trains"
+
+
+def set_reward(verl: Settings, ours: Translation) -> None:
+    path = verl.get("reward.custom_reward_function.path")
+    name = verl.get("reward.custom_reward_function.name", "compute_score")
+    if path:
+        ours.add("--reward.function", f"{path}:{name}")
+    prefix = "reward.custom_reward_function.reward_kwargs."
+    kwargs = {key.removeprefix(prefix): yaml.safe_load(verl.get(key)) for key in verl.given if key.startswith(prefix)}
+    if url := verl.get("reward.sandbox_fusion.url"):
+        kwargs["sandbox_fusion_url"] = url
+    if kwargs:
+        ours.add("--reward.kwargs", json.dumps(kwargs))
+    manager = verl.get("reward.reward_manager.name", "naive")
+    if manager not in ("naive", "dapo", "prime", "batch"):
+        ours.without[f"reward.reward_manager.name={manager}"] = "a reward is one number, the sum of --reward.function"
+    length, factor = verl.number(f"{OVERLONG}.len", 0), verl.number(f"{OVERLONG}.penalty_factor", 1.0)
+    if verl.is_on(f"{OVERLONG}.enable"):
+        ours.add("--overlong-buffer", length)
+        ours.add("--overlong-factor", factor)
+    model = verl.get("reward.reward_model.model_path")
+    if verl.is_on("reward.reward_model.enable") and model:
+        ours.add("--reward-model.path", model)
+        ours.add("--reward-model.alone")
+        ours.notes.append("--reward-model.path takes a sequence classifier with one label; verl has other kinds, too")
+
+
+def set_trainer(verl: Settings, ours: Translation) -> None:
+    gpus, nodes = verl.number("trainer.n_gpus_per_node", 8), verl.number("trainer.nnodes", 1)
+    ours.launch = ["--standalone"]
+    if nodes > 1:
+        ours.launch = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HEAD_NODE:29500"]
+    ours.launch += ["--nproc-per-node", str(gpus)]
+    name = verl.get("trainer.experiment_name", "gsm8k")
+    ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
+    ours.add("--save.every", max(verl.number("trainer.save_freq", -1), 0))
+    targets = [name for name in verl.items("trainer.logger") if name in ("wandb", "tensorboard")]
+    for name in verl.items("trainer.logger"):
+        if name not in (*targets, "console", "file"):
+            ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl, wandb and tensorboard"
+    if targets:
+        ours.add("--log.to", *targets)
+    mode, source = verl.get("trainer.resume_mode", "auto"), verl.get("trainer.resume_from_path")
+    if mode == "disable":
+        ours.add("--save.resume", "none")
+    elif mode == "resume_path":
+        ours.add("--save.resume", source)
+        ours.notes.append(f"--save.resume takes a checkpoint of ours; of verl's {source} only exported weights can be "
+                          f"used, as --model")
+
+
+def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
+    """Steps, which verl may give as epochs; a learning rate's warm-up, which it may give as a share of them."""
+    steps = verl.number("trainer.total_training_steps", 0)
+    epochs, prompts = verl.number("trainer.total_epochs", 30), verl.number("data.train_batch_size", 1024)
+    if not steps:
+        rows = rows or count_rows(ours.flags.get("--train-data", []))
+        steps = rows // prompts * epochs
+        ours.notes.append(
+            f"--total-steps {steps}: {epochs} epochs of {rows} rows, {prompts} a step, the rest of an epoch dropped"
+            if steps else f"--total-steps must be given: verl trains {epochs} epochs, each of one step per {prompts} "
+            f"rows, and the training files are not here to be counted; --rows N counts for them")
+    if steps:
+        ours.add("--total-steps", steps)
+    for model, flag in ((ACTOR, "--optim.warmup-steps"), ("critic", "--critic-optim.warmup-steps")):
+        share = verl.number(f"{model}.optim.lr_warmup_steps_ratio", 0)
+        warmup = verl.number(f"{model}.optim.lr_warmup_steps", -1)
+        warmup = int(share * steps) if warmup < 0 else warmup
+        if warmup > 0:
+            ours.add(flag, warmup)
+
+
+def count_rows(files: list[str]) -> int:
+    """Rows of parquet files; 0 if one of them is not here."""
+    paths = [Path(file).expanduser() for file in files]
+    if not all(path.suffix == ".parquet" and path.is_file() for path in paths):
+        return 0
+    return sum(pq.read_metadata(path).num_rows for path in paths)
+
+
+def sort_the_rest(verl: Settings, ours: Translation) -> None:
+    """Every key that was given is mapped, needless, without equivalent, or unknown."""
+    for key, value in verl.given.items():
+        shown = f"{verl.names[key]}={value}"
+        if key in verl.read:
+            ours.mapped.append(key)
+            continue
+        needless = next((why for pattern, why in NEEDLESS.items() if fnmatchcase(key, pattern)), None)
+        missing = next((why for pattern, why in WITHOUT.items() if fnmatchcase(key, pattern)), None)
+        if needless is not None:
+            ours.needless[shown] = needless
+        elif missing is None:
+            ours.unknown.append(shown)
+        elif value.lower() in OFF or (value == "1" and "parallel" in key):
+            ours.needless[shown] = "it is off"
+        else:
+            ours.without[shown] = missing
+
+
+# --------------------------------------------------------------------------- the program
+
+@dataclass
+class Args:
+    source: Annotated[str, tyro.conf.Positional]
+    """A shell script that starts verl.trainer.main_ppo or DAPO's main_dapo, or a hydra YAML file."""
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """NAME=VALUE for a variable of the script, some.key=VALUE for a setting."""
+    rows: int = 0
+    """Rows of the training files, where they are not on this machine: turns epochs into --total-steps."""
+
+
+def by_reason(found: dict[str, str]) -> list[str]:
+    """One line for each reason, with its keys."""
+    groups: dict[str, list[str]] = {}
+    for key, why in found.items():
+        groups.setdefault(why, []).append(key)
+    return [f"{', '.join(keys)}: {why}" for why, keys in groups.items()]
+
+
+def report(ours: Translation, not_understood: list[str]) -> str:
+    parts = [ours.command()]
+    for title, lines in (
+        ("Converted", ours.notes),
+        ("No equivalent", by_reason(ours.without)),
+        ("Unknown to this tool, not used", ours.unknown),
+        ("Needs no flag", by_reason(ours.needless)),
+        ("Read without running it", not_understood),
+    ):
+        if lines:
+            parts.append("\n".join([f"# {title}:", *(f"#   {line}" for line in lines)]))
+    parts.append("# Differences that no flag removes: docs/from_verl.md")
+    return "\n\n".join(parts)
+
+
+def main(args: Args) -> None:
+    source = Path(args.source)
+    if not source.is_file():
+        raise ValueError(f"{source} does not exist; give a shell script or a YAML file")
+    given, program, notes = read_settings(source, list(args.overrides))
+    print(report(translate(given, program, args.rows), notes))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except ValueError as error:
+        exit_with_error(error)
