@@ -3,6 +3,7 @@
 import resource
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from common.parallel.ranks import World
 from common.rollout import Minibatch, Rollout
 from common.segments import is_constant
 from common.tracking.profiling import Timer
+
+PER_TOKEN_PHASES = {"gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"}
 
 
 def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sampled: Rollout,
@@ -23,7 +26,7 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sam
     micro-batches. `update_flops`: what the update computed on all ranks. `peak_flops`: what one rank's chip can do in a
     second (`profiling.peak_flops`).
     """
-    num_tokens = int((rollout.prompt_lengths + rollout.response_lengths).sum())
+    num_tokens = int(rollout.lengths.sum())
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
     meter.max("global_seqlen/balanced_max", here)
     meter.min("global_seqlen/balanced_min", here)
@@ -36,11 +39,22 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sam
     ):
         metrics |= spread(name, values)
         metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
+    as_sampled = [int(part.sum()) for part in np.array_split(rollout.lengths, world.size)]      # tokens by rank
+    metrics |= {
+        "global_seqlen/min": min(as_sampled),
+        "global_seqlen/max": max(as_sampled),
+        "global_seqlen/minmax_diff": max(as_sampled) - min(as_sampled),
+        "global_seqlen/mean": num_tokens / world.size,
+    }
+    for phase in PER_TOKEN_PHASES & timer.seconds.keys():
+        count = num_sampled_tokens if phase == "gen" else num_tokens
+        metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / count
     metrics |= {
         "rollout/truncated_frac": float(sampled.truncated.double().mean()),
         "reward/constant_group_frac": constant_group_frac(sampled.scores, sampled.group),
         "rollout/tokens_per_s": num_sampled_tokens / timer.seconds["gen"],
         "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": metrics["timing_s/step"],
         "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
     }
     if "update_actor" in timer.seconds:

@@ -496,7 +496,8 @@ def test_the_script_rejects_and_normalises(tiny_llama, tmp_path):
     """bfloat16, so that engine and trainer differ a little; two ranks, two mini-batches, a response a micro-batch."""
     first, second = run(tiny_llama, tmp_path, "--correction.preset", "decoupled-geo-rs-token-tis",
                         "--correction.batch-normalise", "--correction.rejected-leave-group",
-                        "--max-tokens-per-gpu", "8", "--minibatches-per-step", "2", ranks=2)
+                        "--max-tokens-per-gpu", "8", "--minibatches-per-step", "2", "--samples-per-prompt", "6",
+                        ranks=2)
     for row in (first, second):
         assert 0 < row["rollout_corr/rejected_frac"] < 1 and row["timing_s/old_log_prob"] > 0
         assert 0 < row["rollout_corr/rollout_rs_masked_fraction"] < 1
