@@ -115,7 +115,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
            frozen: bool) -> PreTrainedModel:
     """The model without dropout, and without memory for its weights."""
     _disable_dropout(hf_config)
-    attention, _ = choose_attention(world.device, hf_config, config.attention, config.share_prompt)
+    attention, _ = choose_attention(world.device, hf_config, config)
     dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
     with torch.device("meta"), explain_failure(path, hf_config):
         return auto_class.from_config(
