@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -167,6 +168,8 @@ class Checkpoints:
         phase, _ = self.watchdog.current
         self.watchdog.phase("save_checkpoint")
         self.wait()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # moments may be on their way back on another stream (--offload.optimizer)
         tensors = tensors_of(self.parts)
         if self.config.async_:
             self.host = self.host or {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
