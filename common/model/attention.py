@@ -124,7 +124,7 @@ def choose_attention(
         return "flash_attention_2", "the flash-attn package is installed"
     if softcap is not None:
         return "packed_sdpa", f"soft-cap {softcap} needs the flash-attn package; sdpa on each packed sequence is slower"
-    if head_dim > 256:
-        return "packed_sdpa", f"head_dim {head_dim} > 256 is too wide for torch's varlen kernel"
+    if head_dim > 256 or head_dim % 8:
+        return "packed_sdpa", f"head_dim {head_dim}: torch's varlen kernel takes multiples of 8 up to 256"
     why = "it shares prompts" if config.share_prompt else "flash-attn is not installed"
     return "packed_varlen", f"torch.nn.attention.varlen ({why})"

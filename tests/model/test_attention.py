@@ -187,7 +187,7 @@ def test_choose_attention():
         name, reason = choose_attention("cuda:0", config["gemma2"], auto)
         assert name == "packed_sdpa"
         assert "soft-cap 2.0" in reason
-        for head_dim, want in ((256, "packed_varlen"), (264, "packed_sdpa")):       # torch's kernel ends at 256
+        for head_dim, want in ((256, "packed_varlen"), (264, "packed_sdpa"), (20, "packed_sdpa")):
             assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}), auto)[0] == want
         derived = LlamaConfig(**SIZES | {"head_dim": None, "hidden_size": 4 * 264})
         assert choose_attention("cuda", derived, auto)[0] == "packed_sdpa"
