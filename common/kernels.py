@@ -47,7 +47,7 @@ def tile_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
     if hidden.device.type == "cpu":
         return CPU_TILE
     tokens = max(1, min(hidden.shape[0], 8192))
-    return tokens, max(1024, CUDA_TILE_BYTES // 4 // tokens // 128 * 128)
+    return tokens, CUDA_TILE_BYTES // 4 // max(tokens, weight.shape[1]) // 128 * 128   # logits, and the head's gradient
 
 
 class _LinearLogp(torch.autograd.Function):

@@ -164,9 +164,7 @@ class Run:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
         samples a step, mini-batches, epochs, tokens of a micro-batch."""
         args = self.args
-        kernel, why = choose_attention(
-            self.world.device, self.hf_config, args.policy.attention, args.policy.share_prompt
-        )
+        kernel, why = choose_attention(self.world.device, self.hf_config, args.policy)
         print_on_main(
             self.world, f"batch  {batch_line(*sizes, self.max_sequence_length, self.world.size)}\n"
             f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "

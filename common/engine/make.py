@@ -94,7 +94,14 @@ def check_vllm(config: RolloutConfig, world: World) -> None:
             raise ValueError("--rollout.batch-invariant needs a GPU: vLLM's CPU build does not have it")
         if config.quantization != "none":
             raise ValueError("--rollout.quantization needs a GPU: vLLM's CPU build does not have it")
-    elif config.quantization == "fp8" and (capability := torch.cuda.get_device_capability()) < (8, 9):
+        return
+    capability = torch.cuda.get_device_capability()
+    if config.batch_invariant and capability[0] == 8:
+        raise ValueError(
+            f"--rollout.batch-invariant: on compute capability {capability} vLLM replaces torch.matmul by kernels "
+            f"without a backward, so nothing could be trained: leave it out, or use a GPU of 9.0 or newer"
+        )
+    if config.quantization == "fp8" and capability < (8, 9):
         raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
 
 

@@ -126,8 +126,10 @@ class VLLMEngine(Engine):
             for prefix, module in model.named_modules():
                 add_checksums(module, prefix)
 
-        before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
-        with before_packing if self.on_cpu else contextlib.nullcontext():
+        before_packing = contextlib.nullcontext()
+        if self.on_cpu:
+            before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
+        with before_packing:
             loaded = self._load_by_vllm(tensors)
         if loaded is not None and self.config.quantization == "none":  # quantised weights have scales of vLLM's own
             self._check_all_loaded(loaded)

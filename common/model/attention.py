@@ -7,6 +7,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
+from common.model.policy import ModelConfig
+
 # Tokens. For shorter sequences the backward of sdpa on CPUs takes up to 4x as long in bfloat16 as in float32 (measured)
 CPU_UPCAST_BELOW = 160
 
@@ -91,22 +93,24 @@ AttentionInterface.register("packed_varlen", packed_varlen)
 
 
 def choose_attention(
-    device: torch.device | str, config: PretrainedConfig, requested: str = "auto", share_prompt: bool = False,
+    device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig,
 ) -> tuple[str, str]:
     """The name of the requested attention, or of the fastest one for this device and model, and the reason."""
-    if requested != "auto":
-        return requested, "--policy.attention"
-    config = config.get_text_config()
-    fields = config.to_dict()
+    if config.attention != "auto":
+        return config.attention, "--policy.attention"
+    hf_config = hf_config.get_text_config()
+    fields = hf_config.to_dict()
     softcap = fields.get("attn_logit_softcapping")
-    head_dim = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    head_dim = fields.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads
     if torch.device(device).type != "cuda":
         return "packed_sdpa", "no CUDA device: sdpa on each packed sequence"
-    if is_flash_attn_2_available() and not share_prompt:
+    if config.compute_dtype == "float32":
+        return "packed_sdpa", "the faster kernels take no float32: sdpa on each packed sequence"
+    if is_flash_attn_2_available() and not config.share_prompt:
         return "flash_attention_2", "the flash-attn package is installed"
     if softcap is not None:
         return "packed_sdpa", f"soft-cap {softcap} needs the flash-attn package; sdpa on each packed sequence is slower"
-    if head_dim > 256:
-        return "packed_sdpa", f"head_dim {head_dim} > 256 is too wide for torch's varlen kernel"
-    why = "it shares prompts" if share_prompt else "flash-attn is not installed"
+    if head_dim > 256 or head_dim % 8:
+        return "packed_sdpa", f"head_dim {head_dim}: torch's varlen kernel takes multiples of 8 up to 256"
+    why = "it shares prompts" if config.share_prompt else "flash-attn is not installed"
     return "packed_varlen", f"torch.nn.attention.varlen ({why})"

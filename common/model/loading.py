@@ -115,7 +115,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
            frozen: bool) -> PreTrainedModel:
     """The model without dropout, and without memory for its weights."""
     _disable_dropout(hf_config)
-    attention, _ = choose_attention(world.device, hf_config, config.attention, config.share_prompt)
+    attention, _ = choose_attention(world.device, hf_config, config)
     dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
     with torch.device("meta"), explain_failure(path, hf_config):
         return auto_class.from_config(
@@ -124,7 +124,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
 
 
 def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, world: World, frozen: bool) -> None:
-    """Apply FSDP2 to each block of `transformer`, then to the whole, and allocate the shards.
+    """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
 
     A critic's head computes in float32."""
     model.train()
@@ -138,6 +138,9 @@ def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, worl
     for module in transformer.modules():
         if type(module).__name__ in transformer._no_split_modules:
             fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
+    embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32
+        fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
     if isinstance(model, Critic):
         fully_shard(model.head, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, mp_policy=precision)

@@ -32,6 +32,10 @@ class ModelConfig:
     def __post_init__(self):
         if self.share_prompt and self.attention == "flash_attention_2":
             raise ValueError("--policy.share-prompt: --policy.attention flash_attention_2 cannot, packed_varlen can")
+        if self.compute_dtype == "float32" and self.attention in ("flash_attention_2", "packed_varlen"):
+            raise ValueError(
+                f"--policy.attention {self.attention} takes no --policy.compute-dtype float32: choose auto"
+            )
 
 
 class PackedModel(nn.Module):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def init(timeout_s: float = 3600.0) -> World:
     collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
 
     GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when a rank has no GPU of
-    its own on a machine that has some.
+    its own on a machine that has some, and when torch cannot use them.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
@@ -48,6 +51,7 @@ def init(timeout_s: float = 3600.0) -> World:
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
+        _check_no_gpu()
         device, backend = torch.device("cpu"), "gloo"
     store = None
     if size == 1:
@@ -59,6 +63,17 @@ def init(timeout_s: float = 3600.0) -> World:
     timeout = collective_timeout(timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device, init_device_mesh(device.type, (size,)))
+
+
+def _check_no_gpu() -> None:
+    """Raises ValueError where a CUDA build of torch cannot use the machine's NVIDIA GPUs: it would train on the CPU."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda and not hidden and any(DEVICES.glob("nvidia[0-9]*")):
+        raise ValueError(
+            f"this machine has NVIDIA GPUs and torch {torch.__version__} cannot use them: its driver (see nvidia-smi) "
+            f"may be too old for CUDA {torch.version.cuda} (docs/gpus.md says which it needs). Update the driver, or "
+            f"set CUDA_VISIBLE_DEVICES=-1 to train on the CPU"
+        )
 
 
 def collective_timeout(timeout_s: float) -> timedelta:

@@ -1,6 +1,7 @@
 """Checkpoints give back every byte, on other numbers of ranks too; which ones are kept and taken."""
 
 import binascii
+import dataclasses
 import os
 import pickle
 import shutil
@@ -118,6 +119,20 @@ def test_saving_changes_nothing(trained, save):
     before = everything(*trained)
     save(2)
     assert_same(everything(*trained), before)
+
+
+def test_a_save_waits_for_moments_that_come_back(trained, world, watch, tmp_path, monkeypatch):
+    """With --offload.optimizer another stream of the GPU may still write them when a stop signal or a validation ends
+    in a save. The GPU is stood in for: what is tested is the order."""
+    order = []
+    read = manager.tensors_of
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: order.append("synchronize"))
+    monkeypatch.setattr(manager, "tensors_of", lambda parts: order.append("read") or read(parts))
+    for device in ("cpu", "cuda"):
+        run = checkpoints_of(tmp_path, dataclasses.replace(world, device=torch.device(device)), *trained, watch)
+        run.after_step(STATE, last=True)
+        run.close()
+    assert order == ["read", "synchronize", "read"]
 
 
 def test_nothing_to_load(model, world, watch, tmp_path):

@@ -1,5 +1,6 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
+import contextlib
 import json
 import shutil
 import types
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
-from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
 from common.engine.vllm import parse_extra
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -317,6 +318,23 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
     config = RolloutConfig(**({"max_response_length": 40} | flags))
     with pytest.raises(ValueError, match=message):
         check_rollout(config, read_config(smollm, ModelConfig()), world, 200)
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "message"),
+    [
+        ({"batch_invariant": True, "seeds": "response"}, (8, 0), r"capability \(8, 0\) .* without a backward"),
+        ({"batch_invariant": True, "seeds": "response"}, (8, 9), r"capability \(8, 9\) .* without a backward"),
+        ({"batch_invariant": True, "seeds": "response"}, (9, 0), None),
+        ({"quantization": "fp8"}, (8, 6), r"fp8 needs compute capability 8.9 or newer, this GPU has \(8, 6\)"),
+        ({"quantization": "fp8"}, (8, 9), None),
+    ],
+)
+def test_what_a_gpu_is_too_old_for_is_refused(flags, capability, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    world = types.SimpleNamespace(device=torch.device("cuda"), size=1)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_vllm(RolloutConfig(**flags), world)
 
 
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):

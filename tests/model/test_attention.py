@@ -20,7 +20,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from common.batch import Batch
 from common.model.attention import choose_attention, packed_sdpa, packed_varlen
-from common.model.policy import Policy
+from common.model.policy import ModelConfig, Policy
 from common.model.shared_prompts import share_prompts
 from tests import oracles
 
@@ -174,20 +174,32 @@ def test_refusals():
 
 def test_choose_attention():
     config = {name: kind(**SIZES | extra) for name, (kind, extra) in CONFIGS.items()}
-    assert choose_attention("cpu", config["llama"])[0] == "packed_sdpa"
-    assert choose_attention("cuda", config["llama"], "packed_sdpa") == ("packed_sdpa", "--policy.attention")
-    assert choose_attention("cuda", config["llama"], share_prompt=True)[0] == "packed_varlen"
+    auto = ModelConfig()
+    assert choose_attention("cpu", config["llama"], auto)[0] == "packed_sdpa"
+    assert choose_attention("cuda", config["llama"], ModelConfig(attention="packed_sdpa")) == (
+        "packed_sdpa", "--policy.attention")
+    assert choose_attention("cuda", config["llama"], ModelConfig(share_prompt=True))[0] == "packed_varlen"
     if not is_flash_attn_2_available():
-        assert choose_attention("cuda", config["llama"])[0] == "packed_varlen"
-        name, reason = choose_attention("cuda:0", config["gemma2"])
+        assert choose_attention("cuda", config["llama"], auto)[0] == "packed_varlen"
+        name, reason = choose_attention("cuda:0", config["gemma2"], auto)
         assert name == "packed_sdpa"
         assert "soft-cap 2.0" in reason
-        for head_dim, want in ((256, "packed_varlen"), (264, "packed_sdpa")):       # torch's kernel ends at 256
-            assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}))[0] == want
+        for head_dim, want in ((256, "packed_varlen"), (264, "packed_sdpa"), (20, "packed_sdpa")):
+            assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}), auto)[0] == want
         derived = LlamaConfig(**SIZES | {"head_dim": None, "hidden_size": 4 * 264})
-        assert choose_attention("cuda", derived)[0] == "packed_sdpa"
+        assert choose_attention("cuda", derived, auto)[0] == "packed_sdpa"
+    name, reason = choose_attention("cuda", config["llama"], ModelConfig(compute_dtype="float32"))
+    assert name == "packed_sdpa"
+    assert "no float32" in reason
     for name in ("packed_sdpa", "packed_varlen"):
         model("llama", name)                                              # registered: transformers accepts the name
+
+
+@pytest.mark.parametrize("attention", ["packed_varlen", "flash_attention_2"])
+def test_float32_in_a_kernel_of_16_bits_is_refused(attention):
+    with pytest.raises(ValueError, match=rf"--policy.attention {attention} takes no --policy.compute-dtype float32"):
+        ModelConfig(compute_dtype="float32", attention=attention)
+    assert ModelConfig(attention=attention).attention == attention
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -199,6 +200,16 @@ def test_full_tensors_are_the_loaded_weights(tied, world, tmp_path):
             found = list(policy.full_tensors(dtype, bucket_mb))
             assert sorted(name for name, _ in found) == sorted(want)
             assert all(torch.equal(tensor, want[name].to(dtype)) for name, tensor in found)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_untied_embedding_is_a_group_of_its_own(tied, world, tmp_path):
+    """Embedding and head of a large model do not fit beside each other, unsharded; tied ones are one weight."""
+    folder = save_model(LlamaConfig(**SIZES, tie_word_embeddings=tied), tmp_path / "model")
+    lm = load_policy(folder, FLOAT32, world).lm
+    assert isinstance(lm.get_input_embeddings(), FSDPModule) is not tied
+    assert all(isinstance(layer, FSDPModule) for layer in lm.model.layers)
+    assert isinstance(load_critic(folder, FLOAT32, world).backbone.get_input_embeddings(), FSDPModule)
 
 
 def test_full_tensors_have_the_buffers_of_a_checkpoint(world, tmp_path):

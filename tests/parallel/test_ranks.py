@@ -1,0 +1,47 @@
+"""What joining the ranks refuses."""
+
+import re
+
+import pytest
+
+from common.parallel import ranks
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A CUDA build of torch that finds no GPU, on a machine without NVIDIA devices."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(ranks, "DEVICES", tmp_path)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **options: None)
+    monkeypatch.setattr(ranks, "init_device_mesh", lambda *_: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def test_gpus_that_torch_cannot_use_are_an_error(machine, monkeypatch):
+    """With a driver too old for its CUDA, torch finds no GPU: the run would go on, on the CPU."""
+    (machine / "nvidiactl").touch()
+    assert ranks.init().device.type == "cpu"                            # a driver without a GPU
+    (machine / "nvidia3").touch()
+    rule = "cannot use them: its driver .* may be too old for CUDA 13.0 .* set CUDA_VISIBLE_DEVICES=-1"
+    with pytest.raises(ValueError, match=rule):
+        ranks.init()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(ValueError, match=re.escape("docs/gpus.md")):
+        ranks.init()
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_that_the_user_hides_are_not_missed(hidden, machine, monkeypatch):
+    (machine / "nvidia0").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert ranks.init().device.type == "cpu"
+
+
+def test_the_cpu_build_trains_on_the_cpu(machine, monkeypatch):
+    (machine / "nvidia0").touch()
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert ranks.init().device.type == "cpu"
