@@ -132,8 +132,6 @@ class Engine:
         """Version of the weights that the engine holds; None if it holds none."""
         self._has_compared_all = False
         self._probed: tuple[Policy, Batch] | None = None
-        self._num_requested = 0
-        self._num_aborted = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:
         """Load the weights, get the cache back, check that the engine holds the trainer's weights. The order matters:
