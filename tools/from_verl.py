@@ -3,8 +3,8 @@
     python -m tools.from_verl run_qwen3_8b.sh
     python -m tools.from_verl run_qwen3_8b.sh MODEL_PATH=Qwen/Qwen3-4B trainer.nnodes=2 --rows 7473
 
-Nothing of the script is run. Below the command stands what was converted, what has no equivalent and why, and every key
-that this tool does not know. docs/from_verl.md lists the differences that no flag can remove.
+No program of the script is started. Below the command stands what was converted, what has no equivalent and why, and
+every key that this tool does not know. docs/from_verl.md lists the differences that no flag can remove.
 """
 
 import json
@@ -12,6 +12,9 @@ import math
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +25,6 @@ import tyro
 import yaml
 
 from common.tracking.console import exit_with_error
-from tools.shell import ShellScript
 from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, OLD_NAMES, SAME, SCRIPTS, SWITCHES, WITHOUT
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
@@ -35,6 +37,20 @@ CONSTANTS = {
     "kl_cov": {"kl_cov_ratio": (2e-4, 2e-4), "ppo_kl_coef": (1.0, 0.1)},
     "clip_cov": {"clip_cov_ratio": (2e-4, 2e-4), "clip_cov_lb": (1.0, 1.0), "clip_cov_ub": (5.0, 5.0)},
 }
+
+RESTRICTED = r"""
+command_not_found_handle() {                # every program: PATH is empty
+    printf '%s\0' "$@" $'\n' >&3
+    ((BASH_SUBSHELL == 0)) || return 127     # in $(...), for what the script falls back to
+}
+tee() { :; }
+cd() { :; }
+exec() { [[ $# == 0 ]] || "$@"; }
+enable -n kill
+readonly PATH
+set -r
+set() { :; }                                # set -e would end it at the first program that is not there
+"""
 
 
 @dataclass
@@ -120,12 +136,11 @@ def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], s
     text = source.read_text()
     if source.suffix in (".yaml", ".yml"):
         return flat(yaml.safe_load(text)) | keys, "main_ppo", []
-    script = ShellScript(text, {"HOME": os.environ.get("HOME", ""), "PWD": str(source.parent)} | variables)
-    found = [words for words in script.commands if any(PROGRAM.search(word) for word in words)]
+    commands, notes = shell_commands(text, variables)
+    found = [words for words in commands if any(PROGRAM.search(word) for word in words)]
     if len(found) != 1:
         raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once")
     start = next(i for i, word in enumerate(found[0]) if PROGRAM.search(word))
-    notes = list(dict.fromkeys(script.notes))
     given = {}
     for word in found[0][start + 1 :]:
         key, separator, value = word.partition("=")
@@ -134,6 +149,31 @@ def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], s
         else:
             notes.append(f"{word} is no key with a value and not used")
     return given | keys, PROGRAM.search(found[0][start])[0], notes
+
+
+def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]], list[str]]:
+    """The words of every program that a script would start, and what it left open, for the reader.
+
+    bash itself reads it, in its restricted mode and without a PATH: no program starts and no file is written."""
+    text = re.sub(r"(?<=\s)(?:\d|&)?>>?(?!=)[ \t]*[^\s&|;()=]+", "", text)        # > file, which that mode refuses
+    environment = {"PATH": "/nonexistent", "HOME": os.environ.get("HOME", ""), **variables}
+    with tempfile.TemporaryFile("w+") as started:
+        bash = subprocess.run(
+            [shutil.which("bash"), "--norc", "-c", f"exec 3>&{started.fileno()}\n{RESTRICTED}\n{text}"],
+            env=environment, pass_fds=[started.fileno()], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=20,
+        )
+        started.seek(0)
+        commands = [command.split("\0")[:-1] for command in started.read().split("\n\0")[:-1]]
+    used = set(re.findall(r"\$\{?([A-Za-z_]\w*)\}?(?![:\w\[-])", text))
+    known = set(re.findall(r"\b([A-Za-z_]\w*)\+?=|\bfor (\w+) in", text))
+    unset = used - {name for pair in known for name in pair} - environment.keys()
+    notes = [f"${name} is not set and counts as empty; give {name}=VALUE" for name in sorted(unset)]
+    notes += [line.partition(": line ")[2].partition(": ")[2] for line in bash.stderr.splitlines() if ": line " in line]
+    programs = sorted({words[0] for words in commands if not any(PROGRAM.search(word) for word in words)})
+    if programs:
+        notes.append(f"not run: {', '.join(programs)}; $(PROGRAM) counts as empty, or as what follows || in it")
+    return commands, notes
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, str]:
