@@ -139,7 +139,8 @@ def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], s
     commands, notes = shell_commands(text, variables)
     found = [words for words in commands if any(PROGRAM.search(word) for word in words)]
     if len(found) != 1:
-        raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once")
+        said = f" ({'; '.join(notes)})" if notes else ""
+        raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once{said}")
     start = next(i for i, word in enumerate(found[0]) if PROGRAM.search(word))
     given = {}
     for word in found[0][start + 1 :]:
