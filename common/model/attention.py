@@ -92,9 +92,7 @@ AttentionInterface.register("packed_sdpa", packed_sdpa)
 AttentionInterface.register("packed_varlen", packed_varlen)
 
 
-def choose_attention(
-    device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig,
-) -> tuple[str, str]:
+def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> tuple[str, str]:
     """The name of the requested attention, or of the fastest one for this device and model, and the reason."""
     if config.attention != "auto":
         return config.attention, "--policy.attention"

@@ -70,9 +70,8 @@ def _check_no_gpu() -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda and not hidden and any(DEVICES.glob("nvidia[0-9]*")):
         raise ValueError(
-            f"this machine has NVIDIA GPUs and torch {torch.__version__} cannot use them: its driver (see nvidia-smi) "
-            f"may be too old for CUDA {torch.version.cuda} (docs/gpus.md says which it needs). Update the driver, or "
-            f"set CUDA_VISIBLE_DEVICES=-1 to train on the CPU"
+            f"torch {torch.__version__} cannot use this machine's NVIDIA GPUs: its driver (see nvidia-smi) may be too "
+            f"old for CUDA {torch.version.cuda}: update it (docs/gpus.md), or set CUDA_VISIBLE_DEVICES=-1"
         )
 
 

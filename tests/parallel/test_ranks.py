@@ -26,7 +26,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(machine, monkeypatch):
     (machine / "nvidiactl").touch()
     assert ranks.init().device.type == "cpu"                            # a driver without a GPU
     (machine / "nvidia3").touch()
-    rule = "cannot use them: its driver .* may be too old for CUDA 13.0 .* set CUDA_VISIBLE_DEVICES=-1"
+    rule = "cannot use this machine's NVIDIA GPUs: .* may be too old for CUDA 13.0: .* set CUDA_VISIBLE_DEVICES=-1"
     with pytest.raises(ValueError, match=rule):
         ranks.init()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")

@@ -1,0 +1,557 @@
+"""A CUDA device that is not there: the code for GPUs runs, unchanged, on a machine that has none.
+
+Tensors on "cuda" are FakeTensors, which have shapes, dtypes and a device. Behind their storages lies memory of the
+host, on which the CPU runs every operation too, after the fake one has accepted it. So the numbers are real ones: a run
+on this device is the same run as on the CPU. What the CPU has no kernel for (FlashAttention, products of 16-bit
+operands with a float32 result) is written down here in float64 or float32; collectives act as if all ranks held the
+same.
+
+What this proves: every tensor is on the device that its operation needs, dtypes and shapes fit, no kernel is asked for
+something that it refuses (`CONTRACTS`), nothing that was never written is used, and the host waits for the device only
+where `Device.reads` says. What it cannot prove: speed, fragments of memory, the order of streams.
+
+It reaches into torch: it puts a device guard and a hooks object where a CUDA build has its own. So it works with one
+version of torch (`WHY_NOT` says why not here), only in a process of its own that imports it first, and only in tests.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import platform
+import re
+import sys
+import threading
+import types
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.utils._pytree as pytree
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+aten = torch.ops.aten
+
+
+def _why_not() -> str:
+    """The reason why this machine cannot have the device; empty if it can."""
+    if torch.__version__ != "2.13.0+cpu":
+        return f"the stand-in for CUDA reaches into torch 2.13.0+cpu, this is {torch.__version__}"
+    if platform.machine() != "x86_64":
+        return f"the stand-in for CUDA has machine code for x86-64, this is {platform.machine()}"
+    return ""
+
+
+WHY_NOT = _why_not()
+
+
+# --------------------------------------------------------------------------- what a CUDA build of torch has
+
+def _library(name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+
+
+def _register_device_guard() -> None:
+    """Autograd asks c10's registry for a guard of the CUDA device, and a CPU build has none.
+
+    torch lets Python register one for the device type PrivateUse1: its pointer is moved to CUDA's slot."""
+    cuda, private_use_1, num_device_types = 1, 20, 22
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self):
+            return torch._C._autograd.DeviceType.CUDA
+
+    _register_device_guard.kept = Guard()
+    torch._C._acc.register_python_privateuseone_device_guard(_register_device_guard.kept)
+    symbol = "_ZN3c104impl26device_guard_impl_registryE"
+    registry = (ctypes.c_void_p * num_device_types).in_dll(_library("libc10.so"), symbol)
+    assert registry[private_use_1] is not None
+    registry[cuda], registry[private_use_1] = registry[private_use_1], None
+
+
+def _build_hooks() -> None:
+    """The autograd engine asks ATen's CUDA hooks whether there is a CUDA, and those of a CPU build say no.
+
+    The hooks object gets a copy of its table of virtual functions in which `isBuilt` returns true and
+    `hasPrimaryContext` false. Positions in the table are counted from torch's own headers."""
+    headers = Path(torch.__file__).parent / "include/ATen/detail"
+    names = ["destructor", "deleting destructor"]
+    for file in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"):
+        names += re.findall(r"^  virtual [^~;{(]*?(\w+)\(", (headers / file).read_text(), flags=re.MULTILINE)
+    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code[0:6] = b"\xb8\x01\x00\x00\x00\xc3"                             # mov eax, 1; ret
+    code[16:22] = b"\xb8\x00\x00\x00\x00\xc3"                           # mov eax, 0; ret
+    address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    get_hooks = _library("libtorch_cpu.so")["_ZN2at6detail12getCUDAHooksEv"]
+    get_hooks.restype = ctypes.c_void_p
+    table_of_hooks = ctypes.c_void_p.from_address(get_hooks())
+    header = 2                                                          # offset to top, type information
+    size = header + len(names)
+    table = (ctypes.c_void_p * size)(*(ctypes.c_void_p * size).from_address(table_of_hooks.value - 8 * header))
+    is_built = header + names.index("isBuilt")
+    assert b"\x31\xc0\xc3" in ctypes.string_at(table[is_built], 8)      # xor eax, eax; ret: it is the right one
+    table[is_built] = address
+    table[header + names.index("hasPrimaryContext")] = address + 16
+    _build_hooks.kept = code, table
+    table_of_hooks.value = ctypes.addressof(table) + 8 * header
+
+
+class Event:
+    def __init__(self, *_, **__):
+        pass
+
+    def record(self, stream=None):
+        return self
+
+    def wait(self, stream=None):
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other) -> float:
+        return 1.0
+
+
+class Stream:
+    """Streams have a number and no order: everything happens when it is called."""
+
+    numbers = itertools.count(1)
+    current = threading.local()
+
+    def __init__(self, device=None, priority=0, **_):
+        self.stream_id, self.priority, self.device = next(Stream.numbers), priority, torch.device("cuda", 0)
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def record_event(self, event=None) -> Event:
+        return event or Event()
+
+    def synchronize(self):
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+DEFAULT_STREAM = Stream()
+
+
+def _current_stream(device=None) -> Stream:
+    return getattr(Stream.current, "stream", DEFAULT_STREAM)
+
+
+@contextlib.contextmanager
+def _on_stream(stream):
+    before = _current_stream()
+    Stream.current.stream = stream or before
+    try:
+        yield
+    finally:
+        Stream.current.stream = before
+
+
+# --------------------------------------------------------------------------- contracts: what kernels refuse
+
+class KernelRefuses(RuntimeError):
+    """A call that the real kernel refuses and the fake one accepts."""
+
+
+def _check_varlen_attention(device: "Device", func, args: tuple) -> None:
+    """FlashAttention-2's checks (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+    if func is not torch.ops.torch_attn._varlen_attn.default:
+        return
+    query, key, value, *cu_seqlens = args[:5]
+    if device.capability < (8, 0):
+        raise KernelRefuses("FlashAttention only supports Ampere GPUs or newer")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise KernelRefuses(f"FlashAttention only support fp16 and bf16 data type, not {query.dtype}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise KernelRefuses(f"query, key and value must have the same dtype: {query.dtype}, {key.dtype}, {value.dtype}")
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
+        raise KernelRefuses("Input tensor must have contiguous last dimension")
+    if query.shape[-1] > 256 or query.shape[-1] % 8:
+        raise KernelRefuses(f"head_dim {query.shape[-1]} must be a multiple of 8 and at most 256")
+    if query.shape[1] % key.shape[1]:
+        raise KernelRefuses(f"{query.shape[1]} query heads must be a multiple of the {key.shape[1]} key heads")
+    for offsets in cu_seqlens:
+        if offsets.dtype != torch.int32 or not offsets.is_contiguous() or offsets.device.type != "cuda":
+            raise KernelRefuses(f"cu_seqlens must be contiguous int32 on CUDA, not {offsets.dtype} on {offsets.device}")
+
+
+def _check_matrix_products(device: "Device", func, args: tuple) -> None:
+    """cuBLAS multiplies operands of one dtype, and sums 16-bit products into float32 only where it is asked to."""
+    products = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype)
+    if func in products and args[0].dtype != args[1].dtype:
+        raise KernelRefuses(f"{func}: expected the same dtype, got {args[0].dtype} and {args[1].dtype}")
+    if func in (aten.addmm.default, aten.addmm_.default) and not args[0].dtype == args[1].dtype == args[2].dtype:
+        raise KernelRefuses(f"{func}: expected the same dtype, got {[x.dtype for x in args[:3]]}")
+    if func in (aten.mm.dtype, aten.bmm.dtype):
+        from_16_bits = args[0].dtype in (torch.float16, torch.bfloat16) and args[2] == torch.float32
+        if args[2] != args[0].dtype and not from_16_bits:
+            raise KernelRefuses(f"{func}: out_dtype {args[2]} of {args[0].dtype} operands")
+
+
+def _check_nccl(device: "Device", func, args: tuple) -> None:
+    """NCCL moves tensors of CUDA devices only; the backend "cpu:gloo,cuda:nccl" sends the others to gloo."""
+    name = func._schema.name
+    if name.startswith("c10d::"):
+        kinds = {x.device.type for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)}
+        if len(kinds) > 1:
+            raise KernelRefuses(f"{name}: tensors on {sorted(kinds)} in one collective")
+
+
+CONTRACTS = (_check_varlen_attention, _check_matrix_products, _check_nccl)
+
+
+# --------------------------------------------------------------------------- kernels that the CPU does not have
+
+def _visible(num_queries: int, num_keys: int, window: list[int]) -> torch.Tensor:
+    """[queries, keys] bool: the last query sees the last key, -1 is no limit (FlashAttention's documentation)."""
+    place = torch.arange(num_queries)[:, None] + num_keys - num_queries
+    keys = torch.arange(num_keys)
+    before, after = window
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if before >= 0:
+        visible &= keys >= place - before
+    return visible & (keys <= place + after) if after >= 0 else visible
+
+
+def _attention_of_each(query, key, value, offsets_q, offsets_k, scale, window):
+    """(rows of queries, rows of keys, weights [heads, queries, keys], key, value with a head for each of the query's)
+    of each packed sequence, in float64."""
+    repeats = query.shape[1] // key.shape[1]
+    query, key, value = (x.double().transpose(0, 1) for x in (query, key, value))       # [heads, T, D]
+    key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    bounds = zip(itertools.pairwise(offsets_q.tolist()), itertools.pairwise(offsets_k.tolist()))
+    for rows, columns in ((slice(*queries), slice(*keys)) for queries, keys in bounds):
+        q, k, v = query[:, rows], key[:, columns], value[:, columns]
+        hidden = ~_visible(q.shape[1], k.shape[1], window)
+        weights = (scale * q @ k.transpose(1, 2)).masked_fill(hidden, -torch.inf).softmax(-1)
+        yield rows, columns, weights, q * scale, k * scale, v
+
+
+def _varlen_forward(query, key, value, offsets_q, offsets_k, max_q, max_k, causal=False, scale=None, window=(-1, -1),
+                    *_):
+    out = torch.zeros_like(query)
+    for rows, _, weights, _, _, v in _attention_of_each(query, key, value, offsets_q, offsets_k, scale, window):
+        assert rows.stop - rows.start <= max_q and v.shape[1] <= max_k
+        out[rows] = (weights @ v).transpose(0, 1).to(out.dtype)
+    return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def _varlen_backward(grad_out, query, key, value, out, _, offsets_q, offsets_k, max_q, max_k, causal, __, scale=None,
+                     window=(-1, -1)):
+    grads = [torch.zeros(x.shape, dtype=torch.float64) for x in (query, key, value)]
+    shared = key.shape[1], query.shape[1] // key.shape[1], -1, key.shape[-1]
+    for rows, columns, weights, q, k, v in _attention_of_each(query, key, value, offsets_q, offsets_k, scale, window):
+        up = grad_out[rows].double().transpose(0, 1)                    # [heads, queries, D]
+        slope = up @ v.transpose(1, 2)
+        slope = weights * (slope - (weights * slope).sum(-1, keepdim=True))
+        grads[0][rows] += (slope @ k).transpose(0, 1)
+        grads[1][columns] += (slope.transpose(1, 2) @ q).view(shared).sum(1).transpose(0, 1)
+        grads[2][columns] += (weights.transpose(1, 2) @ up).view(shared).sum(1).transpose(0, 1)
+    return tuple(grad.to(x.dtype) for grad, x in zip(grads, (query, key, value)))
+
+
+def _mm_into(a, b, dtype):
+    return (a.to(dtype) @ b.to(dtype)).to(dtype)
+
+
+def _all_gather(output, shard, *_):
+    output.view(-1, *shard.shape).copy_(shard.expand(len(output.view(-1)) // shard.numel(), *shard.shape))
+
+
+def _reduce_scatter(output, whole, *_):
+    output.copy_(whole.flatten().split(output.numel())[dist.get_rank()].view(output.shape))
+
+
+def _all_to_all(output, message, _, sizes_out, sizes_in, *__):
+    size = sizes_in or len(message) // dist.get_world_size()
+    to_me = message.split(size)[dist.get_rank()]                        # what this rank sends to itself, all send
+    output.copy_(torch.cat([to_me] * dist.get_world_size()))
+
+
+def _nothing(*_):
+    pass
+
+
+def _kernels() -> dict:
+    """Operation -> its numbers. In collectives all ranks hold what this rank holds; sums are averages."""
+    c10d, functional, attention = torch.ops.c10d, torch.ops._c10d_functional, torch.ops.torch_attn
+    return {
+        attention._varlen_attn.default: _varlen_forward,
+        attention._varlen_attn_backward.default: _varlen_backward,
+        aten.mm.dtype: _mm_into,
+        aten.histc.default: lambda x, *args, **kwargs: aten.histc(x.double(), *args, **kwargs).to(x.dtype),
+        aten._fused_sdp_choice.default: lambda *_, **__: 0,             # the one of plain products and softmax
+        c10d._allgather_base_.default: _all_gather,
+        c10d._reduce_scatter_base_.default: _reduce_scatter,
+        c10d.alltoall_base_.default: _all_to_all,
+        c10d.allreduce_.default: _nothing,
+        c10d.broadcast_.default: _nothing,
+        functional.all_reduce.default: lambda x, *_: x.clone(),
+        functional.wait_tensor.default: lambda x: x,
+        functional.all_gather_into_tensor.default: lambda x, size, *_: torch.cat([x] * size),
+    }
+
+
+# --------------------------------------------------------------------------- the device
+
+class Device(TorchDispatchMode):
+    """Enter it around the code under test."""
+
+    def __init__(self, capability: tuple[int, int], total_gb: float):
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.functions = _Functions(self)
+        self.capability = capability
+        self.total = int(total_gb * 2**30)
+        self.allocated = self.peak = 0                                  # bytes
+        self.reads: Counter[str] = Counter()
+        """How often the host waited for the device, by `file:function`."""
+        self.num_operations = 0
+        self.kernels = _kernels()
+        self.memory: dict[int, tuple[weakref.ref, torch.UntypedStorage]] = {}   # of each storage, on the host
+
+    def __enter__(self):
+        self.functions.__enter__()
+        torch._C._set_only_lift_cpu_tensors(True)                       # torch.tensor(..., device="cuda") starts there
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(False)
+        self.functions.__exit__(*error)
+
+    def in_this_thread(self, function, *args):
+        """What `function(*args)` returns, in another thread than the one that entered."""
+        with self.functions, _pushed(self):
+            return function(*args)
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The memory behind a storage of the device. New memory is NaN, so that nobody gets 0 from what was never
+        written. There is no allocator: no rounding, no fragments."""
+        key = storage._cdata
+        found, memory = self.memory.get(key, (lambda: None, None))
+        if found() is storage:
+            return memory
+        memory = torch.full([storage.nbytes()], 255, dtype=torch.uint8).untyped_storage()
+
+        def freed(_):
+            self.allocated -= memory.nbytes()
+            if self.memory.get(key, (None, None))[1] is memory:
+                del self.memory[key]
+
+        self.memory[key] = weakref.ref(storage, freed), memory
+        self.allocated += memory.nbytes()
+        self.peak = max(self.peak, self.allocated)
+        return memory
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """FSDP2 and `Offload` empty storages and fill them again."""
+        memory = self.bytes_of(storage)
+        self.allocated += size - memory.nbytes()
+        self.peak = max(self.peak, self.allocated)
+        memory.resize_(0)                                               # what was in it is lost
+        memory.resize_(size)
+        torch.empty(0, dtype=torch.uint8).set_(memory).fill_(255)
+
+    def numbers(self, x):
+        """A tensor of the device -> its memory as a tensor of the CPU; anything else as it is."""
+        if isinstance(x, FakeTensor):
+            place = x.storage_offset(), x.shape, x.stride()
+            return torch.empty(0, dtype=x.dtype).set_(self.bytes_of(x.untyped_storage()), *place)
+        if isinstance(x, torch.UntypedStorage) and x._cdata in self.memory:
+            return self.bytes_of(x)
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def read(self, tensor: FakeTensor) -> torch.Tensor:
+        """What the host gets when it reads a tensor of the device."""
+        self.reads[_place()] += 1
+        return self.numbers(tensor)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented                                       # they unpack themselves and call again
+        flat = pytree.tree_leaves((args, kwargs))
+        fakes = [x for x in flat if isinstance(x, FakeTensor)]
+        is_nested = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if is_nested or any(x.fake_mode is not self.fake for x in fakes):
+            return func(*args, **kwargs)                                # DTensor's own search for shapes
+        pinned = kwargs.pop("pin_memory", None)
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if not fakes and not any(isinstance(x, torch.device) and x.type == "cuda" for x in flat):
+            return func(*args, **kwargs)                                # on the CPU
+        assert not pinned, f"{func}: only memory of the host can be pinned"
+        self.num_operations += 1
+        for check in CONTRACTS:
+            check(self, func, args)
+        if func is aten._local_scalar_dense.default:
+            return self.read(args[0]).item()
+        if func is aten.is_pinned.default:
+            return False
+        to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+        if func is aten._to_copy.default and to_host:
+            kept = {name: x for name, x in kwargs.items() if name in ("dtype", "memory_format")}
+            return func(self.read(args[0]), **kept)
+        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            is_async = len(args) > 2 and args[2]                        # the host does not wait
+            return func(args[0], self.numbers(args[1]) if is_async else self.read(args[1]), *args[2:])
+        is_masked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if func is aten.nonzero.default or is_masked:
+            self.reads[_place()] += 1                                   # the size of the result is read
+        if to_host:                                                     # empty_like(x, device="cpu"): real memory
+            return func(*pytree.tree_map(self.numbers, args), **kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func, args: tuple, kwargs: dict):
+        """Shapes, dtypes and devices first, because they may be refused; then the numbers."""
+        is_sized_by_numbers = False
+        try:
+            with self.fake:
+                out = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            is_sized_by_numbers = True
+        kernel = self.kernels.get(func, func)
+        known = kernel(*pytree.tree_map(self.numbers, args), **pytree.tree_map(self.numbers, kwargs))
+        if is_sized_by_numbers:
+            with self.fake:
+                out = pytree.tree_map_only(
+                    torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"), known
+                )
+        if not isinstance(known, torch.Tensor | list | tuple):
+            return out if known is None else known                      # a collective's work, or a plain number
+        for mine, result in zip(pytree.tree_leaves(out), pytree.tree_leaves(known)):
+            if isinstance(mine, FakeTensor) and "empty" not in func._schema.name:
+                is_new = mine.untyped_storage()._cdata not in self.memory
+                memory = self.numbers(mine)
+                if is_new:
+                    memory.copy_(result)
+        return out
+
+
+@contextlib.contextmanager
+def _pushed(device: Device):
+    _push_mode(device)
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+def _place() -> str:
+    """`file:function` of the innermost frame that is the project's own code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(str(ROOT)) and not path.startswith((str(ROOT / "tests"), str(ROOT / ".venv"))):
+            return f"{path.removeprefix(f'{ROOT}/')}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "tests"
+
+
+class _Functions(TorchFunctionMode):
+    """Calls that a FakeTensor does not survive as far as the dispatcher."""
+
+    def __init__(self, device: Device):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        first = args[0] if args else None
+        if func in (torch.as_tensor, torch.tensor) and isinstance(first, list | tuple):
+            items = [self.device.read(x).item() if isinstance(x, FakeTensor) else x for x in first]
+            return func(items, *args[1:], **(kwargs or {}))
+        if func is torch.Tensor.numpy and isinstance(first, FakeTensor):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                            "host memory first.")
+        return func(*args, **(kwargs or {}))
+
+
+# --------------------------------------------------------------------------- putting it in place
+
+def install(
+    name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0), total_gb: float = 79.1,
+    num_gpus: int = 8,
+) -> Device:
+    """Give this process a CUDA device, for good, and let `init_process_group` make a group whose collectives do
+    nothing. Call it before anything asks whether there is a GPU; then run the code under test in `with device:`."""
+    if WHY_NOT:
+        raise RuntimeError(WHY_NOT)
+    _register_device_guard()
+    _build_hooks()
+    FakeTensorMode.avoid_device_init = property(lambda self: True)
+    FakeTensor.tolist = lambda tensor: device.read(tensor).tolist()
+    from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of c10d's operations
+    from torch.nn.attention import varlen  # noqa: F401  makes its operators known
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = Device(capability, total_gb)
+    properties = types.SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], total_memory=device.total, multi_processor_count=132,
+    )
+
+    def synchronize(_=None):
+        device.reads[_place()] += 1
+
+    def reset_peak(_=None):
+        device.peak = device.allocated
+
+    stand_ins = {
+        "Stream": Stream, "Event": Event, "current_stream": _current_stream, "stream": _on_stream,
+        "default_stream": lambda _=None: DEFAULT_STREAM, "is_available": lambda: True, "is_initialized": lambda: True,
+        "_lazy_init": lambda: None, "device_count": lambda: num_gpus, "current_device": lambda: 0,
+        "set_device": lambda _: None, "synchronize": synchronize, "empty_cache": lambda: None,
+        "mem_get_info": lambda _=None: (device.total - device.allocated, device.total),
+        "get_device_capability": lambda _=None: capability, "get_device_name": lambda _=None: name,
+        "get_device_properties": lambda _=None: properties, "memory_allocated": lambda _=None: device.allocated,
+        "max_memory_allocated": lambda _=None: device.peak, "memory_reserved": lambda _=None: device.allocated,
+        "max_memory_reserved": lambda _=None: device.peak, "reset_peak_memory_stats": reset_peak,
+        "manual_seed": lambda _: None, "manual_seed_all": lambda _: None, "is_bf16_supported": lambda *_, **__: True,
+        "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *_: None,
+    }
+    for attribute, stand_in in stand_ins.items():
+        setattr(torch.cuda, attribute, stand_in)
+    torch.accelerator.synchronize = synchronize
+    resize, device_of = torch.UntypedStorage.resize_, torch.UntypedStorage.device
+
+    def resize_(storage, size):
+        if storage._cdata in device.memory:
+            device.resize(storage, size)
+        return resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_
+    torch.UntypedStorage.device = property(
+        lambda storage: torch.device("cuda", 0) if storage._cdata in device.memory else device_of.__get__(storage)
+    )
+    init_process_group, new_group = dist.init_process_group, dist.new_group
+
+    def init_fake_group(backend=None, *, store=None, rank=-1, world_size=-1, timeout=None, **_):
+        init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def new_fake_group(ranks=None, timeout=None, backend=None, **others):
+        return new_group(ranks, **others)
+
+    dist.init_process_group, dist.new_group = init_fake_group, new_fake_group
+    return device

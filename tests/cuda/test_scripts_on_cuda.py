@@ -1,0 +1,154 @@
+"""Every script's unchanged `main`, two steps on the stand-in for CUDA: what it asks of the device and of the engine."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.conftest import ROOT, TRAIN, launch
+from tests.cuda.fake_cuda import WHY_NOT
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+SIZES = {"vocab_size": 49152, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024, "initializer_range": 0.1,
+         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+MIXTURE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FLAGS = [
+    "--train-data", str(TRAIN), "--prompts-per-step", "2", "--samples-per-prompt", "4", "--total-steps", "2",
+    "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--rollout.max-probe-diff", "0",
+    "--reward.function", f"{ROOT}/tests/scripts/reward_by_length.py:compute_score", "--reward.num-workers", "1",
+    "--save.every", "0", "--save.hf", "never", "--optim.lr", "1e-3",
+]
+UPDATES = ["--minibatches-per-step", "2", "--epochs-per-step", "2"]
+TERMS = ["--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
+MEMORY = ["--offload.params", "--offload.optimizer", "--policy.gradient-checkpointing", "True"]
+JOBS = {                                                                # name -> script, model, flags
+    "grpo": ("grpo", "tied", []),
+    "dapo": ("dapo", "tied", ["--save.async"]),
+    "rloo": ("rloo", "tied", []),
+    "ppo": ("ppo", "untied", ["--minibatches-per-step", "1"]),
+    "mixture": ("grpo", "mixture", []),
+    "terms": ("grpo", "untied", [*TERMS, *UPDATES]),
+    "memory": ("grpo", "untied", [*TERMS, *UPDATES, *MEMORY]),
+    "shared": ("grpo", "tied", ["--policy.share-prompt"]),
+    "float32": ("grpo", "tied", ["--policy.compute-dtype", "float32"]),
+    "many micro-batches": ("grpo", "tied", ["--max-tokens-per-gpu", "1"]),
+    "resumed": ("grpo", "tied", ["--total-steps", "1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, smollm) -> Path:
+    """A folder with a run folder of each job, all made by one process."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("cuda")
+    models = {
+        "tied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        "untied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+        "mixture": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MIXTURE, tie_word_embeddings=False)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(smollm).save_pretrained(folder / name)
+    jobs = [[script, str(folder / "runs" / name), ["--model", str(folder / model), *FLAGS, *flags]]
+            for name, (script, model, flags) in JOBS.items()]
+    jobs.append([*jobs[-1][:2], [*jobs[-1][2], "--total-steps", "2"]])
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    (folder / "said.txt").write_text(launch("-m", "tests.cuda.worker", folder / "jobs.json").stdout)
+    return folder
+
+
+def metrics_of(runs: Path, name: str) -> list[dict[str, float]]:
+    """Without what is measured in seconds or bytes."""
+    lines = (runs / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    measured = re.compile(r"timing|perf|sleep/|rollout/tokens_per_s|save/")
+    return [{key: x for key, x in json.loads(line).items() if not measured.match(key)} for line in lines]
+
+
+def seen_of(runs: Path, name: str) -> dict:
+    return json.loads((runs / "runs" / name / "seen.json").read_text())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_steps(name, runs):
+    rows = metrics_of(runs, name)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(math.isfinite(x) for x in row.values() if isinstance(x, int | float)), row
+        assert row["actor/grad_norm"] > 0 and row["actor/skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "resumed"])
+def test_the_engine_is_asked_in_order(name, runs):
+    (first, options), *calls = seen_of(runs, name)["engine"]
+    assert first == "LLM" and options["enable_sleep_mode"]
+    assert options["dtype"] == ("float32" if name == "float32" else "bfloat16")
+    cycle = [["wake", "weights"], ["load"], ["wake", "kv_cache"], ["sleep", 2]]
+    num_rollouts = (len(calls) - 2) // len(cycle)
+    assert calls == [["sleep", 2], *cycle * num_rollouts, ["shutdown"]]
+    assert num_rollouts == 2 or name == "dapo"
+
+
+def test_the_attention_is_the_one_for_gpus(runs):
+    said = re.findall(r"attention (\w+)", (runs / "said.txt").read_text())
+    float32 = list(JOBS).index("float32")
+    assert said == ["packed_sdpa" if i == float32 else "packed_varlen" for i in range(len(JOBS) + 1)]
+
+
+def test_offloading_and_checkpointing_change_nothing(runs):
+    """Weights, moments and gradients of the device go to the host and back, bit by bit."""
+    assert metrics_of(runs, "memory") == metrics_of(runs, "terms")
+
+
+def close(a: list[dict[str, float]], b: list[dict[str, float]], tolerance: float) -> None:
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        for one, other in zip(a, b, strict=True):
+            assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("shared", 0.02), ("many micro-batches", 0.02), ("float32", 0.05)])
+def test_layouts_and_kernels_agree(name, tolerance, runs):
+    """A shared prompt, a response in each micro-batch, and float32 with another attention: the same first step. In
+    bfloat16 every difference is of rounding."""
+    close(metrics_of(runs, name)[:1], metrics_of(runs, "grpo")[:1], tolerance)
+
+
+def test_a_resumed_run_is_the_same_run(runs):
+    """Saved from the device and loaded onto it: the second step, with new weights and moments, is that of one run."""
+    assert "resumed after step 1" in (runs / "said.txt").read_text()
+    ours, theirs = metrics_of(runs, "resumed")[1], metrics_of(runs, "grpo")[1]
+    assert ours.pop("sync/num_checksums") > theirs.pop("sync/num_checksums")   # a new process compares all weights
+    assert ours == theirs
+
+
+# Host reads: the host waits until the device has done all it was given, and the device then waits for the host.
+
+MAX_READS_OF_A_FORWARD = {"common/model/policy.py:hidden_before": 1, "common/batch.py:max_seqlen": 1}
+MAX_READS_OF_SHARED_PROMPTS = 4
+MAX_READS_OF_A_MICROBATCH = 34
+
+
+def test_reads_of_a_forward(runs):
+    """`nonzero` of the mask, the longest sequence; the lists of `share_prompts` where prompts are shared."""
+    plain, shared = (seen_of(runs, name)["reads"] for name in ("grpo", "shared"))
+    forwards = plain["common/model/policy.py:hidden_before"]
+    assert forwards >= 2
+    for place, most in MAX_READS_OF_A_FORWARD.items():
+        assert plain[place] <= most * forwards, place
+    others = {place for place in plain if re.match("common/(model/(policy|attention|shared)|kernels)", place)}
+    assert others == {"common/model/policy.py:hidden_before"}
+    places = "common/model/shared_prompts.py:share_prompts", "common/model/policy.py:hidden_before"
+    assert shared[places[0]] <= MAX_READS_OF_SHARED_PROMPTS * shared[places[1]]
+
+
+def test_reads_of_a_microbatch(runs):
+    """Two runs that differ in their micro-batches only: what each more of them reads, in all of a step."""
+    few, many = (seen_of(runs, name)["reads"] for name in ("grpo", "many micro-batches"))
+    forwards = "common/model/policy.py:hidden_before"
+    more = sum(many.values()) - sum(few.values())
+    assert more / (many[forwards] - few[forwards]) <= MAX_READS_OF_A_MICROBATCH
