@@ -20,6 +20,7 @@ TRAIN, VAL = ROOT / "data/word_problems/train.parquet", ROOT / "data/word_proble
 # Measured, longest first; with `--dist loadfile --no-loadscope-reorder` the workers then end together.
 LONGEST_FILES = (
     "scripts/test_grpo.py", "checkpoint/test_resume.py", "engine/test_sync.py", "scripts/test_scripts.py",
+    "cuda/test_scripts_on_cuda.py", "scripts/test_any_script.py",
     "parallel/test_layout.py", "checkpoint/test_faults.py", "scripts/test_slurm.py", "checkpoint/test_chaos.py",
     "cuda/test_scripts_on_cuda.py", "engine/test_engine.py", "common/test_correction.py",
     "engine/test_engine_cuda.py", "parallel/test_exchange.py",
