@@ -43,7 +43,7 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
     step_s = phases.pop("step")
     longest = sorted(phases, key=phases.get, reverse=True)[:2]
     seconds = " ".join(f"{phase} {_seconds(phases[phase])}" for phase in longest)
-    left = f"{(total_steps - step) * step_s / 60:.0f} min left"
+    left = f"{(total_steps - step) * (step_s - phases.get('testing', 0.0)) / 60:.0f} min left"
     width = len(str(total_steps))
     line = f"step {step:>{width}}/{total_steps}  {'  '.join(numbers)} | {_seconds(step_s)} s: {seconds} | {left}"
     return f"{line}\n{val_line(f'after step {step}', metrics)}" if any(k.startswith("val-") for k in metrics) else line

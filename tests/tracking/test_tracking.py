@@ -95,6 +95,7 @@ def test_step_line_by_hand():
     assert numbers == "step   7/100  reward 0.512  length 27  kl -1.2e-04  grad 0.46"
     assert seconds == "7.0 s: update_actor 4.1 gen 2.5"
     assert left == "11 min left"                                        # 93 steps of 6.96 s
+    assert step_line(7, 100, metrics | {"timing_s/testing": 3.0}).endswith("6 min left")        # without validation
     metrics |= {"actor/ppo_kl": 0.0, "actor/entropy": 12.345, "actor/pg_clipfrac": 0.0, "timing_s/gen": 2999.9}
     line = step_line(999, 1000, metrics | {"response_length/mean": 32768.0, "timing_s/step": 3456.7})
     assert " kl " not in line and " clip " not in line and len(line) < 120, line
