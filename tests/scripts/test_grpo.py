@@ -53,8 +53,9 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("script", "model", "flags"), [
     ("grpo.py", "smollm", ["--run-zero-advantage"]),
     ("ppo.py", "tiny_vllm", ["--kl-reward-coef", "0.01", "--minibatches-per-step", "2", "--policy.share-prompt"]),
-    ("dapo.py", "tiny_vllm", ["--max-gen-batches", "2", "--overlong-buffer", "8", "--policy.share-prompt"]),
-    ("rloo.py", "tiny_vllm", ["--baseline", "remax", "--run-zero-advantage"]),
+    pytest.param("dapo.py", "tiny_vllm", ["--max-gen-batches", "2", "--overlong-buffer", "8", "--policy.share-prompt"],
+                 marks=pytest.mark.slow),
+    pytest.param("rloo.py", "tiny_vllm", ["--baseline", "remax", "--run-zero-advantage"], marks=pytest.mark.slow),
 ])
 def test_two_real_steps_with_vllm(request, small_val, tmp_path, script, model, flags):
     """vLLM and FSDP2: validation, two updates, the exported model loads and has moved. One script on the 135M model."""
