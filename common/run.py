@@ -217,7 +217,8 @@ class Run:
             yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
-        print_on_main(self.world, summary(self.tracker.run_dir))
+        if self.world.is_main:  # the other ranks may not see the last line yet
+            print(summary(self.tracker.run_dir), flush=True)
 
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: SamplingConfig, *seed: int | str
