@@ -30,7 +30,8 @@ data: setup ## generate the quickstart's word problems
 	@.venv/bin/python data/word_problems.py --out $(DATA)
 
 quickstart: model data ## train a real chat model with GRPO (or SCRIPT=mine.py) on this machine's CPU, and draw the curve
-	@.venv/bin/torchrun --standalone --nproc-per-node 1 $(SCRIPT) --run-dir $(RUN) $(TASK) $(ARGS)
+	@echo "loading torch and transformers ..."
+	.venv/bin/python $(SCRIPT) --run-dir $(RUN) $(TASK) $(ARGS)
 	.venv/bin/python -m tools.report $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
 try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers

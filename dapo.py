@@ -127,7 +127,7 @@ def main(args: Args) -> None:
             run.metrics |= engine.wake(policy)
             sampled = surplus
             for num_gen_batches in range(1, args.max_gen_batches + 1):
-                pending = run.sample(run.sampler.take(P), G, run.sampling, step, num_gen_batches)
+                pending = run.sample(run.sampler.take(P), G, args.rollout, step, num_gen_batches)
                 sampled = sampled.cat(run.collect(pending))
                 trainable = groups_to_train(sampled.scores, sampled.group)
                 if len(trainable) >= P:

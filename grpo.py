@@ -123,7 +123,7 @@ def main(args: Args) -> None:
         for step in run.steps():
             # 1 rollout: each response is scored as it ends
             run.metrics |= engine.wake(policy)
-            pending = run.sample(run.sampler.take(P), G, run.sampling, step)
+            pending = run.sample(run.sampler.take(P), G, args.rollout, step)
             run.metrics |= engine.sleep()
 
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it

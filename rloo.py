@@ -170,7 +170,7 @@ def main(args: Args) -> None:
             run.metrics |= engine.wake(policy)
             rows = run.sampler.take(P)
             greedy = run.greedy_scores(rows, step) if baseline.greedy else torch.zeros(P)       # [P]
-            pending = run.sample(rows, G, run.sampling, step)
+            pending = run.sample(rows, G, args.rollout, step)
             run.metrics |= engine.sleep()
 
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it

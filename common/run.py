@@ -40,7 +40,7 @@ from common.rollout import Minibatch, Rollout, to_minibatches
 from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import Timer, peak_flops
-from common.tracking.rollouts import Record
+from common.tracking.rollouts import Record, write_validation
 from common.tracking.step import step_metrics
 from common.tracking.validation import evaluate, spread_rows
 from rewards.runtime.pool import RewardConfig
@@ -112,7 +112,6 @@ class Run:
         self.max_sequence_length = check_rollout(
             args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected
         )
-        ranks.seed_everything(args.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
         self.train_set = load_prompts(args.train_data, self.tokenizer, args.data)
         self.val_set = load_prompts(args.val_data, self.tokenizer, args.data) if args.val_data else None
@@ -124,7 +123,6 @@ class Run:
                 prompts.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
                 sources |= set(prompts.loaded.data_sources)
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
-        self.sampling = args.rollout
         return self
 
     def start_engine(self, trained: int, frozen: bool = False) -> Engine:
@@ -142,6 +140,7 @@ class Run:
             args.model, self.hf_config, args.rollout, args.policy, self.world, probe, stops, self.max_sequence_length,
             args.seed, trainer_gb,
         )
+        ranks.seed_everything(args.seed)
         return self.engine
 
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
@@ -199,7 +198,7 @@ class Run:
         args = self.args
         if self.val_set is not None and not self.is_validated:
             self.watchdog.phase("validation")
-            results = self._validate()
+            results = self._validate(self.first_step)
             self.checkpoints.check()
             line = val_line("before training", results)
             if self.metrics:
@@ -303,7 +302,7 @@ class Run:
         results: dict[str, float] | None = {}
         if self.val_set is not None and (last or (args.eval_every and done % args.eval_every == 0)):
             with self.timer("testing"):
-                results = self._validate()
+                results = self._validate(done)
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt)
         self.metrics |= step_metrics(
             self.meter, self.timer, self.world, rollout, sampled or rollout, minibatches,
@@ -323,8 +322,8 @@ class Run:
         state["tracker"] = self.tracker.state_dict(done)
         self.checkpoints.after_step(state, last, validation_score(self.metrics, args.save.best_metric))
 
-    def _validate(self) -> dict[str, float] | None:
-        """Validation results of the policy as it is; None after a stop signal. The engine sleeps before and after."""
+    def _validate(self, step: int) -> dict[str, float] | None:
+        """Validation results after `step`; None after a stop signal. The engine sleeps before and after."""
         args = self.args
         rows = spread_rows(len(self.val_set), args.eval_prompts)
         num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
@@ -333,6 +332,7 @@ class Run:
             metrics = evaluate(
                 self.engine, self.scoring, self.val_set, rows, args.rollout, args.eval_n, args.eval_temperature,
                 args.seed, stop=lambda: bool(self.watchdog.signal),
+                record=lambda samples: write_validation(args.log, self.tracker.run_dir, step, self.tokenizer, samples),
             )
             self.engine.sleep()
         return metrics

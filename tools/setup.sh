@@ -109,11 +109,11 @@ make_venv() {
 
 # Without a C compiler or a package index the tests that need the extras skip.
 add_extras() {
-    [[ ! -e $VENV/extras ]] || return 0
+    ! cmp -s requirements-test.txt "$VENV/extras" || return 0
     if pip install -q -r requirements-test.txt --no-deps > "$VENV/extras.log" 2>&1; then
-        touch "$VENV/extras"
+        cp requirements-test.txt "$VENV/extras"
     else
-        echo "reasoning-gym cannot be installed here ($VENV/extras.log): its tests skip"
+        echo "requirements-test.txt cannot be installed here ($VENV/extras.log): the tests that need it skip"
     fi
 }
 

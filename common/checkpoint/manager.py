@@ -28,7 +28,7 @@ from common.checkpoint.state import (
     make_optimizer_state,
     tensors_of,
 )
-from common.checkpoint.writer import SaveConfig, SaveError, Writer
+from common.checkpoint.writer import SaveConfig, Writer
 from common.parallel.ranks import World, all_gather_objects, all_max, on_main
 from common.tracking.console import print_on_main
 from common.tracking.profiling import Timer
@@ -68,9 +68,7 @@ class Checkpoints:
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves.
         self.saved_step = 0
-        self.num_failed = 0
         self.timer = Timer(watchdog.phase)
-        self.error: SaveError | None = None                     # of the newest save
         self.host: dict[str, Tensor] = {}                       # what the writer thread reads while training goes on
         self.writing: Future | None = None
         self.writer = Writer(self.config, self.root, world, files)
@@ -134,32 +132,21 @@ class Checkpoints:
         return bool(self.watchdog.signal) and not self.dirty
 
     def metrics(self) -> dict[str, float]:
-        """Seconds that saves since the last call blocked training, and the number of failed ones so far."""
+        """Seconds that saves since the last call blocked training."""
         timings = {f"timing_s/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
         self.timer.seconds.clear()
-        return timings | {"save/failed": self.num_failed}
+        return timings
 
     def wait(self) -> None:
-        """Waits until the last save is on disk. Raises its SaveError, or reports it, as `--save.on-error` says."""
-        if self.writing is None:
-            return
-        writing, self.writing = self.writing, None
-        try:
+        """Waits until the last save is on disk. Raises its SaveError."""
+        if self.writing is not None:
+            writing, self.writing = self.writing, None
             self.saved_step = writing.result()
-            self.error = None
-        except SaveError as error:
-            if self.config.on_error == "stop":
-                raise
-            self.num_failed += 1
-            self.error = error
-            print_on_main(self.world, f"{error}. Training goes on (--save.on-error continue)")
 
     def close(self) -> None:
-        """Waits for the last save. Raises its SaveError, also with `--save.on-error continue`."""
+        """Waits for the last save. Raises its SaveError."""
         self.wait()
         self.writer.thread.shutdown()
-        if self.error is not None:
-            raise self.error
 
     def _mark_dirty(self, *_) -> None:
         self.dirty = True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from common.checkpoint.secrets import redacted
-from common.model.gather import saved_buffers
+from common.model.policy import saved_buffers
 
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 """The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""

@@ -30,8 +30,6 @@ class SaveConfig:
     val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
-    on_error: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written (disk full, no permission): stop, or report it, count it and train on."""
     hf: Literal["never", "end", "always"] = "end"
     """Write the model as a Hugging Face folder. end: RUN_DIR/model, at the end; always: also in every checkpoint."""
     resume: str = "auto"

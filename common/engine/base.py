@@ -59,8 +59,6 @@ class RolloutConfig(SamplingConfig):
     """top_p of validation."""
     val_top_k: int = 0
     """top_k of validation."""
-    val_min_p: float = 0.0
-    """min_p of validation."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
@@ -75,12 +73,9 @@ class RolloutConfig(SamplingConfig):
     quantization: Literal["none", "fp8"] = "none"
     """On GPUs, fp8 keeps the engine's weights in 8 bits and quantises them again at every sync. Use it with the engine
     correction."""
-    sleep_level: Literal[1, 2] = 2
-    """On GPUs, what happens to the engine's weights while it sleeps. 2: they are discarded. 1: they are kept in pinned
-    host memory."""
-    seeds: Literal["auto", "response", "engine"] = "auto"
-    """response: each response has its own random seed. engine: one random seed per engine and step. auto: response,
-    except on GPUs where vLLM uses its first model runner, which is slow with one random generator per response."""
+    seeds: Literal["response", "engine"] = "response"
+    """response: each response has its own random seed. engine: one random seed per engine and step, which is faster on
+    GPUs where vLLM uses its first model runner."""
     batch_invariant: bool = False
     """On GPUs, use vLLM's batch-invariant kernels, so that a response with its own seed does not depend on the other
     responses of its batch. This slows the trainer too: torch's kernels are replaced and NCCL gets a single channel."""
@@ -97,7 +92,7 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> SamplingCo
         temperature=temperature,
         top_p=config.val_top_p,
         top_k=config.val_top_k,
-        min_p=config.val_min_p,
+        min_p=0.0,
         oversample=0.0,
     )
 
@@ -131,18 +126,16 @@ class Engine:
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
         self._has_compared_all = False
-        self._probed: tuple[Policy, Batch] | None = None
 
     def wake(self, policy: Policy) -> dict[str, float]:
         """Load the weights, get the cache back, check that the engine holds the trainer's weights. The order matters:
 
         1. the optimizer's moments go to the host (with `--offload.optimizer`), torch's cached blocks to the GPU;
-        2. the engine's weights get their memory, then their values, bucket by bucket; checksums are compared;
+        2. the engine's weights get their memory, then their values, one by one; checksums are compared;
         3. the trainer's weights go to the host (with `--offload.params`);
-        4. the cache gets its memory and forgets the prefixes that the old weights computed;
-        5. a few tokens are sampled and scored by the trainer (in `sleep`, if the trainer's weights are on the host).
+        4. the cache gets its memory and forgets the prefixes that the old weights computed.
 
-        Raises RuntimeError when awake already, or when checksums or the probe (`max_probe_diff`) disagree.
+        Raises RuntimeError when awake already, or when checksums disagree.
         """
         if self.awake:
             raise RuntimeError("wake: the engine is awake already; call sleep() first")
@@ -158,12 +151,8 @@ class Engine:
         self.offload.params.to_host()
         self._wake_cache()
         self.awake = True
-        metrics["timing_s/update_weights"] = time.perf_counter() - start
-        self._sample_probe(policy)
-        if not self.offload.config.params:
-            metrics |= self._check_probe()
-        metrics["timing_s/probe"] = time.perf_counter() - start - metrics["timing_s/update_weights"]
-        return metrics
+        self._policy = policy
+        return metrics | {"timing_s/update_weights": time.perf_counter() - start}
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig,
@@ -215,19 +204,25 @@ class Engine:
         return range(self.engine_rank, num_prompts, self.num_engines)
 
     def sleep(self) -> dict[str, float]:
-        """Give memory back to the trainer until the next `wake`; the trainer's tensors return from the host."""
+        """Give memory back to the trainer until the next `wake`; the trainer's tensors return from the host.
+
+        Before, a few tokens are sampled, which the trainer then scores. Raises RuntimeError if the two disagree
+        (`max_probe_diff`)."""
         if not self.awake:
             raise RuntimeError("sleep: the engine is asleep already")
         start = time.perf_counter()
+        batch = self._sample_probe()
+        sampled = time.perf_counter()
         metrics = self._sleep()
         self.awake = False
         self.offload.back()
-        metrics["timing_s/sleep"] = time.perf_counter() - start
+        slept = time.perf_counter()
+        metrics |= self._check_probe(batch)
+        metrics["timing_s/sleep"] = slept - sampled
+        metrics["timing_s/probe"] = time.perf_counter() - slept + sampled - start
         if self.config.oversample:
             num_requested, num_aborted = all_sum([self._num_requested, self._num_aborted]).tolist()
             metrics["rollout/aborted_frac"] = num_aborted / max(num_requested, 1)
-        if self._probed is not None:
-            metrics |= self._check_probe()
         return metrics
 
     def close(self) -> None:
@@ -257,18 +252,16 @@ class Engine:
         self._has_compared_all = True
         return num_compared
 
-    def _sample_probe(self, policy: Policy) -> None:
+    def _sample_probe(self) -> Batch:
         seeds = [seed_of("probe", i) for i in range(len(self.probe))]
         max_tokens = min(8, self.config.max_response_length)
         responses = self.generate(self.probe, seeds, SamplingConfig(self.config.temperature, max_tokens))
         batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
-        self._probed = policy, batch.to(self.world.device)
+        return batch.to(self.world.device)
 
-    def _check_probe(self) -> dict[str, float]:
+    def _check_probe(self, batch: Batch) -> dict[str, float]:
         """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, of the worst rank."""
-        policy, batch = self._probed
-        self._probed = None
-        logp = policy.score(batch, self.config.temperature)[batch.mask]
+        logp = self._policy.score(batch, self.config.temperature)[batch.mask]
         rollout_logp = batch.rollout_logp[batch.mask]
         mean_prob_diff = (logp.exp() - rollout_logp.exp()).abs().mean()
         mean_logp_diff = (logp - rollout_logp).abs().mean()

@@ -13,11 +13,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PretrainedConfig
+from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Sent, checksum
-from common.model.gather import saved_buffers
-from common.model.policy import ModelConfig
+from common.model.policy import ModelConfig, saved_buffers
 from common.parallel.ranks import World
 
 ROWS = 8
@@ -136,14 +136,9 @@ def filtered_logp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Log-probs [n, V] of the distribution that is sampled: temperature, then min_p, top_k, top_p, in vLLM's order."""
     logits = logits / (sampling.temperature or 1.0)
     if sampling.min_p:
-        lowest = logits.max(-1, keepdim=True).values + torch.tensor(sampling.min_p, device=logits.device).log()
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
-    if sampling.top_k and sampling.top_k < logits.shape[-1]:
-        lowest = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
+        logits = MinPLogitsWarper(sampling.min_p)(None, logits)
+    if sampling.top_k:
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
     if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probs = ordered.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= sampling.top_p  # the more likely tokens are enough already
-        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
     return logits.log_softmax(-1)

@@ -8,15 +8,13 @@ import contextlib
 import gc
 import importlib.util
 import json
-import math
+import logging
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,10 +23,10 @@ from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Held, Sent, differing, held_checksums
 from common.model.policy import ModelConfig
-from common.parallel.ranks import World, all_names, seed_of
+from common.parallel.ranks import World, all_names, seed_everything, seed_of
 
 RESERVED_GB = 4.0
-"""GPU memory for the CUDA context, NCCL and the buckets of the weight sync."""
+"""GPU memory for the CUDA context, NCCL and the unsharded tensors of the weight sync."""
 GRAPHS_GB = 1.5
 """GPU memory for the engine's CUDA graphs."""
 STOP_EVERY = 8
@@ -44,7 +42,6 @@ class VLLMEngine(Engine):
     ):
         super().__init__(config, model_config, world, probe)
         self.stop_token_ids = stop_token_ids
-        self.sleep_level = config.sleep_level
         self.on_cpu = world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -77,7 +74,6 @@ class VLLMEngine(Engine):
         else:
             gc.collect()
             torch.cuda.empty_cache()
-            self._before_gb = used_gb()
             reserved_gb = RESERVED_GB if config.enforce_eager else RESERVED_GB + GRAPHS_GB
             options |= {
                 "enforce_eager": config.enforce_eager,
@@ -86,6 +82,7 @@ class VLLMEngine(Engine):
             }
         if config.quantization != "none":
             options["quantization"] = f"{config.quantization}_per_tensor"  # vLLM quantises what arrives
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # CPUs have no Triton
         with unchanged_process(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
             from vllm import LLM
@@ -96,15 +93,7 @@ class VLLMEngine(Engine):
             extra = {} if self.on_cpu else {"moe_backend": "triton"}
             extra |= parse_extra(config.extra)
             self.llm = LLM(**options, **extra)
-        # vLLM's first model runner has a random generator for each response, which is slow on GPUs
-        slow = not self.on_cpu and not self.llm.llm_engine.vllm_config.use_v2_model_runner
-        self.seeds = config.seeds
-        if config.seeds == "auto":
-            self.seeds = "engine" if slow else "response"
-        self._residue_gb = 0.0
-        self._first_residue_gb = math.inf
         self._sleep()
-        self._first_residue_gb = self._residue_gb
 
     def _wake_weights(self) -> None:
         if self.on_cpu:
@@ -112,7 +101,6 @@ class VLLMEngine(Engine):
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # before waking: vLLM's allocator cannot use torch's cached blocks
-        self._before_gb = used_gb() + self.offload.away_gb
         self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
@@ -171,7 +159,7 @@ class VLLMEngine(Engine):
         if not self.on_cpu:
             torch.cuda.synchronize()  # the copies into the weights
             gc.collect()
-            torch.cuda.empty_cache()  # the buckets
+            torch.cuda.empty_cache()  # the unsharded tensors
             self.llm.wake_up(tags=["kv_cache"])
         # the cache holds keys and values of the old weights
         if not self.llm.reset_prefix_cache() or self.llm.llm_engine.is_sleeping():
@@ -181,21 +169,13 @@ class VLLMEngine(Engine):
         if self.on_cpu:
             self.llm.collective_rpc(vllm_cpu.give_back_cache)
             return {}
-        self.llm.sleep(level=self.sleep_level)
-        if self.sleep_level == 2:
-            self._loaded = None
+        self.llm.sleep(level=2)
+        self._loaded = None
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        # the trainer is as it was before the wake, so what is more belongs to the engine (graphs, NCCL, workspaces)
-        self._residue_gb += used_gb() + self.offload.away_gb - self._before_gb
-        if self._residue_gb > 1.1 * self._first_residue_gb + 0.5:
-            warnings.warn(
-                f"the sleeping engine keeps {self._residue_gb:.1f} GiB of the GPU, at its start it kept "
-                f"{self._first_residue_gb:.1f}: a leak, or graphs and NCCL buffers that were made late",
-                stacklevel=2,
-            )
-        return {"sleep/residue_gb": self._residue_gb}
+        free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
+        return {"sleep/used_gb": (total - free) / 2**30}
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig
@@ -204,32 +184,29 @@ class VLLMEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
-        with contextlib.ExitStack() as stack:
-            if self.seeds == "engine":  # one seed for all responses, made of their seeds
-                stack.enter_context(unchanged_generators())
-                torch.manual_seed(seed_of(*seeds))
-                np.random.seed(seed_of(*seeds) % 2**32)  # vLLM's second model runner draws from numpy
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds)):
-                params = SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    max_tokens=sampling.max_response_length,
-                    stop=list(sampling.stop),
-                    stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
-                    seed=seed if self.seeds == "response" else None,
-                    logprobs=0,  # of the sampled token only
-                    detokenize=bool(sampling.stop),
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, params)
-            while engine.has_unfinished_requests() and not self.stop():
-                for request in engine.step():
-                    out = request.outputs[0]
-                    tokens = list(out.token_ids)
-                    logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
-                    yield int(request.request_id), Response(tokens, logp, out.finish_reason)
+        if self.config.seeds == "engine":  # one seed for all responses, made of their seeds
+            seed_everything(*seeds)  # vLLM's second model runner draws from numpy
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds)):
+            params = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                max_tokens=sampling.max_response_length,
+                stop=list(sampling.stop),
+                stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
+                seed=seed if self.config.seeds == "response" else None,
+                logprobs=0,  # of the sampled token only
+                detokenize=bool(sampling.stop),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, params)
+        while engine.has_unfinished_requests() and not self.stop():
+            for request in engine.step():
+                out = request.outputs[0]
+                tokens = list(out.token_ids)
+                logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
+                yield int(request.request_id), Response(tokens, logp, out.finish_reason)
 
     def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
         """With more than one rank, every STOP_EVERY-th call asks all of them; they make the same calls in step."""
@@ -273,12 +250,6 @@ def parse_extra(extra: str) -> dict[str, Any]:
     return arguments
 
 
-def used_gb() -> float:
-    """Used memory of the whole GPU: torch does not see the engine's pools."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30
-
-
 def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
     """The memory that the trainer leaves free on a GPU, as a share of the total."""
     free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
@@ -295,30 +266,15 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
 def unchanged_process() -> Iterator[None]:
     """Restore what the construction of `LLM()` changes in the trainer's process.
 
-    It seeds every global generator and edits the environment; on CPUs it replaces torch.set_num_threads and pins the
-    process to cores; with --rollout.batch-invariant it replaces torch.bmm by a function without a backward.
+    It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads and pins the process to cores;
+    with --rollout.batch-invariant it replaces torch.bmm by a function without a backward. It also seeds every global
+    random generator: the trainer does that again, at each step.
     """
     num_threads = torch.get_num_threads()
-    names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-    environment = {name: os.environ[name] for name in names if name in os.environ}
     cores = os.sched_getaffinity(0)
     # a patch with the function itself: at its end, it takes back what vLLM has put there
-    with unchanged_generators(), mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads):
+    patch = mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads)
+    with patch, mock.patch.dict(os.environ):
         yield
     torch.set_num_threads(num_threads)
     os.sched_setaffinity(0, cores)
-    for name in names:
-        os.environ.pop(name, None)
-    os.environ |= environment
-
-
-@contextlib.contextmanager
-def unchanged_generators() -> Iterator[None]:
-    """Restore the state of all global random generators."""
-    numpy_state = np.random.get_state()
-    python_state = random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
-    np.random.set_state(numpy_state)
-    random.setstate(python_state)

@@ -11,7 +11,6 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
-from common.model.gather import saved_buffers, unshard_parameters
 from common.model.shared_prompts import share_prompts
 
 
@@ -109,13 +108,14 @@ class Policy(PackedModel):
         return logp
 
     @torch.no_grad()
-    def full_tensors(self, dtype: torch.dtype | None, bucket_mb: float = 256) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once;
         then, as stored, the buffers that belong to a checkpoint.
 
-        At most two buckets of `bucket_mb` exist beside the shards. All ranks must iterate to the end, in step.
+        One of them exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
-        yield from unshard_parameters(self.lm.named_parameters(), dtype or self.lm.dtype, bucket_mb)
+        for name, parameter in self.lm.named_parameters():
+            yield name, parameter.to(dtype or parameter.dtype).full_tensor()
         yield from saved_buffers(self.lm).items()
 
 
@@ -139,6 +139,12 @@ class Critic(PackedModel):
         value = self(batch)
         self.free_unsharded()
         return value
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds (the expert biases of GLM-4.5); rotary frequencies, for one, are not."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def head_options(config: PretrainedConfig) -> dict[str, float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from common.checkpoint.files import sync
@@ -29,7 +30,8 @@ class LogConfig:
     wandb_project: str = "rl"
     """Weights & Biases project."""
     rollouts_every: int = 5
-    """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet; the first step has one too. 0: none."""
+    """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet; the first step has one too, and each
+    validation (val_000010.parquet). 0: none."""
     rollouts_max: int = 64
     """Most responses in such a file: the step's first groups, whole ones, at least one."""
     profile_steps: tuple[int, ...] = ()
@@ -72,8 +74,8 @@ class Tracker:
         record_start(self.run_dir, flags, world.size)
         with self.jsonl.open("a") as file:
             file.truncate(min(state["size"], file.tell()) if state else 0)
-        for file in sorted((self.run_dir / "rollouts").glob("step_*.parquet")):
-            if int(file.stem.removeprefix("step_")) > state.get("step", -1):
+        for file in sorted((self.run_dir / "rollouts").glob("*_*.parquet")):
+            if int(file.stem.partition("_")[2]) > state.get("step", -1):
                 file.unlink()
         if "wandb" in config.to:
             import wandb
@@ -101,11 +103,23 @@ class Tracker:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         sync(self.jsonl)                                                    # before a checkpoint knows this step
         if self.wandb is not None:
-            self.wandb.log(metrics, step=step)
+            tables = {kind: self._table(f"{kind}_{step:06d}.parquet") for kind in ("step", "val")}
+            self.wandb.log(metrics | {f"rollouts/{kind}": table for kind, table in tables.items() if table}, step=step)
         if self.board is not None:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
             self.board.flush()
+
+    def _table(self, name: str) -> Any:
+        """The responses of a file in RUN_DIR/rollouts, for wandb; None if there is no such file."""
+        import wandb
+
+        file = self.run_dir / "rollouts" / name
+        if not file.is_file():
+            return None
+        columns = ["group", "prompt", "response", "ground_truth", "score", "reward"]
+        rows = pq.read_table(file, columns=columns).to_pylist()
+        return wandb.Table(columns=columns, data=[list(row.values()) for row in rows])
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:

@@ -21,12 +21,8 @@ PEAK_FLOPS = {
     "MI250X": 1.915e14,
 }
 
-FLAGS_OF_PHASE = {
-    "gen": "--rollout.gpu-memory-utilization (GPUs), --rollout.kv-cache-gb (CPUs), --rollout.max-num-seqs",
-    "update_weights": "--rollout.gpu-memory-utilization",
-    "save_checkpoint": "more ranks; no flag makes a checkpoint smaller",
-}
-"""What to lower when a phase runs out of memory; the phases that run the trainer's models share one answer."""
+OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization
+(on CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
 
 
 def peak_flops(world: World, dtype: str) -> float:
@@ -90,8 +86,7 @@ class Timer:
                 yield
         except RuntimeError as error:                                   # torch.OutOfMemoryError is one
             if is_out_of_memory(error):
-                flags = FLAGS_OF_PHASE.get(phase, "--max-tokens-per-gpu; then --policy.gradient-checkpointing True")
-                error.add_note(f"ran out of memory in phase {phase}. Lower or set: {flags}")
+                error.add_note(OUT_OF_MEMORY.format(phase))
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()

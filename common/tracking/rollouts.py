@@ -1,4 +1,5 @@
-"""The responses of a step on disk, with what the update did to each of their tokens: RUN_DIR/rollouts/*.parquet."""
+"""Responses on disk, RUN_DIR/rollouts/*.parquet: of steps, with what the update did to each token, and of validations.
+"""
 
 import json
 from pathlib import Path
@@ -73,44 +74,72 @@ class Record:
         """Every rank calls it. `samples`: those that this rank scored; `rewards` [S]: what the update was made from."""
         if not self.on:
             return
-        rows = [self._row(tokenizer, sample) for sample in samples if sample.index < self.limit]
+        rows = [
+            row_of(tokenizer, sample) | tokens_of(tokenizer, sample) for sample in samples if sample.index < self.limit
+        ]
         shares = all_gather_objects((rows, self.numbers))
         if dist.is_initialized() and dist.get_rank():
             return
         numbers = {i: found for _, share in shares for i, found in share.items()}
         rows = sorted((row for share, _ in shares for row in share), key=lambda row: row["index"])
         for row in rows:
+            row["step"] = self.step
             row["reward"] = float(rewards[row["index"]])
             length = row["response_length"]
             for name, values in numbers.get(row["index"], {}).items():  # of prompt and response
                 row[name] = values[len(values) - length :].astype(SCHEMA.field(name).type.value_type.to_pandas_dtype())
             if "trained" in row and row["trained"].any():
                 row["advantage"] = float(row["token_advantage"][row["trained"]].mean())
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".partial")
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")
-        temporary.rename(self.path)
+        write_rows(self.path, rows)
 
-    def _row(self, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]:
-        prompt = sample.prompt
-        response = sample.response
-        return {
-            "step": self.step,
-            "index": sample.index,
-            "group": sample.group,
-            "data_source": prompt.data_source,
-            "prompt": tokenizer.decode(prompt.tokens),
-            "ground_truth": str(prompt.ground_truth),
-            "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
-            "score": sample.score,
-            "reward_parts": json.dumps(sample.extras),
-            "finish_reason": response.finish_reason,
-            "prompt_length": len(prompt.tokens),
-            "response_length": len(response.tokens),
-            "tokens": response.tokens,
-            "token_texts": token_texts(tokenizer, prompt.tokens, response.tokens),
-            "rollout_logp": response.logp,
-        }
+
+def write_validation(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTrainedTokenizerBase,
+                     samples: list[Sample]) -> None:
+    """Write RUN_DIR/rollouts/val_STEP.parquet: the first --log.rollouts-max responses, without numbers per token, if
+    steps have such files. Every rank calls it, with its own samples."""
+    if not config.rollouts_every:
+        return
+    rows = [row_of(tokenizer, sample) for sample in samples if sample.index < config.rollouts_max]
+    for row in rows:
+        row |= {"step": step, "reward": row["score"]}
+    shares = all_gather_objects(rows)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        rows = sorted((row for share in shares for row in share), key=lambda row: row["index"])
+        write_rows(run_dir / f"rollouts/val_{step:06d}.parquet", rows)
+
+
+def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]:
+    prompt = sample.prompt
+    response = sample.response
+    return {
+        "index": sample.index,
+        "group": sample.group,
+        "data_source": prompt.data_source,
+        "prompt": tokenizer.decode(prompt.tokens),
+        "ground_truth": str(prompt.ground_truth),
+        "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
+        "score": sample.score,
+        "reward_parts": json.dumps(sample.extras),
+        "finish_reason": response.finish_reason,
+        "prompt_length": len(prompt.tokens),
+        "response_length": len(response.tokens),
+    }
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]:
+    response = sample.response
+    return {
+        "tokens": response.tokens,
+        "token_texts": token_texts(tokenizer, sample.prompt.tokens, response.tokens),
+        "rollout_logp": response.logp,
+    }
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".partial")
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")
+    temporary.rename(path)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> list[str]:

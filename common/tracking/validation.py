@@ -22,9 +22,11 @@ def spread_rows(num_rows: int, limit: int) -> list[int]:
 
 
 def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, rows: Sequence[int], config: RolloutConfig,
-             num_samples: int, temperature: float, seed: int, stop: Callable[[], bool]) -> dict[str, float] | None:
+             num_samples: int, temperature: float, seed: int, stop: Callable[[], bool],
+             record: Callable[[list[Sample]], None]) -> dict[str, float] | None:
     """Results on these rows with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a
-    prompt. None if `stop()` turned true on any rank: then samples are missing."""
+    prompt. None if `stop()` turned true on any rank: then samples are missing. `record` gets the sampled ones of this
+    rank, or the greedy ones if there are no others."""
     metrics: dict[str, float] = {}
     meter = Meter()
     settings = [(1, validation_sampling(config, temperature=0.0))]
@@ -36,6 +38,7 @@ def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, rows: Sequenc
             return None
         samples = pending.collect(meter).samples
         metrics |= validation_metrics(samples, greedy=sampling.temperature == 0)
+    record(samples)
     return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
 
 

@@ -38,7 +38,7 @@ from tests.bench.simulate import (
 from tests.conftest import MODEL
 
 TINY = {"small": (128, 4), "middle": (256, 6), "large": (512, 8)}       # hidden size, layers
-MAX_TOKENS, MAX_NUM_SEQS, BUCKET_MB = 2048, 64, 16
+MAX_TOKENS, MAX_NUM_SEQS = 2048, 64
 
 @dataclass
 class Args:
@@ -70,7 +70,7 @@ def measure(folder: Path, model: str, ranks: int, cases: list[dict], args: Args,
     if not (folder / model).exists():
         make_model(folder / model, *TINY[model])
     job = {"model": str(folder / model), "max_tokens": MAX_TOKENS, "max_num_seqs": MAX_NUM_SEQS, "cases": cases,
-           "repeats": args.repeats, "sync_bucket_mb": BUCKET_MB, "calibrate": calibrate, "out": f"{at}.out"}
+           "repeats": args.repeats, "calibrate": calibrate, "out": f"{at}.out"}
     Path(f"{at}.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m",
                "tests.bench.scale_worker", f"{at}.json"]
@@ -84,7 +84,7 @@ def measure(folder: Path, model: str, ranks: int, cases: list[dict], args: Args,
 def job_of(row: dict, ranks: int) -> Job:
     responses = np.array(row["response_lengths"])
     return Job(np.full(len(responses), row["prompt"]), responses, row["samples"], ranks, max_tokens=MAX_TOKENS,
-               max_num_seqs=MAX_NUM_SEQS, sync_bucket_mb=BUCKET_MB)
+               max_num_seqs=MAX_NUM_SEQS)
 
 
 def this_machine(found: dict, shape: Shape) -> Machine:

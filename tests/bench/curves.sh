@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 # train SCRIPT FLAGS...
 train() {
     # shellcheck disable=SC2086
-    .venv/bin/torchrun --standalone --nproc-per-node 1 "$1" $TASK "${@:2}"
+    .venv/bin/python "$1" $TASK "${@:2}"
 }
 
 learn() {

@@ -124,7 +124,7 @@ def main(job: dict) -> None:
         optimizer_step(policy, optimizer, 0.0, OptimConfig())
 
     def sync(policy: Policy) -> None:
-        for _ in policy.full_tensors(torch.bfloat16, job["sync_bucket_mb"]):
+        for _ in policy.full_tensors(torch.bfloat16):
             pass
 
     def measure(case: dict) -> dict:

@@ -63,7 +63,6 @@ class Job:
     max_num_seqs: int = 256
     checkpointing: bool = False
     offload: bool = False               # master weights and moments in host memory while the engine is awake
-    sync_bucket_mb: int = 1024
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,8 @@ def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]
 
 def sync_seconds(machine: Machine, shape: Shape, job: Job) -> float:
     """Cast, gather on every rank, copy into the engine, tensor by tensor."""
-    buckets = -(-2 * shape.weights // (job.sync_bucket_mb * 2**20))
     copies = (6 * shape.weights / job.ranks + 4 * shape.weights) / machine.bytes_per_s
-    gathers = machine.collective_s(2 * shape.weights, job.ranks, buckets)
+    gathers = machine.collective_s(2 * shape.weights, job.ranks, shape.num_tensors)
     return copies + gathers + shape.num_tensors * machine.tensor_s
 
 

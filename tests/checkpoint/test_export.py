@@ -46,7 +46,7 @@ def test_export_has_the_trained_weights_in_bfloat16(exported, tiny_llama):
     policy, _, out = exported
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert model.dtype == torch.bfloat16
-    want = {name: tensor.bfloat16() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
+    want = {name: tensor.bfloat16() for name, tensor in policy.full_tensors(torch.float32)}
     assert_same({name: parameter.detach() for name, parameter in model.named_parameters()}, want)
     source = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     assert not torch.equal(source.lm_head.weight, model.lm_head.weight)
@@ -109,7 +109,7 @@ def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, mo
     folder = tmp_path / "checkpoints/step_000002"
     assert "hf/model.safetensors" in files.read_manifest(folder)["files"]
     loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
-    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32, 1.0)}
+    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32)}
     assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
     checkpoints.list_checkpoints(str(tmp_path))
     assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
@@ -176,7 +176,7 @@ def test_export_is_in_the_dtype_that_the_run_computes_in(trained, exported, mode
     for folder in (tmp_path / "model", tmp_path / "again"):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         assert loaded.dtype == torch.float32
-        assert_same(dict(loaded.named_parameters()), dict(trained[0].full_tensors(torch.float32, 1.0)))
+        assert_same(dict(loaded.named_parameters()), dict(trained[0].full_tensors(torch.float32)))
 
 
 def test_a_link_in_an_untrusted_checkpoint_is_not_followed(trained, world, watch, tmp_path):

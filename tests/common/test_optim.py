@@ -88,7 +88,7 @@ def test_adamw_step_by_hand(untied, world):
 def test_clipping_scales_the_whole_gradient(untied, world, max_grad_norm):
     """SGD shows the gradient that was used: scaled to the norm; untouched below it, and with 0, which clips nothing."""
     policy = load_policy(untied, FLOAT32, world)
-    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
+    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32)}
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     torch.manual_seed(1)
     grads = {name: torch.randn(p.shape) for name, p in policy.lm.named_parameters()}
@@ -100,7 +100,7 @@ def test_clipping_scales_the_whole_gradient(untied, world, max_grad_norm):
     assert optimizer_step(policy, optimizer, 1.0, config) == pytest.approx(norm, rel=1e-6)
     scale = 1.0 if max_grad_norm == 0 else min(1.0, max_grad_norm / norm)
     assert (scale == 1.0) == (max_grad_norm != 0.5)
-    for name, after in policy.full_tensors(torch.float32, 1.0):
+    for name, after in policy.full_tensors(torch.float32):
         assert torch.allclose(before[name] - after, grads[name] * scale, rtol=1e-4, atol=1e-6), name
 
 
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(untied, world, bad):
 
     fill(1.0)
     assert math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
-    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, 1.0)}
+    before = {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32)}
     moments = {key: value.clone() for p in policy.parameters() for key, value in (
         (id(p), optimizer.state[p]["exp_avg"].to_local()), (-id(p), optimizer.state[p]["step"]))}
     fill(1.0)
@@ -123,7 +123,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(untied, world, bad):
     assert not math.isfinite(optimizer_step(policy, optimizer, 0.1, OptimConfig(max_grad_norm=1.0)))
     assert policy.version == 1
     assert all(p.grad is None for p in policy.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.full_tensors(torch.float32, 1.0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.full_tensors(torch.float32))
     for p in policy.parameters():
         assert torch.equal(optimizer.state[p]["exp_avg"].to_local(), moments[id(p)])
         assert torch.equal(optimizer.state[p]["step"], moments[-id(p)])

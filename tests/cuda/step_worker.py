@@ -107,7 +107,7 @@ def step(folder: str, world) -> dict:
         value.sum().backward()
         rows = {key: len(p.to_local()) for key, p in policy.lm.named_parameters()}
         equal = []
-        for key, full in policy.full_tensors(torch.bfloat16, 0.001):
+        for key, full in policy.full_tensors(torch.bfloat16):
             shard = dict(policy.lm.named_parameters())[key].to_local().bfloat16()
             place = slice(world.rank * len(shard), (world.rank + 1) * len(shard))
             assert full.device.type == "cuda", key

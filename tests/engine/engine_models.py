@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
-from common.model.gather import saved_buffers
 from common.model.loading import load_policy, read_config
-from common.model.policy import ModelConfig, Policy
+from common.model.policy import ModelConfig, Policy, saved_buffers
 from common.parallel import ranks
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2",
@@ -119,11 +118,11 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     saved = [parameter.to_local().clone() for parameter in policy.parameters()]
     first = engine.wake(policy)
     before = compare(engine, oracle(model, 0.0))
-    engine.sleep()
+    first |= engine.sleep()
     perturb(policy, 0.3)
     second = engine.wake(policy)
     after = compare(engine, oracle(model, 0.3))
-    engine.sleep()
+    second |= engine.sleep()
     with torch.no_grad():
         for parameter, old in zip(policy.parameters(), saved):
             parameter.to_local().copy_(old)

@@ -51,8 +51,8 @@ def vllm(smollm, world, prompts):
 
 @pytest.fixture
 def awake(vllm, policy):
-    metrics = vllm.wake(policy)
-    yield vllm, metrics
+    vllm.wake(policy)
+    yield vllm
     if vllm.awake:
         vllm.sleep()
 
@@ -77,18 +77,18 @@ def oracle(smollm):
 
 
 def test_vllm_reports_the_log_probs_of_the_model_it_was_given(awake, prompts, oracle):
-    engine, metrics = awake
-    responses = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    responses = awake.generate(prompts, range(len(prompts)), SAMPLING)
     assert all(0 < len(r.tokens) == len(r.logp) <= 12 for r in responses)
     assert {r.finish_reason for r in responses} <= {"stop", "length"}
     assert mean_prob_diff(oracle, prompts, responses) < 0.02      # bfloat16 engine against float32
+    metrics = awake.sleep()
     assert 0 < metrics["sync/probe_prob_diff"] < 0.02
     assert metrics["sync/probe_logp_diff"] > 0
 
 
 def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeypatch):
     """Also the tied output head and the prefix cache: scaled embeddings change every log-prob, old tokens return."""
-    engine, _ = awake
+    engine = awake
     before = engine.generate(prompts, range(len(prompts)), SAMPLING)
     engine.sleep()
     with torch.no_grad():
@@ -97,21 +97,20 @@ def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeyp
         for p in policy.parameters():
             p.to_local().mul_(1 + 0.05 * torch.randn(p.to_local().shape, generator=generator))
     policy.version += 1
-    metrics = engine.wake(policy)
+    engine.wake(policy)
     after = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    metrics = engine.sleep()
     assert metrics["sync/probe_prob_diff"] < 0.02
     assert [r.tokens for r in after] != [r.tokens for r in before]
 
     # negative control: an engine whose sync is skipped is far off, and the probe says so
     monkeypatch.setattr(engine.config, "max_probe_diff", 0.0)
-    engine.sleep()
     with torch.no_grad():
         for p, old in zip(policy.parameters(), saved):
             p.to_local().copy_(old)
-    stale = engine.wake(policy)                                     # version unchanged: nothing is loaded
-    assert stale["sync/probe_prob_diff"] > 5 * metrics["sync/probe_prob_diff"]
+    engine.wake(policy)                                             # version unchanged: nothing is loaded
+    assert engine.sleep()["sync/probe_prob_diff"] > 5 * metrics["sync/probe_prob_diff"]
 
-    engine.sleep()
     policy.version += 1
     engine.wake(policy)
     again = engine.generate(prompts, range(len(prompts)), SAMPLING)
@@ -120,12 +119,12 @@ def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeyp
 
 def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
     """Keys and values of old weights, left in the cache, change the probe; with the reset they do not."""
-    engine, good = awake
+    engine = awake
     monkeypatch.setattr(engine.config, "max_probe_diff", 0.0)
     engine.generate(prompts, range(len(prompts)), SAMPLING)
     with monkeypatch.context() as patch:
         patch.setattr("common.engine.vllm_cpu.give_back_cache", lambda worker: None)
-        engine.sleep()
+        good = engine.sleep()
     with torch.no_grad():
         for name, p in policy.lm.named_parameters():
             if "v_proj" in name:
@@ -133,10 +132,11 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
     policy.version += 1
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
-        kept = engine.wake(policy)["sync/probe_prob_diff"]
-    engine.sleep()
+        engine.wake(policy)
+    kept = engine.sleep()["sync/probe_prob_diff"]
     engine._loaded = None
-    reset = engine.wake(policy)["sync/probe_prob_diff"]
+    engine.wake(policy)
+    reset = engine.sleep()["sync/probe_prob_diff"]
     with torch.no_grad():
         for name, p in policy.lm.named_parameters():
             if "v_proj" in name:
@@ -147,10 +147,10 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
 
 def test_max_probe_diff_stops_the_run(vllm, policy, monkeypatch):
     monkeypatch.setattr(vllm.config, "max_probe_diff", 1e-6)
+    vllm.wake(policy)
     with pytest.raises(RuntimeError, match=r"max-probe-diff 1e-06.*does not hold the trainer's weights"):
-        vllm.wake(policy)
+        vllm.sleep()
     monkeypatch.setattr(vllm.config, "max_probe_diff", 0.5)
-    vllm.sleep()
     vllm.wake(policy)
     vllm.sleep()
 
@@ -168,7 +168,7 @@ def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
 
 def test_seeds_make_a_response_its_own(awake, prompts):
     """The same seed gives the same tokens in another order; other seeds give others; on_finish sees each once."""
-    engine, _ = awake
+    engine = awake
     seen = {}
     first = engine.generate(prompts, [7, 8, 9, 10, 11, 12], SAMPLING, on_finish=lambda i, r: seen.update({i: r}))
     again = engine.generate(prompts[::-1], [12, 11, 10, 9, 8, 7], SAMPLING)[::-1]
@@ -265,8 +265,9 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     config = RolloutConfig(engine="hf", max_response_length=3)
     prompts = [[5] * 9, [7] * 4]
     engine = make_engine(model, read_config(model, model_config), config, model_config, world, prompts, [2], 12, 0)
-    assert engine.wake(load_policy(model, model_config, world))["sync/probe_logp_diff"] < 2e-5
+    engine.wake(load_policy(model, model_config, world))
     assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], config)] == [3, 3]
+    assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 
 def test_remote_code_of_a_tokenizer_needs_its_flag_and_gets_it(tiny_llama, world, tmp_path):
@@ -288,13 +289,13 @@ def test_remote_code_of_a_tokenizer_needs_its_flag_and_gets_it(tiny_llama, world
 def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prompts):
     policy = load_policy(tiny_llama, ModelConfig(), world)
     engine = start("hf", tiny_llama, world, prompts)
-    assert engine.wake(policy)["sync/probe_prob_diff"] < 0.02
+    engine.wake(policy)
+    batch = engine._sample_probe()
+    assert engine._check_probe(batch)["sync/probe_prob_diff"] < 0.02
     for wrong in (torch.nan, 0.0):                                      # 0: the engine says it was certain
-        engine._sample_probe(policy)
-        batch = engine._probed[1]
         batch.rollout_logp.fill_(wrong)
         with pytest.raises(RuntimeError, match=r"max-probe-diff 0\.1: the engine does not hold the trainer's weights"):
-            engine._check_probe()
+            engine._check_probe(batch)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prom
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
         ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),
-        ({"batch_invariant": True}, r"--rollout.batch-invariant needs --rollout.seeds response, here it is auto"),
+        ({"batch_invariant": True, "seeds": "engine"}, r"--rollout.batch-invariant needs --rollout.seeds response"),
         ({"engine": "hf", "extra": '{"a": 1}'}, r'--rollout.extra {"a": 1} needs --rollout.engine vllm'),
         ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
     ],

@@ -22,7 +22,6 @@ class StandIn:
     """vLLM's LLM on a GPU: transformers' model in its place, requests that end after one token."""
 
     log = None                                                          # a list, of each test
-    is_v2 = True
     kept = 1.0                                                          # GiB while it sleeps
 
     def __init__(self, **options):
@@ -31,9 +30,9 @@ class StandIn:
         self.model.packed_modules_mapping = {}
         self.model.load_weights = self.load_weights
         self.llm_engine = types.SimpleNamespace(
-            vllm_config=types.SimpleNamespace(use_v2_model_runner=self.is_v2, model_config=None),
+            vllm_config=types.SimpleNamespace(model_config=None),
             is_sleeping=lambda: bool(self.asleep), add_request=self.add_request, step=self.step,
-            abort_request=lambda ids: self.log.extend(("abort", i) for i in ids),
+            abort_request=self.abort_request,
             has_unfinished_requests=lambda: bool(self.requests),
         )
         self.seeds = []
@@ -56,9 +55,8 @@ class StandIn:
         assert not self.asleep
         self.log.append(("sleep", level))
         self.asleep = {"weights", "kv_cache"}
-        if level == 2:
-            for parameter in self.model.parameters():
-                parameter.data.fill_(float("nan"))
+        for parameter in self.model.parameters():
+            parameter.data.fill_(float("nan"))
 
     def wake_up(self, tags):
         self.log.append(("wake", *tags))
@@ -72,6 +70,11 @@ class StandIn:
         assert not self.asleep
         self.requests[number] = prompt
         self.seeds.append(params.seed if params.seed is not None else int(np.random.randint(2**31)))
+
+    def abort_request(self, numbers):
+        self.log.extend(("abort", number) for number in numbers)
+        for number in numbers:
+            self.requests.pop(number, None)
 
     def step(self):
         number = next(iter(self.requests))
@@ -137,30 +140,28 @@ def test_the_order_of_a_cycle(start):
     metrics = cycle(engine, policy)
     assert StandIn.log == ["synchronize", "empty", ("wake", "weights"), "load", "synchronize", "empty",
                            ("wake", "kv_cache"), "reset", ("sleep", 2), "synchronize", "empty"]
-    assert metrics["sleep/residue_gb"] == 1
+    assert metrics["sleep/used_gb"] == StandIn.kept
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_weights_come_back_at_both_levels(start, level):
-    """Level 2 forgets them, level 1 keeps them until they change."""
-    engine, policy = start(sleep_level=level)
+def test_weights_come_back(start):
+    """Also if they did not change: vLLM discards them when it sleeps."""
+    engine, policy = start()
     cycle(engine, policy)
     took(engine)
     metrics = cycle(engine, policy)
-    load = ["load"] if level == 2 else []
-    assert took(engine) == [("wake", "weights"), *load, ("wake", "kv_cache"), "reset", ("sleep", level)]
+    assert took(engine) == [("wake", "weights"), "load", ("wake", "kv_cache"), "reset", ("sleep", 2)]
     policy.version += 1
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.to_local().mul_(1.5)
     engine.wake(policy)
     assert "load" in took(engine)
-    mine = dict(policy.full_tensors(None, 1.0))
+    mine = dict(policy.full_tensors(None))
     for name, parameter in engine.llm.model.named_parameters():
         assert torch.equal(parameter, mine[name])
     engine.sleep()
-    assert engine._loaded == (None if level == 2 else policy.version)
-    assert metrics.get("sync/num_checksums") == (12 if level == 2 else None)  # level 1 loads nothing here
+    assert engine._loaded is None
+    assert metrics["sync/num_checksums"] == 12
 
 
 def test_fp8_is_loaded_by_reloads(start, monkeypatch):
@@ -174,18 +175,6 @@ def test_fp8_is_loaded_by_reloads(start, monkeypatch):
         took(engine)
         cycle(engine, policy)
         assert took(engine)[1:4] == ["begin", "load", "end"]
-
-
-def test_what_grows_while_asleep_is_said(start, monkeypatch, recwarn):
-    engine, policy = start()
-    cycle(engine, policy)
-    assert not recwarn
-    for kept in (1.4, 1.8):
-        engine.wake(policy)
-        monkeypatch.setattr(StandIn, "kept", kept)
-        with pytest.warns(UserWarning, match="keeps 1.8 GiB") if kept == 1.8 else contextlib.nullcontext():
-            metrics = engine.sleep()
-    assert metrics["sleep/residue_gb"] == pytest.approx(1.8)
 
 
 def test_what_the_trainer_leaves(start):
@@ -203,16 +192,10 @@ def test_a_wake_that_failed_is_an_error(start, monkeypatch):
         engine.wake(policy)
 
 
-@pytest.mark.parametrize(("is_v2", "flag", "seeds"), [
-    (True, "auto", "response"), (False, "auto", "engine"), (True, "engine", "engine"),
-])
-def test_seeds_follow_the_model_runner(start, monkeypatch, is_v2, flag, seeds):
-    """vLLM's second runner draws a missing seed from numpy: the same for the same seeds, and the trainer's is kept."""
-    monkeypatch.setattr(StandIn, "is_v2", is_v2)
-    np.random.seed(5)
-    before = np.random.get_state()[1].tolist(), torch.get_rng_state()
-    engine, policy = start(seeds=flag)
-    assert engine.seeds == seeds
+@pytest.mark.parametrize("seeds", ["response", "engine"])
+def test_the_same_seeds_give_the_same_numbers(start, seeds):
+    """vLLM's second runner draws a missing seed from numpy."""
+    engine, policy = start(seeds=seeds)
     engine.wake(policy)
     seen = []
     for asked in ([1, 2, 3], [4, 5, 6], [1, 2, 3]):
@@ -223,7 +206,6 @@ def test_seeds_follow_the_model_runner(start, monkeypatch, is_v2, flag, seeds):
     assert seen[0] == seen[2] != seen[1]
     if seeds == "response":
         assert seen[0] == [1, 2, 3]
-    assert np.random.get_state()[1].tolist() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_what_stop_left_is_aborted_in_order(start):

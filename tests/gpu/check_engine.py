@@ -42,7 +42,7 @@ class Args:
     shapes: tuple[str, ...] = ()
     """Which; by default the three large ones on a GPU, tiny elsewhere."""
     cycles: int = 20
-    """Wake-generate-sleep rounds with a sync each, for the residue."""
+    """Wake-generate-sleep rounds with a sync each, for what stays allocated."""
     prompts: int = 32
     """Groups of 8 responses, for tokens/s."""
     max_tokens: int = 256
@@ -108,38 +108,27 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
         "engine start s": time.perf_counter() - start,
     }
     policy = random_policy(hf_config, world)
-    for level in (1, 2):
-        engine.sleep_level = level
-        wakes, sleeps, freed = [], [], []
-        for _ in range(4):
-            engine.wake(policy)                                         # level 1: no sync after the first
-            metrics = engine.sleep()
-            sleeps.append(metrics["timing_s/sleep"])
-            start = time.perf_counter()
-            engine._wake_weights()
-            if engine._loaded != policy.version:
-                engine._sync(policy)
-                engine._loaded = policy.version
-            engine._wake_cache()
-            wakes.append(time.perf_counter() - start)
-            engine.awake = True
-            awake_gb = used_gb()
-            engine.sleep()
-            freed.append(awake_gb - used_gb())
-        row |= {f"sleep {level} s": statistics.median(sleeps), f"wake {level} s": statistics.median(wakes),
-                f"sleep {level} freed GiB": statistics.median(freed)}
+    wakes, sleeps, freed = [], [], []
+    for _ in range(4):
+        policy.version += 1
+        start = time.perf_counter()
+        engine.wake(policy)
+        wakes.append(time.perf_counter() - start)
+        awake_gb = used_gb()
+        sleeps.append(engine.sleep()["timing_s/sleep"])
+        freed.append(awake_gb - used_gb())
+    row |= {"sleep s": statistics.median(sleeps), "wake and sync s": statistics.median(wakes),
+            "sleep freed GiB": statistics.median(freed)}
     syncs = [measure_sync(engine, policy) for _ in range(5)][2:]  # the first two are slower
     row |= {f"sync {name}": statistics.median(x[name] for x in syncs) for name in ("sync_s", "gb_per_s", "ratio")}
-    residues, used = [], []
+    used = []
     for _ in range(args.cycles):
         policy.version += 1
         metrics = engine.wake(policy)
         engine.generate(prompts[:2], range(2), SamplingConfig(1.0, 8))
         metrics |= engine.sleep()
         used.append(used_gb())
-        residues.append(metrics.get("sleep/residue_gb", 0.0))
-    row |= {"residue GiB": residues[-1], "residue growth GiB": residues[-1] - residues[0],
-            "asleep growth GiB": used[-1] - used[len(used) // 2]}
+    row["asleep growth GiB"] = used[-1] - used[len(used) // 2]
     row |= {"probe logp diff": metrics["sync/probe_logp_diff"], "probe prob diff": metrics["sync/probe_prob_diff"]}
     engine.wake(policy)
     row |= speed(engine, [p for p in prompts for _ in range(8)], args.max_tokens)
@@ -163,7 +152,7 @@ def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, 
 
     def bare(round_number: int) -> int:
         params = [SamplingParams(temperature=1.0, max_tokens=max_tokens, detokenize=False, logprobs=0,
-                                 seed=1000 * round_number + i if engine.seeds == "response" else None)
+                                 seed=1000 * round_number + i if engine.config.seeds == "response" else None)
                   for i in range(len(asked))]
         outs = engine.llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
         return sum(len(out.outputs[0].token_ids) for out in outs)

@@ -188,18 +188,17 @@ def test_shared_prompts_need_an_attention_that_can():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_full_tensors_are_the_loaded_weights(tied, world, tmp_path):
-    """In any bucket size, under the folder's names, a tied head once. On more ranks: test_layout.py."""
+    """Under the folder's names, a tied head once. On more ranks: test_layout.py."""
     folder = save_model(LlamaConfig(**SIZES, tie_word_embeddings=tied), tmp_path / "model")
     policy = load_policy(folder, FLOAT32, world)
     want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     assert torch.equal(want["lm_head.weight"], want["model.embed_tokens.weight"]) == tied
     if tied:
         del want["lm_head.weight"]
-    for bucket_mb in (1e-9, 0.005, 100.0):
-        for dtype in (torch.float32, torch.bfloat16):
-            found = list(policy.full_tensors(dtype, bucket_mb))
-            assert sorted(name for name, _ in found) == sorted(want)
-            assert all(torch.equal(tensor, want[name].to(dtype)) for name, tensor in found)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = list(policy.full_tensors(dtype))
+        assert sorted(name for name, _ in found) == sorted(want)
+        assert all(torch.equal(tensor, want[name].to(dtype)) for name, tensor in found)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -217,7 +216,7 @@ def test_full_tensors_have_the_buffers_of_a_checkpoint(world, tmp_path):
     folder = make_model("glm4_moe", False, tmp_path)
     want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy = load_policy(folder, FLOAT32, world)
-    found = dict(policy.full_tensors(torch.bfloat16, 1.0))
+    found = dict(policy.full_tensors(torch.bfloat16))
     assert found.keys() == want.state_dict().keys() and "model.rotary_emb.inv_freq" not in found
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert bias not in dict(want.named_parameters()) and float(want.get_buffer(bias).abs().min()) > 0
@@ -258,7 +257,7 @@ def test_score_after_a_step_sees_the_new_weights(untied, world):
     optimizer_step(policy, optimizer, 1.0, OptimConfig(max_grad_norm=1e9))
     after = policy.score(batch, 1.0)
     model = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
-    model.load_state_dict(dict(policy.full_tensors(torch.float32, 1.0)))
+    model.load_state_dict(dict(policy.full_tensors(torch.float32)))
     want, _ = one_by_one(model, batch, 1.0)
     assert (before - want).abs().max() > 0.1
     assert (after - want).abs().max() < TOLERANCE

@@ -105,8 +105,8 @@ def weigh_each(microbatches, *options):
         microbatch.weight /= len(microbatches)
 
 
-def weights(policy: Policy, bucket_mb: float = 1.0) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32, bucket_mb)}
+def weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32)}
 
 
 def clipped_step(policy: Policy, world: ranks.World) -> dict:
@@ -138,7 +138,7 @@ def main(folder: Path) -> None:
             policies.get(variant, policy), world, hf_config, step, order, budget, aggregation, variant == "skip",
             wrong.get(variant, losses.set_token_weights),
         )
-    found = {"gradients": results, "weights": {mb: weights(policy, mb) for mb in todo["bucket_mb"]}}
+    found = {"gradients": results, "weights": weights(policy)}
     found |= clipped_step(policy, world)
     torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
     ranks.shutdown()

@@ -18,7 +18,7 @@ from common.prompts import Prompt
 from common.rollout import Rollout, Sample
 from common.tracking.logger import LogConfig
 from common.tracking.profiling import Timer
-from common.tracking.rollouts import Record
+from common.tracking.rollouts import Record, write_validation
 from common.tracking.step import step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -106,4 +106,6 @@ if __name__ == "__main__":
     folder, world = Path(sys.argv[1]), ranks.init()
     (folder / f"metrics_{world.rank}.json").write_text(json.dumps(metrics(world.rank, world.size)))
     record(folder, [[0, 1], [2, 3]][world.rank], [[2], [1, 0]][world.rank], LogConfig())
+    scored = samples(tokenizer(), [[0, 3], [1, 2]][world.rank])
+    write_validation(LogConfig(), folder, 20, tokenizer(), scored)
     ranks.shutdown()

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from common.tracking.logger import LogConfig
-from common.tracking.rollouts import Record, token_texts
+from common.tracking.rollouts import Record, token_texts, write_validation
 from tests.conftest import launch
 from tests.tracking import log_worker
-from tests.tracking.log_worker import PROMPTS, RESPONSES, record, tokenizer, tokens
+from tests.tracking.log_worker import PROMPTS, RESPONSES, record, samples, tokenizer, tokens
 
 # --------------------------------------------------------------------------- metrics
 
@@ -109,6 +109,21 @@ def test_whole_groups_up_to_the_limit(tmp_path):
         found = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist()
         assert [row["index"] for row in found] == expected, limit
         assert set(made.numbers) == set(expected) - {3}                 # nothing else was copied
+
+
+def test_a_validations_responses(rows, tmp_path, two_ranks):
+    """What a step's file says of a response, without what an update adds; two ranks write the same."""
+    tok = tokenizer()
+    write_validation(LogConfig(), tmp_path, 20, tok, samples(tok, [3, 0, 2, 1]))
+    found = pq.read_table(tmp_path / "rollouts/val_000020.parquet").to_pylist()
+    for row, trained in zip(found, rows, strict=True):
+        of_step = {name: None if isinstance(value, list) else value for name, value in trained.items()}
+        assert row == of_step | {"step": 20, "reward": row["score"], "advantage": None}
+    assert pq.read_table(two_ranks / "rollouts/val_000020.parquet").to_pylist() == found
+    write_validation(LogConfig(rollouts_max=3), tmp_path, 30, tok, samples(tok, [3, 0, 2, 1]))
+    assert pq.read_table(tmp_path / "rollouts/val_000030.parquet")["index"].to_pylist() == [0, 1, 2]
+    write_validation(LogConfig(rollouts_every=0), tmp_path, 40, tok, samples(tok, [0]))
+    assert len(list((tmp_path / "rollouts").iterdir())) == 2
 
 
 def test_steps_that_have_a_file(tmp_path):
