@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PretrainedConfig
+from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
@@ -28,14 +28,11 @@ class HFEngine(Engine):
     """transformers' own model and sampling in the trainer's process."""
 
     def __init__(
-        self, model: str, hf_config: PretrainedConfig, config: RolloutConfig, model_config: ModelConfig, world: World,
+        self, hf_config: PretrainedConfig, config: RolloutConfig, model_config: ModelConfig, world: World,
         probe: Sequence[Sequence[int]], stop_token_ids: list[int],
     ):
         super().__init__(config, model_config, world, probe)
         self.stop_token_ids = stop_token_ids
-        self.tokenizer = None
-        if config.stop:
-            self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=model_config.trust_remote_code)
         with torch.device(world.device):
             self.model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(hf_config),  # from_config changes it
@@ -113,19 +110,12 @@ class HFEngine(Engine):
             response = self.running[request]
             response.tokens.append(token)
             response.logp.append(token_logp)
-            if token in stops or self._spells_stop(response.tokens, sampling.stop):
+            if token in stops:
                 response.finish_reason = "stop"
             elif len(response.tokens) < sampling.max_response_length:
                 continue
             del self.running[request]
             yield request, response
-
-    def _spells_stop(self, tokens: list[int], stop: Sequence[str]) -> bool:
-        """Whether the last token completes one of these texts. A character is at most four tokens."""
-        if not stop:
-            return False
-        tail = tokens[-4 * max(map(len, stop)) :]
-        return any(text in self.tokenizer.decode(tail) for text in stop)
 
     def _abort(self, requests: set[int]) -> None:
         for request in requests:

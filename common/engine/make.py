@@ -70,7 +70,7 @@ def check_rollout(
 def check_hf(config: RolloutConfig) -> None:
     """Refuse flags that only vLLM has."""
     defaults = RolloutConfig()
-    for field in ("tp", "batch_invariant", "quantization", "extra"):
+    for field in ("tp", "stop", "batch_invariant", "quantization", "extra"):
         value = getattr(config, field)
         if value != getattr(defaults, field):
             raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")
@@ -134,7 +134,7 @@ def make_engine(
     """Start the engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from
     it. `trainer_gb`: memory that the trainer keeps on each GPU while the engine is awake (`memory.resident_gb`)."""
     if config.engine == "hf":
-        return HFEngine(model, hf_config, config, model_config, world, probe, stop_token_ids)
+        return HFEngine(hf_config, config, model_config, world, probe, stop_token_ids)
     return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)
 
 

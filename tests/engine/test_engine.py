@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import types
 from dataclasses import asdict, fields
 
@@ -185,14 +184,9 @@ def test_an_engine_start_leaves_the_process_as_it_was(vllm):
     assert "LD_PRELOAD" not in os.environ
 
 
-@pytest.mark.parametrize("kind", ["vllm", "hf"])
-def test_a_stop_text_ends_a_response(kind, request, tiny_llama, smollm, world, prompts):
+def test_a_stop_text_ends_a_response(vllm, policy, smollm, prompts):
     """The same response up to the token that completes the text; a text that never comes changes nothing."""
-    if kind == "vllm":
-        engine, policy = request.getfixturevalue("vllm"), request.getfixturevalue("policy")
-    else:
-        engine = start("hf", tiny_llama, world, prompts, stop=("x",))
-        policy = load_policy(tiny_llama, ModelConfig(), world)
+    engine = vllm
     tokenizer = AutoTokenizer.from_pretrained(smollm)
     engine.wake(policy)
     whole = engine.generate(prompts, range(len(prompts)), SAMPLING)
@@ -270,22 +264,6 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 
-def test_remote_code_of_a_tokenizer_needs_its_flag_and_gets_it(tiny_llama, world, tmp_path):
-    model = shutil.copytree(tiny_llama, tmp_path / "model")
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    (model / "own.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\n"
-                                  "class OwnTokenizer(PreTrainedTokenizerFast):\n    own = True\n")
-    config = RolloutConfig(engine="hf", max_response_length=8, stop=("x",))
-    model_config = ModelConfig(trust_remote_code=True)
-    hf_config = read_config(str(model), model_config)
-    engine = make_engine(str(model), hf_config, config, model_config, world, [[5]], [2], 20, 0)
-    assert engine.tokenizer.own
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        make_engine(str(model), hf_config, config, ModelConfig(), world, [[5]], [2], 20, 0)
-
-
 def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prompts):
     policy = load_policy(tiny_llama, ModelConfig(), world)
     engine = start("hf", tiny_llama, world, prompts)
@@ -311,6 +289,7 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prom
         ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
         ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),
         ({"batch_invariant": True, "seeds": "engine"}, r"--rollout.batch-invariant needs --rollout.seeds response"),
+        ({"engine": "hf", "stop": ("a",)}, r"--rollout.stop \('a',\) needs --rollout.engine vllm"),
         ({"engine": "hf", "extra": '{"a": 1}'}, r'--rollout.extra {"a": 1} needs --rollout.engine vllm'),
         ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
     ],

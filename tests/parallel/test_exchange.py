@@ -1,6 +1,5 @@
 """Samples between real gloo ranks: everything arrives once, in order, and planning agrees on every rank."""
 
-import math
 import random
 
 import numpy as np
@@ -43,7 +42,7 @@ def check_round_trip(rank: int, world_size: int, seed: int) -> None:
     owners = torch.tensor([rng.randrange(max(1, world_size - 1)) for _ in range(num_responses)])  # the last has none
     mine = (owners == rank).nonzero()[:, 0]
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed))]
-    local = whole.select(mine) if len(mine) or seed % 2 else Batch.empty()
+    local = whole.select(mine) if len(mine) or seed % 2 else Batch.build([], [])
 
     reward = torch.tensor([rng.gauss(0, 1) for _ in range(num_responses)])
     gathered = gather_numbers(torch.stack([local.lengths, reward[local.index]], dim=1), local.index)
@@ -72,13 +71,13 @@ def check_one_gets_all(rank: int, world_size: int) -> None:
     local = whole.select(range(3 * rank, 3 * rank + 3))
     last = world_size - 1
     assert_same(exchange(local, [last] * 3), whole if rank == last else whole.select([]))
-    nothing = exchange(Batch.empty(), [])
+    nothing = exchange(Batch.build([], []), [])
     assert len(nothing) == len(nothing.tokens) == 0
 
 
 def check_nothing_trained(rank: int, world_size: int) -> None:
     """No rank brings a response: some had responses with log-probs, which nobody trains on, and the last had none."""
-    local = Batch.empty() if rank == world_size - 1 else make_step(1, 3).select([])
+    local = Batch.build([], []) if rank == world_size - 1 else make_step(1, 3).select([])
     arrived = exchange(local, [])
     assert len(arrived) == len(arrived.tokens) == 0
     assert list(arrived.present()) == ["tokens", "mask", "index", "rollout_logp", "value"]
@@ -87,10 +86,8 @@ def check_nothing_trained(rank: int, world_size: int) -> None:
 
 def check_refusals(rank: int, world_size: int) -> None:
     """All ranks must raise: one that goes on alone would wait forever."""
-    with pytest.raises(ValueError, match="once each"):
+    with pytest.raises(AssertionError, match="once each"):
         gather_numbers(torch.zeros(1, 2), torch.tensor([rank // 2]))
-    with pytest.raises(ValueError, match=r"response 1: number 0 .* is nan"):
-        gather_numbers(torch.tensor([[math.nan if rank == 1 else 1.0]]), torch.tensor([rank]))
 
 
 def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
@@ -107,7 +104,7 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
 
     whole = Batch.build([[1, 2]], [[3, 4, 5]])
     plan = plan_step(whole.lengths.numpy(), np.ones(1), 1, world_size, 100, 0)
-    arrived = exchange(whole if rank == 0 else Batch.empty(), plan.rank if rank == 0 else [])
+    arrived = exchange(whole if rank == 0 else Batch.build([], []), plan.rank if rank == 0 else [])
     batch = arrived.microbatch(plan.minibatches[0][0][rank])
     assert (batch.index.tolist() == [-1]) == (rank != plan.rank[0])
     assert set_token_weights([batch], "token-mean") == (3, 1)                     # a dummy is in no denominator
