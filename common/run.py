@@ -27,17 +27,17 @@ from common.engine.base import Engine, RolloutConfig, SamplingConfig, validation
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
-from common.model.attention import choose_attention
 from common.model.flops import update_flops
 from common.model.loading import load_critic, load_policy, read_config
-from common.model.offload import Offload, OffloadConfig, resident_gb
+from common.model.memory_plan import MemoryPlan
+from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
-from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
+from common.model.reward_model import RewardModel, RewardModelConfig
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.parallel import ranks
 from common.prompts import DataConfig, PromptSampler
 from common.rollout import Minibatch, Rollout, to_minibatches
-from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
+from common.tracking.console import print_on_main, start_screen, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import Timer, peak_flops
 from common.tracking.rollouts import Record, write_validation
@@ -125,20 +125,21 @@ class Run:
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
         return self
 
-    def start_engine(self, trained: int, frozen: bool = False) -> Engine:
-        """Start the engine before the models, because it reads how much memory is free. `trained`: how many models of
-        this size will be trained beside it; `frozen`: whether a frozen one will be loaded."""
+    def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
+        """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `reference`: a
+        frozen policy will be loaded; `critic`: folder of a second model that will be trained."""
+        self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, reference, critic)
+        return self.plan.choose_budget(max_tokens, self.world.device)
+
+    def start_engine(self) -> Engine:
+        """Start the engine before the models, because it reads how much memory is free."""
         args = self.args
         self.watchdog.phase("start of the engine")
         probe = [prompt.tokens for prompt in self.train_set[:4]]
         stops = stop_tokens(args.model, self.tokenizer)
-        trainer_gb = resident_gb(
-            self.hf_config, args.policy, args.offload, self.world.size, trained=trained, frozen=frozen
-        )
-        trainer_gb += check_reward_model(args.reward_model, args.policy, self.world.size)
         self.engine = make_engine(
             args.model, self.hf_config, args.rollout, args.policy, self.world, probe, stops, self.max_sequence_length,
-            args.seed, trainer_gb,
+            args.seed, sum(self.plan.beside_engine().values()),
         )
         ranks.seed_everything(args.seed)
         return self.engine
@@ -162,12 +163,8 @@ class Run:
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
         samples a step, mini-batches, epochs, tokens of a micro-batch."""
-        args = self.args
-        kernel, why = choose_attention(self.world.device, self.hf_config, args.policy)
         print_on_main(
-            self.world, f"batch  {batch_line(*sizes, self.max_sequence_length, self.world.size)}\n"
-            f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "
-            f"{self.world.device.type}, engine {args.rollout.engine}, attention {kernel} ({why})"
+            self.world, start_screen(self.args, self.world, self.hf_config, self.plan, objective, sizes)
         )
 
     def resume(self) -> None:
@@ -310,6 +307,7 @@ class Run:
             max_response_length=args.rollout.max_response_length, peak_flops=self.peak_flops,
             update_flops=flops * num_epochs,
         )
+        self.metrics |= self.plan.error_frac(minibatches, self.world.device)
         self.record.write(self.tokenizer, rollout.samples, rewards)
         self.metrics |= metrics
         self.metrics |= {"training/global_step": done, "training/epoch": self.sampler.epoch}

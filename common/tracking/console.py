@@ -7,13 +7,28 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from transformers import PretrainedConfig
 
+from common.model.attention import choose_attention
+from common.model.memory_plan import MemoryPlan
 from common.parallel.ranks import World
+
+
+def start_screen(args: Any, world: World, hf_config: PretrainedConfig, plan: MemoryPlan, objective: str,
+                 sizes: Sequence[int]) -> str:
+    """What a run does, in words and units. `args`: a script's flags; `objective`: a line of the script's own; `sizes`:
+    the first five arguments of `batch_line`."""
+    kernel, why = choose_attention(world.device, hf_config, args.policy)
+    return (
+        f"batch  {batch_line(*sizes, plan.longest, world.size)}\nmemory {plan.chosen}\n"
+        f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "
+        f"{world.device.type}, engine {args.rollout.engine}, attention {kernel} ({why})"
+    )
 
 
 def batch_line(
