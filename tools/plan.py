@@ -26,7 +26,7 @@ from common.engine import make
 from common.engine.base import RolloutConfig
 from common.model.flops import head_dim
 from common.model.loading import read_config
-from common.model.memory_plan import FRAGMENTS, GIB, MAX_TOKENS, MemoryPlan, Model
+from common.model.memory_plan import FRAGMENTS, GIB, MAX_TOKENS, MemoryPlan, Model, in_passes
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
@@ -94,7 +94,7 @@ class Command:
         }
         for phase, parts in found.items():
             if phase != "rollout":
-                parts["between blocks"] = (FRAGMENTS - 1) * sum(parts.values())
+                parts["between blocks"] = (FRAGMENTS - 1) * in_passes(parts)
             parts["CUDA, NCCL, graphs"] = plan.reserved_gb
         return found
 
@@ -283,7 +283,7 @@ def cell(hf_config: Any, gpus: int, gpu_gb: float) -> str:
             break
         found = command.changed(flags, gpus)
         if found.fits():
-            return f"{found.tokens:,} {in_words(flags)}".replace(" --", "<br>`--", 1) + ("`" if flags else "")
+            return f"{found.tokens:,}" + (f"<br>`{in_words(flags)}`" if flags else "")
     return "no"
 
 
