@@ -8,11 +8,12 @@ Takes a script (a fork too) with its flags, and reads nothing but the model's co
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,7 +34,6 @@ from common.model.reward_model import RewardModelConfig
 from common.parallel.ranks import World
 from common.prompts import DataConfig
 from common.run import Run
-from common.tracking.console import exit_with_error
 
 VISIBLE = 0.99
 """GiB that CUDA reports for each GB in a GPU's name."""
@@ -43,8 +43,6 @@ ENGINE_TOKENS = 16384
 """Tokens of vLLM's largest forward pass: its max_num_batched_tokens on a GPU of 80 GB."""
 AT_A_TIME = 16
 """Longest sequences that the engine's cache must hold. vLLM starts with one, and then decodes one at a time."""
-BUCKET = 256 << 20
-"""Bytes of a bucket of `Policy.full_tensors`."""
 
 
 class Command:
@@ -82,15 +80,14 @@ class Command:
         }
         if rollout.engine == "hf":                                      # its weights are in the reserve of all phases
             engine = {"engine's activations": 0.0}
-        largest = policy.itemsize * max(policy.head, policy.embedding)
-        bucket = min(BUCKET + largest, policy.itemsize * policy.all) * (1 + 1 / self.gpus)
-        buckets = largest if self.gpus == 1 else bucket + largest
+        # one unsharded tensor at a time, and the buffer of its gathering; on one rank a copy in another dtype
+        largest = policy.itemsize * max(policy.head, policy.embedding) * min(self.gpus, 2) / GIB
         scoring = max((self.scoring(model) for model in plan.trained), key=lambda parts: sum(parts.values()))
         found = {
             "rollout": plan.beside_engine() | engine,
             "log-probs": plan.resident() | scoring,
             "update": plan.update(self.tokens),
-            "save": plan.resident() | {"unsharded weights": buckets / GIB},
+            "save": plan.resident() | {"unsharded weights": largest},
         }
         for phase, parts in found.items():
             if phase != "rollout":
@@ -99,14 +96,17 @@ class Command:
         return found
 
     def scoring(self, model: Model) -> dict[str, float]:
-        """GiB of log-probs or values without a gradient, at the fullest of three moments."""
-        size, hidden = model.itemsize, 2 * model.itemsize * model.config.hidden_size * self.tokens
-        blocks, head = (model.all, model.all) if self.gpus == 1 else (3 * model.block, model.block)
-        head, blocks = (x if self.gpus == 1 else x + model.head for x in (head, blocks))
+        """GiB of log-probs or values without a gradient, at the fullest of three moments. The weights of a group arrive
+        in one buffer, which is there until those of the next group are in their places; on one rank all stay."""
+        hidden = 2 * model.itemsize * model.config.hidden_size * self.tokens
+        at_start, in_block, in_head = (
+            model.itemsize * (model.all if self.gpus == 1 else model.head + others)
+            for others in (model.head + 2 * model.embedding, 3 * model.block, model.block)
+        )
         moments = [
-            (model.gathered_in_forward(), hidden, 0),
-            (size * blocks, self.tokens * in_forward(model), 0),
-            (size * head, hidden, model.tiles(self.tokens)[0]),
+            (at_start, hidden, 0),
+            (in_block, self.tokens * in_forward(model), 0),
+            (in_head, hidden, model.tiles(self.tokens)[0]),
         ]
         names = "unsharded weights", "activations", "log-prob tiles"
         return {name: x / GIB for name, x in zip(names, max(moments, key=sum))}
@@ -212,6 +212,7 @@ class Planned(Run):
 
     node: int
     gpu_gb: float
+    fits: bool
 
     def __enter__(self):
         args = self.args
@@ -224,7 +225,8 @@ class Planned(Run):
     def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
         command = Command(self.args, self.hf_config, self.world.size, self.gpu_gb, max_tokens, reference, critic)
         print(report(command, self.node))
-        sys.exit(not command.fits())
+        Planned.fits = command.fits()
+        sys.exit(0)
 
     def __exit__(self, *_) -> None:
         pass
@@ -237,16 +239,18 @@ def load(script: str) -> ModuleType:
     return importlib.import_module(Path(script).stem)
 
 
-def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> None:
-    """Run the script up to its plan. `gpus`: GPUs of a machine, or GPUSxMACHINES."""
+def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool:
+    """Run the script up to its plan. `gpus`: GPUs of a machine, or GPUSxMACHINES. Returns whether it fits."""
     node, _, machines = gpus.partition("x")
     if not node.isdigit() or not (machines or "1").isdigit() or not int(node) * int(machines or 1):
         raise ValueError(f"--gpus {gpus} must be a number of GPUs, or GPUs and machines as 8x2")
     os.environ["WORLD_SIZE"] = str(int(node) * int(machines or 1))
     Planned.node, Planned.gpu_gb = int(node), VISIBLE * gpu_gb
     module = load(script)
-    with mock.patch.object(module, "Run", Planned):
-        module.main(tyro.cli(module.Args, args=flags))
+    args = tyro.cli(module.Args, args=flags)
+    with mock.patch.object(module, "Run", Planned), contextlib.suppress(SystemExit):
+        module.main(args)
+    return Planned.fits
 
 
 # --------------------------------------------------------------------------- public shapes
@@ -287,10 +291,10 @@ def cell(hf_config: Any, gpus: int, gpu_gb: float) -> str:
     return "no"
 
 
-def table() -> str:
+def table(names: Iterable[str] = SHAPES) -> str:
     rows = ["| model | " + " | ".join(f"{gpus} x {gb:g} GB" for gpus, gb in HOMES) + " |", "| --- " * 6 + "|"]
-    for name, hf_config in SHAPES.items():
-        rows.append(f"| {name} | " + " | ".join(cell(hf_config, *home) for home in HOMES) + " |")
+    for name in names:
+        rows.append(f"| {name} | " + " | ".join(cell(SHAPES[name], *home) for home in HOMES) + " |")
     return "\n".join(rows)
 
 
@@ -308,9 +312,10 @@ def main() -> None:
     if options.script is None:
         parser.error("name a training script, or --table")
     try:
-        plan_script(options.script, flags, options.gpus, options.gpu_gb)
+        sys.exit(not plan_script(options.script, flags, options.gpus, options.gpu_gb))
     except ValueError as error:
-        exit_with_error(error)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -70,13 +70,6 @@ class Model:
             kept += self.experts * (2 * size * hidden + 32) + 4 * num_experts
         return kept
 
-    def gathered_in_forward(self) -> float:
-        """Most bytes of unsharded weights in a forward pass. A group arrives in one buffer, which is there until those
-        of the next group are in their places. On one rank all weights stay."""
-        if self.ranks == 1:
-            return self.itemsize * self.all
-        return self.itemsize * (self.head + max(self.head + 2 * self.embedding, 3 * self.block))
-
     def tiles(self, tokens: int) -> tuple[float, float]:
         """Bytes that the head makes in its forward and in its backward pass (`linear_logp`)."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
@@ -147,12 +140,12 @@ class MemoryPlan:
         return {"weights": 4 * shards, "moments": 8 * shards, "frozen models": frozen + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:
-        """What is on the GPU while the engine is awake. The probe needs gathered weights, unless they are offloaded."""
-        parts = self.resident() | {"unsharded weights": self.policy.gathered_in_forward() / GIB}
+        """What is on the GPU while the engine is awake."""
+        parts = self.resident()
         if self.offload.optimizer:
             parts["moments"] = 0
         if self.offload.params:
-            parts |= {"weights": 0, "frozen models": self.reward_model_gb, "unsharded weights": 0}
+            parts |= {"weights": 0, "frozen models": self.reward_model_gb}
         return parts
 
     def update(self, tokens: int) -> dict[str, float]:
