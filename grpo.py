@@ -44,8 +44,9 @@ class Args(RunArgs):
     """Optimizer steps per pass over the step's responses."""
     epochs_per_step: int = 1
     """Passes over the step's responses."""
-    max_tokens_per_gpu: int = 16384
-    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+    max_tokens_per_gpu: int = 0
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient. 0: the largest
+    that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
     loss: Literal[
@@ -112,12 +113,13 @@ def main(args: Args) -> None:
     num_updates = args.minibatches_per_step * args.epochs_per_step
     temperature = args.rollout.temperature
     with Run(args, correction.covers_cut_sampling) as run:
-        engine = run.start_engine(trained=1, frozen=args.kl_loss_coef > 0)
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu, reference=args.kl_loss_coef > 0)
+        engine = run.start_engine()
         policy, optimizer = run.load_policy()
         reference = run.load_reference() if args.kl_loss_coef else None
         run.describe(
             f"{args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
-            P, G, args.minibatches_per_step, args.epochs_per_step, args.max_tokens_per_gpu,
+            P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
         for step in run.steps():
@@ -134,9 +136,7 @@ def main(args: Args) -> None:
             all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED
             in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
-            minibatches = run.to_minibatches(
-                rollout, in_update, args.minibatches_per_step, args.max_tokens_per_gpu, step
-            )
+            minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
             # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
             if correction.needs_old_logp(num_updates > 1 or args.loss in SELECTED):

@@ -47,8 +47,9 @@ class Args(RunArgs):
     """Optimizer steps per pass over the step's responses."""
     epochs_per_step: int = 1
     """Passes over the step's responses."""
-    max_tokens_per_gpu: int = 16384
-    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+    max_tokens_per_gpu: int = 0
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient. 0: the largest
+    that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
     clip_low: float | None = None
@@ -124,7 +125,8 @@ def main(args: Args) -> None:
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
     with Run(args, correction.covers_cut_sampling) as run:
-        engine = run.start_engine(trained=2, frozen=with_reference)
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference, args.critic_model or args.model)
+        engine = run.start_engine()
         policy, optimizer = run.load_policy()
         critic, critic_optimizer = run.load_critic(args.critic_model or args.model, args.critic_optim)
         reference = run.load_reference() if with_reference else None
@@ -132,7 +134,7 @@ def main(args: Args) -> None:
             f"ppo, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward {args.kl_reward_coef:g} "
             f"({args.kl_controller}), entropy coef {args.entropy_coef:g}; GAE gamma {args.gamma:g}, lambda "
             f"{args.lam:g}; critic lr {args.critic_optim.lr:g}",
-            P, G, args.minibatches_per_step, args.epochs_per_step, args.max_tokens_per_gpu,
+            P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
         kl_coef = run.script_state.get("kl_coef", args.kl_reward_coef)
@@ -147,9 +149,7 @@ def main(args: Args) -> None:
             rewards = rollout.scores                                                            # [S] NaN: no reward
             in_update = rollout.in_loss                                                         # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
-            minibatches = run.to_minibatches(
-                rollout, in_update, args.minibatches_per_step, args.max_tokens_per_gpu, step
-            )
+            minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
             # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward; values
             if correction.needs_old_logp(num_updates > 1 or args.kl_reward_coef > 0):

@@ -21,9 +21,6 @@ class TemplateConfig:
     """A Jinja file to use instead of the tokenizer's chat template."""
     chat_template_kwargs: str = "{}"
     """Further arguments of the chat template, as a JSON object, e.g. '{"enable_thinking": false}'."""
-    cache_dir: str = ""
-    """Existing folder, best on a local disk, for the tokenised prompts while the run lasts: about as large as the
-    unpacked data. Default: the system's temporary folder."""
 
 
 @dataclass

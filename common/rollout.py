@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.batch import Batch
@@ -24,7 +23,7 @@ from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers
-from common.parallel.ranks import World, all_sum
+from common.parallel.ranks import World, all_gather_objects, all_sum
 from common.prompts import Prompt
 from common.segments import segment_sum
 
@@ -98,9 +97,7 @@ class Rollout:
             [s.index, s.group, s.row, s.response.tokens, s.response.logp, s.response.finish_reason, s.score, s.extras]
             for s in self.samples
         ]
-        shares = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, mine)
-        return sorted(chain(*shares), key=lambda saved: saved[0])
+        return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
 
     @classmethod
     def from_state(cls, state: list[list], data: PromptSet, world: World) -> "Rollout":

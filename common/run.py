@@ -16,11 +16,13 @@ from common.engine.base import Engine, RolloutConfig, SamplingConfig
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
-from common.model.offload import Offload, OffloadConfig, resident_gb
-from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
+from common.model.memory_plan import MemoryPlan
+from common.model.offload import Offload, OffloadConfig
+from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
 from common.rollout import Minibatch, Rollout, to_minibatches
+from common.tracking.console import print_on_main
 from common.tracking.rollouts import write_validation
 from common.tracking.step import rollout_metrics
 from common.tracking.validation import evaluate, spread_rows
@@ -69,18 +71,23 @@ class Run(Training):
         self.engine_name = args.rollout.engine
         return self
 
-    def start_engine(self, trained: int, frozen: bool = False) -> Engine:
-        """Start the engine before the models, because it reads how much memory is free. `trained`: how many models of
-        this size will be trained beside it; `frozen`: whether a frozen one will be loaded."""
+    def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
+        """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `reference`: a
+        frozen policy will be loaded; `critic`: folder of a second model that will be trained."""
+        self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, reference, critic)
+        max_tokens = self.plan.choose_budget(max_tokens, self.world.device)
+        print_on_main(self.world, f"memory {self.plan.chosen}")
+        return max_tokens
+
+    def start_engine(self) -> Engine:
+        """Start the engine before the models, because it reads how much memory is free."""
         args = self.args
         self.watchdog.phase("start of the engine")
         probe = [prompt.tokens for prompt in self.train_set[:4]]
         stops = stop_tokens(args.model, self.tokenizer)
-        trainer_gb = check_reward_model(args.reward_model, args.policy, self.world.size)
-        trainer_gb += resident_gb(self.hf_config, args.policy, args.offload, self.world.size, trained, frozen)
         self.engine = make_engine(
             args.model, self.hf_config, args.rollout, args.policy, self.world, probe, stops, self.max_sequence_length,
-            args.seed, trainer_gb,
+            args.seed, sum(self.plan.beside_engine().values()),
         )
         return self.engine
 
@@ -139,7 +146,7 @@ class Run(Training):
         metrics = rollout_metrics(
             sampled or rollout, self.num_sampled_tokens, self.timer.seconds["gen"], args.data.max_prompt_length,
             args.rollout.max_response_length,
-        ) | metrics
+        ) | self.plan.error_frac(minibatches, self.world.device) | metrics
         self.num_sampled_tokens = 0.0
         self.end_step(step, minibatches, rollout.lengths, metrics, results, num_epochs)
 

@@ -82,11 +82,11 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptS
     rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
     return load_shared(
         lambda folder: tokenise_files(find_files(files), tokenizer, config, folder),
-        lambda folder, loaded: PromptSet(folder, loaded, config), config.cache_dir,
+        lambda folder, loaded: PromptSet(folder, loaded, config),
     )
 
 
-def load_shared(write: Callable[[str], Loaded], read: Callable[[str, Loaded], Any], cache_dir: str) -> Any:
+def load_shared(write: Callable[[str], Loaded], read: Callable[[str, Loaded], Any]) -> Any:
     """What `read` makes of the folder that `write` filled: in a process group, where all ranks must call this, local
     rank 0 of each node writes, the others wait and get the same rows or the same error."""
     rank, local_rank = 0, 0
@@ -95,11 +95,11 @@ def load_shared(write: Callable[[str], Loaded], read: Callable[[str, Loaded], An
     with ExitStack() as stack:
         def work() -> tuple[str, Loaded]:
             try:
-                folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts", dir=cache_dir or None))
+                folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts"))
                 return folder, write(folder)
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(
-                    f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
+                    f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder"
                 ) from None
 
         results = together(lambda: work() if local_rank == 0 else None, ValueError)

@@ -107,13 +107,15 @@ def check_vllm(config: RolloutConfig, world: World) -> None:
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
                 **others: int) -> None:
-    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1."""
+    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1, but
+    --max-tokens-per-gpu may be 0, which means that it is chosen."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
              "minibatches_per_step": minibatches_per_step, **others}
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        least = 0 if name == "max_tokens_per_gpu" else 1
+        if value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     if prompts_per_step % max(world_size // tp, 1):
         raise ValueError(
             f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "
@@ -132,7 +134,7 @@ def make_engine(
     probe: Sequence[Sequence[int]], stop_token_ids: list[int], max_model_len: int, seed: int, trainer_gb: float = 0.0,
 ) -> Engine:
     """Start the engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from
-    it. `trainer_gb`: memory that the trainer keeps on each GPU while the engine is awake (`memory.resident_gb`)."""
+    it. `trainer_gb`: memory that the trainer keeps on each GPU while the engine is awake (`MemoryPlan.resident_gb`)."""
     if config.engine == "hf":
         return HFEngine(hf_config, config, model_config, world, probe, stop_token_ids)
     return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)

@@ -49,19 +49,24 @@ def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_
 
 def _layers_per_token(config: PretrainedConfig) -> float:
     """FLOPs of the projections and MLPs of all layers, a token."""
-    hidden, heads, num_layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = config.to_dict().get("num_key_value_heads") or heads
+    projections = 2 * hidden * head_dim(config) * (2 * heads + 2 * kv_heads)                    # q and o, k and v
+    return config.num_hidden_layers * projections + 6 * hidden * sum(mlp_widths(config))
+
+
+def mlp_widths(config: PretrainedConfig) -> list[int]:
+    """The intermediate width that a token runs through in each layer; of a mixture that of all its experts."""
     fields = config.to_dict()           # families differ in these fields: absent or None, the model has no such thing
-    mlp_widths = [config.intermediate_size] * num_layers
+    widths = [config.intermediate_size] * config.num_hidden_layers
     if "num_experts_per_tok" in fields:
         expert = fields.get("moe_intermediate_size") or config.intermediate_size
         shared = fields.get("shared_expert_intermediate_size") or fields.get("n_shared_experts", 0) * expert
         dense = {*(fields.get("mlp_only_layers") or ()), *range(fields.get("first_k_dense_replace", 0))}
-        for layer in range(num_layers):
+        for layer in range(config.num_hidden_layers):
             if layer not in dense and (layer + 1) % fields.get("decoder_sparse_step", 1) == 0:
-                mlp_widths[layer] = config.num_experts_per_tok * expert + shared
-    kv_heads = fields.get("num_key_value_heads") or heads
-    projections = 2 * hidden * _head_dim(config) * (2 * heads + 2 * kv_heads)                   # q and o, k and v
-    return num_layers * projections + 6 * hidden * sum(mlp_widths)
+                widths[layer] = config.num_experts_per_tok * expert + shared
+    return widths
 
 
 def _head_per_token(config: PretrainedConfig) -> float:
@@ -77,7 +82,7 @@ def _attention(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) ->
     if unknown:
         raise ValueError(f"sequence_cost counts full and sliding attention; {config.model_type} has {sorted(unknown)}")
     pairs = sum(_pairs(before + new, spans[kind]) - _pairs(before, spans[kind]) for kind in kinds)
-    return 4 * config.num_attention_heads * _head_dim(config) * pairs
+    return 4 * config.num_attention_heads * head_dim(config) * pairs
 
 
 def _pairs(length: np.ndarray, window: float) -> np.ndarray:
@@ -86,5 +91,5 @@ def _pairs(length: np.ndarray, window: float) -> np.ndarray:
     return near * (near + 1) / 2 + (length - near) * near
 
 
-def _head_dim(config: PretrainedConfig) -> int:
+def head_dim(config: PretrainedConfig) -> int:
     return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads

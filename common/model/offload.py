@@ -1,4 +1,4 @@
-"""Offload the trainer's weights and optimizer moments to host memory while the engine samples, and what stays."""
+"""Offload the trainer's weights and optimizer moments to host memory while the engine samples."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
-
-from common.model.policy import ModelConfig
 
 
 @dataclass
@@ -102,19 +99,3 @@ class OffloadedTensors:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def resident_gb(hf_config: PretrainedConfig, model_config: ModelConfig, offload: OffloadConfig, ranks: int,
-                trained: int, frozen: int) -> float:
-    """GiB that the trainer's models keep on each of `ranks` GPUs while the engine is awake and gradients are freed.
-
-    `trained` models of this size have float32 weights and AdamW's two moments, `frozen` ones bfloat16 weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
-    weights = model.num_parameters()
-    sharded = 0                                                                                 # bytes
-    if not offload.optimizer:
-        sharded += weights * 8 * trained
-    if not offload.params:
-        sharded += weights * (4 * trained + 2 * frozen)
-    return sharded / ranks / 2**30

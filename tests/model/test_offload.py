@@ -5,7 +5,7 @@ import torch
 from common.engine.base import RolloutConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
-from common.model.offload import Offload, OffloadConfig, resident_gb
+from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, make_optimizer
 from tests.rank_worker import train
@@ -51,14 +51,3 @@ def test_offloading_changes_no_weight_and_frees_every_storage(tiny_llama, world)
         for sizes, away in seen:
             assert [size == 0 for size in sizes] == [config.params] * num_params + [True] * 2 * num_params
             assert away == sum(kept[0][0][0 if config.params else num_params :])
-
-
-def test_resident_gb_by_hand(tiny_llama):
-    """49,152 x 32 embeddings (tied), two layers of 32 x (32 + 16 + 16 + 32) + 3 x 32 x 64 + 64, a norm of 32."""
-    config = read_config(tiny_llama, ModelConfig())
-    numel = 49152 * 32 + 2 * (32 * 96 + 3 * 32 * 64 + 64) + 32
-    both = resident_gb(config, ModelConfig(), OffloadConfig(), 2, trained=1, frozen=1)
-    assert both == numel * 14 / 2 / 2**30
-    weights_only = resident_gb(config, ModelConfig(), OffloadConfig(optimizer=True), 1, trained=1, frozen=0)
-    assert weights_only == numel * 4 / 2**30
-    assert resident_gb(config, ModelConfig(), OffloadConfig(params=True, optimizer=True), 1, trained=2, frozen=3) == 0

@@ -23,7 +23,7 @@ from transformers import (
 
 from common.batch import Batch
 from common.model.loading import CAUSAL_LM, SCORED, load_critic, load_policy, read_config
-from common.model.offload import OffloadConfig, resident_gb
+from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
 from tests.engine.engine_models import make_model
@@ -325,8 +325,7 @@ def test_code_that_comes_with_the_model_runs_only_if_trusted(world, tmp_path):
     trusting = ModelConfig(compute_dtype="float32", trust_remote_code=True)
     config = read_config(folder, trusting)
     llama = LlamaConfig(**SIZES, tie_word_embeddings=False)
-    plain = resident_gb(llama, FLOAT32, OffloadConfig(), 1, trained=1, frozen=0)
-    assert resident_gb(config, trusting, OffloadConfig(), 1, trained=1, frozen=0) == plain > 0
+    assert Model(config, trusting, 1).all == Model(llama, FLOAT32, 1).all > 0
     batch = make_batch(53)
     reference = load_policy(save_model(llama, tmp_path / "llama"), FLOAT32, world)
     assert torch.equal(load_policy(folder, trusting, world).score(batch, 1.0), reference.score(batch, 1.0))

@@ -153,13 +153,6 @@ def test_what_is_wrong_with_a_command_is_found():
         assert any(problem in text for text in found), (found, problem)
 
 
-def test_the_memory_table_is_what_its_command_prints():
-    done = subprocess.run([sys.executable, "-m", "tools.memory_table"], cwd=ROOT, capture_output=True, text=True,
-                          check=True)
-    assert done.stdout.count("|") > 100
-    assert done.stdout in (ROOT / "docs/gpus.md").read_text()
-
-
 def test_the_image_is_made_of_files_that_exist():
     definition = (ROOT / "slurm/plainrl.def").read_text()
     copied = re.search(r"^%files\n((?: .*\n)+)", definition, flags=re.MULTILINE)[1].split("\n")[:-1]

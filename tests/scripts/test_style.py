@@ -32,7 +32,9 @@ PHASES = ["1 rollout", "2 reward", "3 log-probs", "4 advantages", "5 update", "6
 SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300}
 FILE_CEILING = 350                                                      # any file of common/ and below it
 READ_CEILING = 2100                                                     # all files that lie directly in common/
-PACKAGES_CEILING = 4300                                                 # all files of the packages below common/
+PACKAGES_CEILING = 4300                                                 # the packages below common/, without ...
+PLANNED = {"common/model/memory_plan.py"}                               # ... what was planned for later, with which
+WHOLE_CEILING = 5500                                                    # they have so many
 MAKEFILE_CEILING = 59
 CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190}         # against grpo.py, added plus removed
 
@@ -341,7 +343,11 @@ def over_ceiling(sources: dict[str, str]) -> dict[str, int]:
     below = {file: n for file, n in lines.items() if re.match(r"common/\w+/", file)}
     limits = dict.fromkeys([*directly, *below], FILE_CEILING) | SCRIPT_CEILINGS
     found = {file: n for file, n in lines.items() if file in limits and n > limits[file]}
-    for zone, files, limit in (("common/*.py", directly, READ_CEILING), ("common/*/", below, PACKAGES_CEILING)):
+    unplanned = {file: n for file, n in below.items() if file not in PLANNED}
+    for zone, files, limit in (
+        ("common/*.py", directly, READ_CEILING), ("common/*/", unplanned, PACKAGES_CEILING),
+        ("common/*/, all", below, WHOLE_CEILING),
+    ):
         if sum(files.values()) > limit:
             found[zone] = sum(files.values())
     return found

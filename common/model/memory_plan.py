@@ -1,0 +1,194 @@
+"""How much GPU memory the trainer takes: arithmetic from the model's config and the flags. No weight is made.
+
+Counted are what FSDP2 keeps in shards and gathers for a block at a time, what autograd keeps of blocks with gated MLPs
+or experts, and the tiles of `linear_logp`, on the fullest rank, when the gradients of earlier micro-batches are there.
+tests/cuda/test_memory_plan.py holds it to a simulation of the real step; tools/plan.py prints it.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
+
+from common.batch import Batch
+from common.engine.vllm import GRAPHS_GB, RESERVED_GB
+from common.kernels import tile_shape
+from common.model.flops import head_dim, mlp_widths
+from common.model.loading import CAUSAL_LM, SCORED, read_config
+from common.model.policy import ModelConfig
+from common.model.reward_model import check_reward_model
+from common.parallel.ranks import all_max
+
+GIB = 2**30
+MAX_TOKENS = 32768
+"""The largest budget that is chosen: a micro-batch of this size keeps a GPU busy."""
+TOKENS_ON_CPU = 16384
+FRAGMENTS = 1.25
+"""Bytes that torch's allocator holds for each byte that comes and goes in a pass (simulated: 1.1 to 1.35)."""
+
+
+class Model:
+    """The sizes of a model that memory follows from, and the bytes of its passes beside shards and gradients."""
+
+    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, is_critic: bool = False):
+        """`is_critic`: a backbone with a scalar head, else a causal LM."""
+        family = AutoModel if is_critic else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = family.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        self.config, self.ranks, self.is_critic = hf_config.get_text_config(), ranks, is_critic
+        self.itemsize = getattr(torch, config.compute_dtype).itemsize
+        self.mlp_width = max(mlp_widths(self.config))
+        self.experts = self.config.to_dict().get("num_experts_per_tok") or 0    # that a token runs through
+        blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        self.largest, self.num_blocks = max(blocks, key=count), len(blocks)
+        # numbers of weights: of all, and of what FSDP2 gathers together: a block, an untied embedding, head and rest
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.all, self.block = count(model), count(self.largest)
+        self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)
+        self.head = self.all - sum(map(count, blocks)) - self.embedding
+        # dimension 0 of each is cut into equal chunks, the last ones shorter
+        self.shard = sum(-(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters())
+        self.recomputes = config.gradient_checkpointing
+        if self.recomputes is None:
+            self.recomputes = self.all > 1e9
+
+    def kept_by_block(self, keys: float) -> float:
+        """Bytes a token that autograd keeps of a block. `keys`: rows of keys and values gathered for each token."""
+        size, hidden, heads = self.itemsize, self.config.hidden_size, self.config.num_attention_heads
+        queries = heads * head_dim(self.config)
+        key_values = (self.config.to_dict().get("num_key_value_heads") or heads) * head_dim(self.config)
+        widths = {"q_norm": queries, "k_norm": key_values}
+        norms = [name.split(".")[-2] for name, _ in self.largest.named_parameters() if name.endswith("norm.weight")]
+        kept = (4 + size) * sum(widths.get(norm, hidden) for norm in norms)     # input in float32, normalised one
+        kept += size * (hidden + 2 * queries + (2 + 2 * keys) * key_values) + 4 * heads     # input, q, k, v, output
+        kept += size * (hidden + 4 * self.mlp_width)                    # input; gate, its activation, up, the product
+        if self.experts:                                                # inputs and outputs of experts, router, order
+            num_experts = max(len(p) for p in self.largest.parameters() if p.ndim == 3)
+            kept += self.experts * (2 * size * hidden + 32) + 4 * num_experts
+        return kept
+
+    def tiles(self, tokens: int) -> tuple[float, float]:
+        """Bytes that the head makes in its forward and in its backward pass (`linear_logp`)."""
+        hidden, vocab = self.config.hidden_size, self.config.vocab_size
+        if self.is_critic:
+            return 0, 4 * tokens * hidden
+        shape = tile_shape(torch.empty(tokens, hidden, device="meta"), torch.empty(vocab, hidden, device="meta"))
+        rows, columns = shape[0], min(shape[1], vocab)
+        logits, weights = 4 * rows * columns, 4 * columns * hidden
+        return 2 * logits, 1.5 * logits + weights + max(weights, 4 * rows * hidden) + 4 * tokens * hidden
+
+    def update(self, tokens: int, keys: float) -> dict[str, float]:
+        """Bytes of a forward and backward pass at its fullest moment, by part."""
+        size, block, head, embedding = self.itemsize, self.block, self.head, self.embedding
+        hidden, kept = size * self.config.hidden_size, self.kept_by_block(keys)
+        of_blocks = tokens * self.num_blocks * (hidden if self.recomputes else kept)
+        at_head = of_blocks + tokens * (4 * self.config.hidden_size + 3 * hidden)       # last norm, head's input
+        added = max(2 * size * self.mlp_width, 3 * hidden * self.experts) + 2 * hidden
+        in_block = of_blocks + tokens * (added + (kept if self.recomputes else -kept))
+        # on one rank all weights are there, else a block's, in backward also those of the next one on their way
+        one, two = (self.all - head, self.all - head) if self.ranks == 1 else (block, 2 * block)
+        end = size * (head + 2 * embedding) + 4 * max(head, block, embedding)       # gradients, one sum in float32
+        if not embedding:
+            end = max(size * 3 * head + 4 * block, (size + 4) * head)
+        if self.ranks == 1:
+            end += 4 * max(head, embedding)
+        forward_tiles, backward_tiles = self.tiles(tokens)
+        moments = [                                                     # unsharded weights, activations, tiles
+            (size * (head + one), at_head, forward_tiles),
+            (size * (2 * head + one), at_head, backward_tiles),
+            (size * (2 * head + two + block / 3) + 4 * block, in_block, 0),
+            (end, 2 * tokens * hidden, 0),
+        ]
+        return dict(zip(("unsharded weights", "activations", "log-prob tiles"), max(moments, key=sum)))
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def in_passes(parts: dict[str, float]) -> float:
+    return sum(x for part, x in parts.items() if part in ("unsharded weights", "activations", "log-prob tiles"))
+
+
+class MemoryPlan:
+    """What the trainer keeps on the fullest GPU, in GiB."""
+
+    def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, reference: bool = False,
+                 critic: str = ""):
+        """`args`: a script's flags; `longest`: tokens of the longest prompt and response; `critic`: its folder."""
+        self.offload, self.longest, self.reference = args.offload, longest, reference
+        self.policy = Model(hf_config, args.policy, ranks)
+        self.trained = [self.policy]
+        if critic:
+            config = read_config(critic, args.policy, "--critic-model", CAUSAL_LM + SCORED)
+            self.trained.append(Model(config, args.policy, ranks, is_critic=True))
+        self.reward_model_gb = check_reward_model(args.reward_model, args.policy, ranks)
+        self.reserved_gb = RESERVED_GB + (0 if args.rollout.enforce_eager else GRAPHS_GB)
+        if args.rollout.engine == "hf":                                 # its weights stay on the GPU
+            self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
+        self.keys = longest / args.rollout.max_response_length if args.policy.share_prompt else 0.0
+        self.chosen = ""
+        """The budget of a micro-batch and the reason for it, in words."""
+
+    def resident(self) -> dict[str, float]:
+        """What stays between the phases, by part."""
+        shards = sum(model.shard for model in self.trained) / GIB
+        frozen = self.policy.itemsize * self.policy.shard / GIB if self.reference else 0
+        return {"weights": 4 * shards, "moments": 8 * shards, "frozen models": frozen + self.reward_model_gb}
+
+    def beside_engine(self) -> dict[str, float]:
+        """What is on the GPU while the engine is awake."""
+        parts = self.resident()
+        if self.offload.optimizer:
+            parts["moments"] = 0
+        if self.offload.params:
+            parts |= {"weights": 0, "frozen models": self.reward_model_gb}
+        return parts
+
+    def update(self, tokens: int) -> dict[str, float]:
+        """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
+        passes = [{"gradients": 4 * model.shard} | model.update(tokens, self.keys) for model in self.trained]
+        fullest = max(passes, key=lambda parts: sum(parts.values()))
+        return self.resident() | {part: x / GIB for part, x in fullest.items()}
+
+    def update_gb(self, tokens: int) -> float:
+        """All that the update takes of a GPU, with what lies free between the blocks in use."""
+        parts = self.update(tokens)
+        return sum(parts.values()) + (FRAGMENTS - 1) * in_passes(parts) + self.reserved_gb
+
+    def largest_budget(self, gpu_gb: float) -> int:
+        """The most tokens, up to MAX_TOKENS, that fit; 0: not even the longest sequence does."""
+        sizes = [self.longest, *range(1024 * -(-self.longest // 1024), MAX_TOKENS + 1, 1024)]
+        return max((tokens for tokens in sizes if self.update_gb(tokens) <= gpu_gb), default=0)
+
+    def choose_budget(self, requested: int, device: torch.device) -> int:
+        """Return the token budget of a micro-batch: `requested`, or if it is 0 the largest that fits."""
+        if device.type == "cpu":
+            self.chosen = f"micro-batches of {requested or TOKENS_ON_CPU:,} tokens (nothing is calculated for CPUs)"
+            return requested or TOKENS_ON_CPU
+        gpu_gb = -all_max([-torch.cuda.mem_get_info()[1]]).item() / GIB         # all ranks need the same budget
+        tokens = requested or self.largest_budget(gpu_gb)
+        if not tokens:
+            raise ValueError(
+                f"the longest prompt and response, {self.longest} tokens, need {self.update_gb(self.longest):.1f} GiB, "
+                f"by calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing True or a "
+                f"smaller --rollout.max-response-length; python -m tools.plan says what fits"
+            )
+        self.chosen = (
+            f"micro-batches of {tokens:,} tokens ({'--max-tokens-per-gpu' if requested else 'the most that fit'}); "
+            f"calculated: the update takes {self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB, and "
+            f"{sum(self.beside_engine().values()):.1f} stay beside the engine"
+        )
+        return tokens
+
+    def error_frac(self, minibatches: Iterable[Iterable[Batch]], device: torch.device) -> dict[str, float]:
+        """The trainer's measured peak so far against the plan for the largest micro-batch of a step. After an optimizer
+        step, when this is called, all that is allocated beside `resident` belongs to the engine."""
+        if device.type == "cpu":
+            return {}
+        planned = sum(self.update(max(len(batch.tokens) for batch in chain(*minibatches))).values())
+        above = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) / GIB
+        return {"perf/plan_error_frac": (sum(self.resident().values()) + above) / planned - 1}

@@ -1,0 +1,53 @@
+"""The arithmetic of common/model/memory_plan.py against a simulation of the same step with the project's own code."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+
+from common.engine.base import RolloutConfig
+from common.model.memory_plan import MemoryPlan, Model
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig
+from tests.cuda.fake_cuda import WHY_NOT
+from tests.cuda.memory import Case, Peak, simulate
+from tests.cuda.shapes import MODELS, dense, mixture
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+KEEP, RECOMPUTE = ModelConfig(gradient_checkpointing=False), ModelConfig(gradient_checkpointing=True)
+SHARE = ModelConfig(gradient_checkpointing=False, share_prompt=True)
+SIZES = {"hidden": 512, "layers": 2, "heads": 8, "kv_heads": 4, "vocab": 32000}
+UNTIED, TIED = (dense("Llama", width=1376, is_tied=is_tied, **SIZES) for is_tied in (False, True))
+MIXTURE = mixture(width=384, experts=8, active=2, head_dim=64, **SIZES)
+CASES = {
+    "untied": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP),
+    "untied, one rank, recomputed": Case(UNTIED, gpus=1, tokens=8192, policy=RECOMPUTE),
+    "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
+    "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
+    "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
+    "critic and reference": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, critic=True, reference=True),
+    "7B": Case(MODELS["Qwen2.5-7B"], gpus=8, tokens=16384),                         # from 4 and from 8 layers
+}
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, dict[str, Peak]]:
+    return dict(zip(CASES, simulate(*CASES.values()), strict=True))
+
+
+def plan_of(case: Case) -> MemoryPlan:
+    args = SimpleNamespace(policy=case.policy, rollout=RolloutConfig(max_response_length=case.response_length),
+                           offload=case.offload, reward_model=RewardModelConfig())
+    config = AutoConfig.for_model(**case.model)
+    plan = MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length, case.reference)
+    if case.critic:
+        plan.trained.append(Model(config, case.policy, case.gpus, is_critic=True))
+    return plan
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_update_takes_what_is_simulated(name, simulated):
+    peak = max(simulated[name][phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
+    assert sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) == pytest.approx(peak, rel=0.1)
+    assert peak > 1.2 * simulated[name]["optimizer"].after_gb                           # passes are most of it

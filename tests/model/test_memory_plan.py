@@ -1,0 +1,172 @@
+"""The plan of a run's memory: numbers by hand, what autograd really keeps, the budget that follows."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from common.engine.base import RolloutConfig
+from common.model import memory_plan
+from common.model.memory_plan import GIB, MemoryPlan, Model
+from common.model.offload import OffloadConfig
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 208, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "max_position_embeddings": 128}
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),                           # heads are normalised
+    "mixture": (Qwen3MoeConfig, {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                                 "moe_intermediate_size": 48, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+}
+NUM_TOKENS = 64
+
+
+def plan_of(config, ranks=1, longest=96, **flags) -> MemoryPlan:
+    args = {"policy": ModelConfig(), "rollout": RolloutConfig(max_response_length=32), "offload": OffloadConfig(),
+            "reward_model": RewardModelConfig()}
+    names = ("reference", "critic")
+    others = {name: flags.pop(name) for name in names if name in flags}
+    return MemoryPlan(SimpleNamespace(**args | flags), config, ranks, longest, **others)
+
+
+# --------------------------------------------------------------------------- what autograd keeps
+
+class Attention(torch.autograd.Function):
+    """Keeps what the variable-length kernels keep: queries, keys, values, the output, a float32 number a head."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = query[0].transpose(0, 1).clone()                          # [T, heads, D]
+        ctx.save_for_backward(query, key, value, out, torch.zeros(out.shape[:2]))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.transpose(0, 1)[None], None, None
+
+
+AttentionInterface.register("kept", lambda module, query, key, value, mask=None, **_: (
+    Attention.apply(query, key, value)[None], None))
+
+
+def kept_bytes(config) -> int:
+    """Of all storages that autograd keeps of a bfloat16 model's forward pass, weights aside."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="kept")
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor             # alive, so that no address is used twice
+        return tensor
+
+    tokens = torch.randint(0, 50, (1, NUM_TOKENS))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=tokens, position_ids=torch.arange(NUM_TOKENS)[None], use_cache=False)
+    return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_kept_by_a_block_are_those_that_autograd_keeps(family):
+    build, others = FAMILIES[family]
+    shallow, deep = (kept_bytes(build(**SIZES, **others, num_hidden_layers=n)) for n in (2, 4))
+    model = Model(build(**SIZES, **others, num_hidden_layers=2), ModelConfig(), 1)
+    assert model.kept_by_block(keys=0) * NUM_TOKENS == pytest.approx((deep - shallow) / 2, rel=0.02)
+
+
+# --------------------------------------------------------------------------- by hand
+
+@pytest.fixture
+def llama():
+    """53 x 64 embedding and head, three layers of 64 x (64 + 16 + 16 + 64) + 3 x 64 x 208 + 128, a norm of 64."""
+    return LlamaConfig(**SIZES | {"vocab_size": 53}, num_hidden_layers=3, tie_word_embeddings=False)
+
+
+LAYER = 64 * (64 + 16 + 16 + 64) + 3 * 64 * 208 + 2 * 64
+ALL = 2 * 53 * 64 + 3 * LAYER + 64
+
+
+def test_what_stays_by_hand(llama):
+    alone = plan_of(llama).resident()
+    assert alone == {"weights": 4 * ALL / GIB, "moments": 8 * ALL / GIB, "frozen models": 0}
+    reference = plan_of(llama, reference=True).resident()
+    assert reference["frozen models"] == 2 * ALL / GIB
+    shard = plan_of(llama, ranks=8).resident()["weights"] * GIB / 4     # 53 rows: 7 on the first of 8 ranks
+    assert shard == 2 * 7 * 64 + (3 * LAYER + 64) / 8
+    assert plan_of(llama).policy.block == LAYER and plan_of(llama).policy.head == 53 * 64 + 64
+
+
+def test_what_stays_beside_the_engine_by_hand(llama):
+    def beside(ranks=1, reference=False, **offload):
+        plan = plan_of(llama, ranks, offload=OffloadConfig(**offload), reference=reference)
+        return sum(plan.beside_engine().values()) * GIB
+
+    assert beside() == pytest.approx(ALL * 12)
+    assert beside(reference=True) == pytest.approx(ALL * 14)
+    assert beside(optimizer=True) == pytest.approx(ALL * 4)
+    assert beside(params=True, reference=True) == pytest.approx(ALL * 8)
+    assert beside(params=True, optimizer=True, reference=True) == 0
+
+
+def test_a_tied_embedding_and_a_critic(llama, tmp_path):
+    """A tied embedding is the head; a critic has no head, and its embedding is gathered by itself."""
+    tied = Model(LlamaConfig(**SIZES, num_hidden_layers=1, tie_word_embeddings=True), ModelConfig(), 1)
+    assert (tied.embedding, tied.head) == (0, 64 * 64 + 64)
+    llama.architectures = ["LlamaForCausalLM"]
+    llama.save_pretrained(tmp_path)
+    alone, both = plan_of(llama), plan_of(llama, critic=str(tmp_path))
+    critic = both.trained[1]
+    assert (critic.embedding, critic.head, critic.all) == (53 * 64, 64, ALL - 53 * 64)
+    assert sum(both.resident().values()) == pytest.approx((ALL + critic.all) * 12 / GIB)
+    assert sum(both.update(96).values()) > sum(alone.update(96).values()) + critic.all * 12 / GIB * 0.99
+
+
+# --------------------------------------------------------------------------- the budget
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that sets the memory that CUDA reports, in GiB."""
+    return lambda gb: monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, int(gb * GIB)))
+
+
+def test_a_budget_that_is_given_is_taken(llama, gpu):
+    gpu(6)
+    plan = plan_of(llama)
+    assert plan.choose_budget(123, CPU) == plan.choose_budget(123, CUDA) == 123
+    assert "123 tokens (--max-tokens-per-gpu)" in plan.chosen and "of 6.0 GiB" in plan.chosen
+    assert plan.choose_budget(0, CPU) == 16384 and "16,384" in plan.chosen
+
+
+def test_the_budget_is_the_largest_that_fits(llama, gpu):
+    gpu(5.6)                                                            # 5.5 of these are reserved
+    plan = plan_of(llama)
+    budget = plan.choose_budget(0, CUDA)
+    assert budget % 1024 == 0 and 1024 < budget < memory_plan.MAX_TOKENS
+    assert plan.update_gb(budget) <= 5.6 < plan.update_gb(budget + 1024)
+    assert f"{budget:,} tokens (the most that fit)" in plan.chosen
+    gpu(80)
+    assert plan.choose_budget(0, CUDA) == memory_plan.MAX_TOKENS
+    assert plan_of(llama, longest=50_000).choose_budget(0, CUDA) == 50_000     # a longest sequence always runs
+
+
+def test_a_longest_sequence_that_does_not_fit_is_refused(llama, gpu):
+    gpu(5)
+    with pytest.raises(ValueError, match=r"96 tokens, need 5\.\d GiB, by calculation, and a GPU has 5\.0: use more"):
+        plan_of(llama).choose_budget(0, CUDA)
+
+
+def test_the_error_of_the_plan(llama, monkeypatch):
+    """The trainer is planned to take what it took; the engine's pool is allocated all the time and is no error."""
+    plan = plan_of(llama, ranks=8)
+    batches = [[SimpleNamespace(tokens=range(n))] for n in (500, 700)]
+    planned = sum(plan.update(700).values()) * GIB
+    resident, pool = sum(plan.resident().values()) * GIB, 3 * GIB
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: resident + pool)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: planned * 1.2 + pool)
+    assert plan.error_frac(batches, CUDA) == {"perf/plan_error_frac": pytest.approx(0.2)}
+    assert plan.error_frac(batches, CPU) == {}

@@ -1,0 +1,98 @@
+"""`python -m tools.plan`: scripts up to their plan, on no GPU and without data; the smallest change; the table."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tools import plan
+
+SHAPE = "Qwen2.5-7B"
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    """A folder with the config of a model of 7B, and nothing else."""
+    config = plan.SHAPES[SHAPE].to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def run(model, monkeypatch, capsys):
+    """A function that plans a script: what is printed and the exit status."""
+    monkeypatch.setenv("WORLD_SIZE", "1")                               # put back at the end
+    monkeypatch.setattr("sys.path", list(plan.sys.path))
+
+    def planned(script: str, *flags: str, gpus: str = "8", gb: str = "80") -> tuple[str, int]:
+        arguments = [script, "--model", model, "--train-data", "nowhere", *flags, "--gpus", gpus, "--gpu-gb", gb]
+        monkeypatch.setattr("sys.argv", ["plan", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            plan.main()
+        said = capsys.readouterr()
+        return said.out + said.err, int(stop.value.code)
+
+    return planned
+
+
+def numbers(said: str, part: str) -> list[float]:
+    line = next(line for line in said.splitlines() if line.startswith(part))
+    return [float(x) for x in line.removeprefix(part).split()]
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "dapo.py", "rloo.py", "ppo.py"])
+def test_scripts_are_planned(script, run):
+    """Weights are 4 bytes each over 8 ranks, in all four phases; PPO's critic is a second model without a head."""
+    said, code = run(str(ROOT / script))
+    assert code == 0 and "it fits" in said and "32,768 tokens a micro-batch (the most that is chosen)" in said
+    whole, head = 7.6156e9, 152064 * 3584
+    weights = (whole + (whole - head) * (script == "ppo.py")) * 4 / 8 / 2**30
+    assert numbers(said, "weights") == pytest.approx([weights] * 4, abs=0.01)
+    assert numbers(said, "engine's weights") == pytest.approx([whole * 2 / 2**30], abs=0.01)
+    totals = numbers(said, "total")
+    assert f"fullest  update, {max(totals):.1f} of 79.2 GiB" in said
+
+
+def test_a_fork_is_planned(run, tmp_path):
+    """Whatever it is called; its flags reach the plan: a reference model is 2 bytes a weight over the ranks."""
+    shutil.copy(ROOT / "grpo.py", tmp_path / "my_fork.py")
+    said, code = run(str(tmp_path / "my_fork.py"), "--kl-loss-coef", "0.1", gpus="4x4")
+    assert code == 0 and "on 16 GPUs" in said
+    assert numbers(said, "frozen models") == pytest.approx([7.6156e9 * 2 / 16 / 2**30] * 4, abs=0.01)
+
+
+@pytest.mark.parametrize(("flags", "gpus", "change"), [
+    (["--max-tokens-per-gpu", "131072"], "4", "--max-tokens-per-gpu 0"),
+    (["--rollout.max-response-length", "15000"], "2", "--offload.optimizer"),
+    ([], "1", "2 GPUs"),
+])
+def test_the_smallest_change(flags, gpus, change, run):
+    said, code = run(str(ROOT / "grpo.py"), *flags, gpus=gpus)
+    assert code == 1 and "it does not fit" in said
+    assert said.splitlines()[-1] == f"change   the smallest that makes it fit: {change}"
+    if change.startswith("--"):
+        _, code = run(str(ROOT / "grpo.py"), *flags, *change.split(), gpus=gpus)
+        assert code == 0                                                # as it said
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"gpus": "8y2"}, "--gpus 8y2 must be a number of GPUs, or GPUs and machines as 8x2"),
+    ({"script": "nothing.py"}, "nothing.py is no file"),
+    ({"flags": ["--rollout.tp", "3"]}, "must be multiples of --rollout.tp 3"),
+])
+def test_mistakes_are_one_line(arguments, message, run):
+    flags = arguments.pop("flags", [])
+    said, code = run(arguments.pop("script", str(ROOT / "grpo.py")), *flags, **arguments)
+    assert code == 2 and message in said and said.count("\n") == 1
+
+
+def test_the_table_is_the_one_in_the_documents():
+    """Of three models, as all of them take long: as docs/gpus.md has it, and not all cells alike."""
+    text = Path(ROOT / "docs/gpus.md").read_text()
+    names = ("Qwen3-0.6B", "Qwen2.5-7B", "Qwen3-30B-A3B")
+    rows = [row for row in plan.table(names).splitlines() if row.startswith("| Qwen")]
+    assert len(rows) == 3 and len({cell for row in rows for cell in row.split("|")[2:-1]}) > 4
+    for row in rows:
+        assert row in text.splitlines(), row

@@ -1,0 +1,322 @@
+"""What a command would take of each GPU's memory, and whether it fits, on any machine:
+
+    python -m tools.plan grpo.py --model Qwen/Qwen2.5-7B-Instruct --train-data x --gpus 8x2 --gpu-gb 80
+    python -m tools.plan --table                # of public shapes, for docs/gpus.md
+
+Takes a script (a fork too) with its flags, and reads nothing but the model's config. All numbers are calculated
+(common/model/memory_plan.py), of the fullest rank, in GiB. Exit status 1: it does not fit.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import tyro
+from transformers import AutoConfig
+
+from common.engine import make
+from common.engine.base import RolloutConfig
+from common.model.flops import head_dim
+from common.model.loading import read_config
+from common.model.memory_plan import FRAGMENTS, GIB, MAX_TOKENS, MemoryPlan, Model, in_passes
+from common.model.offload import OffloadConfig
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig
+from common.parallel.ranks import World
+from common.prompts import DataConfig
+from common.run import Run
+
+VISIBLE = 0.99
+"""GiB that CUDA reports for each GB in a GPU's name."""
+ENGINE_SHARE = 0.92
+"""The most that vLLM is given of a GPU (`gpu_share` in common/engine/vllm.py)."""
+ENGINE_TOKENS = 16384
+"""Tokens of vLLM's largest forward pass: its max_num_batched_tokens on a GPU of 80 GB."""
+AT_A_TIME = 16
+"""Longest sequences that the engine's cache must hold. vLLM starts with one, and then decodes one at a time."""
+
+
+class Command:
+    """A command on so many GPUs, and its memory by phase."""
+
+    def __init__(self, args: Any, hf_config: Any, gpus: int, gpu_gb: float, max_tokens: int, reference: bool = False,
+                 critic: str = ""):
+        """`max_tokens` 0: the most that fit."""
+        self.args, self.hf_config, self.gpus, self.gpu_gb = args, hf_config, gpus, gpu_gb
+        self.max_tokens, self.reference, self.critic = max_tokens, reference, critic
+        longest = args.data.max_prompt_length + args.rollout.max_response_length
+        self.plan = MemoryPlan(args, hf_config, gpus, longest, reference, critic)
+        self.tokens = max_tokens or self.plan.largest_budget(gpu_gb) or longest
+
+    def changed(self, flags: dict[str, Any], gpus: int) -> "Command":
+        """With other flags (`--rollout.tp` -> 2), on other GPUs."""
+        args, max_tokens = SimpleNamespace(**vars(self.args)), self.max_tokens
+        for flag, value in flags.items():
+            if flag == "--max-tokens-per-gpu":
+                max_tokens = value
+                continue
+            group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
+            setattr(args, group, dataclasses.replace(getattr(args, group), **{name: value}))
+        return Command(args, self.hf_config, gpus, self.gpu_gb, max_tokens, self.reference, self.critic)
+
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Phase -> part -> GiB."""
+        plan, policy, rollout = self.plan, self.plan.policy, self.args.rollout
+        outside = policy.head + policy.embedding
+        fp8 = 1 if rollout.quantization == "fp8" else policy.itemsize
+        engine = {
+            "engine's weights": ((policy.all - outside) * fp8 + outside * policy.itemsize) / rollout.tp / GIB,
+            "engine's activations": ENGINE_TOKENS * in_forward(policy) / rollout.tp / GIB,
+            f"engine's cache, {AT_A_TIME} sequences": AT_A_TIME * plan.longest * self.cache_gb_per_token(),
+        }
+        if rollout.engine == "hf":                                      # its weights are in the reserve of all phases
+            engine = {"engine's activations": 0.0}
+        # one unsharded tensor at a time, and the buffer of its gathering; on one rank a copy in another dtype
+        largest = policy.itemsize * max(policy.head, policy.embedding) * min(self.gpus, 2) / GIB
+        scoring = max((self.scoring(model) for model in plan.trained), key=lambda parts: sum(parts.values()))
+        found = {
+            "rollout": plan.beside_engine() | engine,
+            "log-probs": plan.resident() | scoring,
+            "update": plan.update(self.tokens),
+            "save": plan.resident() | {"unsharded weights": largest},
+        }
+        for phase, parts in found.items():
+            if phase != "rollout":
+                parts["between blocks"] = (FRAGMENTS - 1) * in_passes(parts)
+            parts["CUDA, NCCL, graphs"] = plan.reserved_gb
+        return found
+
+    def scoring(self, model: Model) -> dict[str, float]:
+        """GiB of log-probs or values without a gradient, at the fullest of three moments. The weights of a group arrive
+        in one buffer, which is there until those of the next group are in their places; on one rank all stay."""
+        hidden = 2 * model.itemsize * model.config.hidden_size * self.tokens
+        at_start, in_block, in_head = (
+            model.itemsize * (model.all if self.gpus == 1 else model.head + others)
+            for others in (model.head + 2 * model.embedding, 3 * model.block, model.block)
+        )
+        moments = [
+            (at_start, hidden, 0),
+            (in_block, self.tokens * in_forward(model), 0),
+            (in_head, hidden, model.tiles(self.tokens)[0]),
+        ]
+        names = "unsharded weights", "activations", "log-prob tiles"
+        return {name: x / GIB for name, x in zip(names, max(moments, key=sum))}
+
+    def cache_gb_per_token(self) -> float:
+        config, tp = self.plan.policy.config, self.args.rollout.tp
+        kv_heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
+        width = max(kv_heads // tp, 1) * head_dim(config)
+        return 2 * config.num_hidden_layers * width * self.plan.policy.itemsize / GIB
+
+    def cache_gb(self) -> float:
+        """What is left for the engine's cache."""
+        parts = self.phases()["rollout"]
+        cache = next(part for part in parts if "cache" in part)
+        awake = sum(x for part, x in parts.items() if part != cache)
+        own = sum(x for part, x in parts.items() if "engine" in part and part != cache)
+        return min(self.gpu_gb - awake, ENGINE_SHARE * self.gpu_gb - own)
+
+    def totals(self) -> dict[str, float]:
+        return {phase: sum(parts.values()) for phase, parts in self.phases().items()}
+
+    def fits(self) -> bool:
+        return max(self.totals().values()) <= self.gpu_gb
+
+
+def in_forward(model: Model) -> float:
+    """Bytes a token of a block's forward pass that keeps nothing: gate, up and product, or the experts' outputs."""
+    hidden = model.config.hidden_size
+    return model.itemsize * (2 * hidden + max(3 * model.mlp_width, 4 * model.experts * hidden))
+
+
+def changes(command: Command, node: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """(flags, GPUs) that take less memory, the smallest change first. `node`: GPUs of one machine."""
+    heads = command.plan.policy.config.num_attention_heads
+    tps = [tp for tp in (2, 4, 8) if tp > command.args.rollout.tp and node % tp == 0 and heads % tp == 0]
+    moments, both = {"--offload.optimizer": True}, {"--offload.optimizer": True, "--offload.params": True}
+    alone: list[dict[str, Any]] = [{}, moments]
+    if command.max_tokens > command.plan.longest:
+        alone.insert(1, {"--max-tokens-per-gpu": 0})
+    if not command.plan.policy.recomputes:
+        alone += [{"--policy.gradient-checkpointing": True}, {"--policy.gradient-checkpointing": True} | moments]
+    alone += [{"--rollout.tp": tp} | other for other in ({}, moments) for tp in tps]
+    alone += [both, *(both | {"--rollout.tp": tp} for tp in tps)]
+    if not command.plan.policy.recomputes:
+        alone += [flags | {"--policy.gradient-checkpointing": True} for flags in alone if "--rollout.tp" in flags]
+    gpus = command.gpus
+    while gpus <= 1024:
+        yield from ((flags, gpus) for flags in alone)
+        gpus *= 2
+
+
+def in_words(flags: dict[str, Any]) -> str:
+    return " ".join(flag if value is True and "." in flag and "gradient" not in flag else f"{flag} {value}"
+                    for flag, value in flags.items())
+
+
+def report(command: Command, node: int) -> str:
+    """The table by phase, and what follows from it."""
+    phases, totals = command.phases(), command.totals()
+    parts = list(dict.fromkeys(part for phase in ("update", "log-probs", "rollout") for part in phases[phase]))
+    parts = [part for part in parts if any(phases[phase].get(part) for phase in phases)]
+    lines = [f"{'GiB on each GPU (calculated)':34}" + "".join(f"{phase:>11}" for phase in phases)]
+    for part in parts:
+        cells = (f"{phases[phase][part]:11.2f}" if phases[phase].get(part) else f"{'':11}" for phase in phases)
+        lines.append(f"{part:34}" + "".join(cells))
+    lines.append(f"{'total':34}" + "".join(f"{total:11.2f}" for total in totals.values()))
+    fullest = max(totals, key=totals.get)
+    policy = command.plan.policy
+    lines += [
+        "",
+        f"model    {policy.all / 1e9:.2f}B weights on {command.gpus} GPUs of {command.gpu_gb:.1f} GiB, gradient "
+        f"checkpointing {'on' if policy.recomputes else 'off'}",
+        f"budget   {command.tokens:,} tokens a micro-batch ({why(command)})",
+        f"fullest  {fullest}, {totals[fullest]:.1f} of {command.gpu_gb:.1f} GiB: "
+        f"{'it fits' if command.fits() else 'it does not fit'}",
+    ]
+    if command.fits():
+        cache = command.cache_gb()
+        tokens = int(cache / command.cache_gb_per_token())
+        lines.append(f"engine   {cache:.1f} GiB are left for its cache: {tokens:,} tokens, "
+                     f"{tokens // command.plan.longest} sequences of {command.plan.longest:,}")
+        return "\n".join(lines)
+    found = next((x for x in changes(command, node) if command.changed(*x).fits()), None)
+    if found is None:
+        return "\n".join([*lines, "change   none of offloading, tensor parallelism and up to 1,024 GPUs makes it fit"])
+    flags, gpus = found
+    words = [f"{gpus} GPUs"] * (gpus != command.gpus) + [in_words(flags)] * bool(flags)
+    return "\n".join([*lines, f"change   the smallest that makes it fit: {' and '.join(words)}"])
+
+
+def why(command: Command) -> str:
+    if command.max_tokens:
+        return "--max-tokens-per-gpu"
+    if command.plan.largest_budget(command.gpu_gb) == 0:
+        return "one longest sequence: not even this fits"
+    return "the most that fit" if command.tokens < MAX_TOKENS else "the most that is chosen"
+
+
+# --------------------------------------------------------------------------- a script's command
+
+class Planned(Run):
+    """Ends where the script asks for the plan: no ranks meet, no data are read, no engine is started."""
+
+    node: int
+    gpu_gb: float
+    fits: bool
+
+    def __enter__(self):
+        args = self.args
+        self.world = World(0, int(os.environ["WORLD_SIZE"]), torch.device("cuda"), mesh=None)
+        self.hf_config = read_config(args.model, args.policy)
+        with mock.patch.object(make, "check_vllm"):                     # it asks what this machine can do
+            make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected)
+        return self
+
+    def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
+        command = Command(self.args, self.hf_config, self.world.size, self.gpu_gb, max_tokens, reference, critic)
+        print(report(command, self.node))
+        Planned.fits = command.fits()
+        sys.exit(0)
+
+    def __exit__(self, *_) -> None:
+        pass
+
+
+def load(script: str) -> ModuleType:
+    if not Path(script).is_file():
+        raise ValueError(f"{script} is no file: name a training script, as in python -m tools.plan grpo.py --model ...")
+    sys.path.insert(0, str(Path(script).parent))
+    return importlib.import_module(Path(script).stem)
+
+
+def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool:
+    """Run the script up to its plan. `gpus`: GPUs of a machine, or GPUSxMACHINES. Returns whether it fits."""
+    node, _, machines = gpus.partition("x")
+    if not node.isdigit() or not (machines or "1").isdigit() or not int(node) * int(machines or 1):
+        raise ValueError(f"--gpus {gpus} must be a number of GPUs, or GPUs and machines as 8x2")
+    os.environ["WORLD_SIZE"] = str(int(node) * int(machines or 1))
+    Planned.node, Planned.gpu_gb = int(node), VISIBLE * gpu_gb
+    module = load(script)
+    args = tyro.cli(module.Args, args=flags)
+    with mock.patch.object(module, "Run", Planned), contextlib.suppress(SystemExit):
+        module.main(args)
+    return Planned.fits
+
+
+# --------------------------------------------------------------------------- public shapes
+
+def shape(kind: str, hidden: int, width: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool = False,
+          **others: int) -> Any:
+    return AutoConfig.for_model(
+        kind, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocab, tie_word_embeddings=tied, **others,
+    )
+
+
+SHAPES = {
+    "Qwen3-0.6B": shape("qwen3", 1024, 3072, 28, 16, 8, 151936, True, head_dim=128),
+    "Qwen2.5-1.5B": shape("qwen2", 1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen3-4B": shape("qwen3", 2560, 9728, 36, 32, 8, 151936, True, head_dim=128),
+    "Qwen2.5-7B": shape("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "Qwen2.5-14B": shape("qwen2", 5120, 13824, 48, 40, 8, 152064),
+    "Qwen2.5-32B": shape("qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "Llama-3.1-70B": shape("llama", 8192, 28672, 80, 64, 8, 128256),
+    "Qwen3-30B-A3B": shape("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128,
+                           num_experts_per_tok=8, moe_intermediate_size=768),
+}
+HOMES = [(1, 80.0), (1, 141.0), (8, 80.0), (16, 80.0), (64, 80.0)]              # GPUs, GB of each
+
+
+def cell(hf_config: Any, gpus: int, gpu_gb: float) -> str:
+    """The budget and the flags with which a GRPO run without a reference fits, or a dash."""
+    args = SimpleNamespace(policy=ModelConfig(), rollout=RolloutConfig(), offload=OffloadConfig(), data=DataConfig(),
+                           reward_model=RewardModelConfig())
+    command = Command(args, hf_config, gpus, VISIBLE * gpu_gb, 0)
+    for flags, more in changes(command, min(gpus, 8)):
+        if more > gpus:
+            break
+        found = command.changed(flags, gpus)
+        if found.fits():
+            return f"{found.tokens:,}" + (f"<br>`{in_words(flags)}`" if flags else "")
+    return "no"
+
+
+def table(names: Iterable[str] = SHAPES) -> str:
+    rows = ["| model | " + " | ".join(f"{gpus} x {gb:g} GB" for gpus, gb in HOMES) + " |", "| --- " * 6 + "|"]
+    for name in names:
+        rows.append(f"| {name} | " + " | ".join(cell(SHAPES[name], *home) for home in HOMES) + " |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("script", nargs="?", help="grpo.py or another training script; its flags follow")
+    parser.add_argument("--gpus", default="8", help="GPUs of a machine, or GPUSxMACHINES (default 8)")
+    parser.add_argument("--gpu-gb", type=float, default=80.0, help="memory of a GPU, as in its name (default 80)")
+    parser.add_argument("--table", action="store_true", help="the table of docs/gpus.md")
+    options, flags = parser.parse_known_args()
+    if options.table:
+        print(table())
+        return
+    if options.script is None:
+        parser.error("name a training script, or --table")
+    try:
+        sys.exit(not plan_script(options.script, flags, options.gpus, options.gpu_gb))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
