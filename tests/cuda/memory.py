@@ -3,15 +3,49 @@
     python -m tests.cuda.memory Qwen2.5-7B --gpus 8 --tokens 16384 --offload.optimizer
 
 One rank of `gpus` is run: real FSDP2 with collectives that do nothing, the real policy, optimizer, engine calls and
-offloading. Every tensor takes its block of a caching allocator like PyTorch's (allocator.py). Not counted, because
-it is no tensor of the trainer's: the CUDA context, NCCL's buffers, cuBLAS's workspaces, and all that the engine holds.
+offloading. Every tensor takes its block of a caching allocator like PyTorch's (allocator.py). Not counted, because it
+is no tensor of the trainer's: the CUDA context, NCCL's buffers, cuBLAS's workspaces, and all that the engine holds.
 """
 
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
-from common.model.offload import OffloadConfig
-from common.model.policy import ModelConfig
+ROOT = Path(__file__).resolve().parent.parent.parent
+if __name__ == "__main__":
+    from tests.cuda import fake_cuda                                    # before anything asks whether there is a GPU
+
+    DEVICE = fake_cuda.install()
+
+import torch
+import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import losses
+from common.batch import Batch
+from common.engine import base
+from common.engine.base import Engine, Response, RolloutConfig
+from common.model import loading
+from common.model.offload import Offload, OffloadConfig
+from common.model.policy import ModelConfig, Policy
+from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.parallel import ranks
+from tests.cuda.shapes import MODELS
+
+DEPTHS = 4, 8
 
 
 class Peak(NamedTuple):
@@ -31,7 +65,7 @@ class Case:
 
     rollout    `engine.wake`: moments offloaded if asked for, weights gathered and handed over, the probe scored; then
                `engine.sleep`, with what was offloaded on its way back
-    log-probs  old and reference log-probs of each micro-batch
+    log-probs  old log-probs of each micro-batch, of the reference too, and values
     forward    } of each micro-batch of the update; gradients of the first are there when the second runs
     backward   }
     optimizer  clipping and AdamW's step
@@ -40,9 +74,10 @@ class Case:
 
     model: dict[str, Any]
     """The fields of a Hugging Face config.json, `model_type` and `architectures` among them."""
-    gpus: int
-    tokens: int
-    """Budget of a micro-batch: as many sequences as fit, at least one (with shared prompts as many groups)."""
+    gpus: int = 1
+    """Ranks over which FSDP2 shards."""
+    tokens: int = 16384
+    """Budget of a micro-batch: as many responses as fit, at least one. A prompt that is shared counts once."""
     prompt_length: int = 256
     response_length: int = 768
     samples_per_prompt: int = 8
@@ -50,13 +85,243 @@ class Case:
     policy: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     reference: bool = False
+    """A frozen model beside the trained one."""
     critic: bool = False
+    """A trained critic of the same size."""
     entropy: bool = False
     """The entropy has a gradient."""
 
 
 def simulate(*cases: Case) -> list[dict[str, Peak]]:
-    """The peaks of each case, by phase: all in one process, which the stand-in needs for itself.
+    """The peaks of each case, by phase. All run in one process of their own, which the stand-in needs.
 
     A model of more than 8 layers is run with 4 and with 8 of them; its peaks follow on a straight line."""
-    raise NotImplementedError
+    jobs = [job for case in cases for job in _jobs(case)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "jobs.pickle"
+        path.write_bytes(pickle.dumps(jobs))
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        done = subprocess.run([sys.executable, "-m", "tests.cuda.memory", "--jobs", path], cwd=ROOT, env=environment,
+                              stdout=subprocess.PIPE, check=True)
+    found = iter(json.loads(done.stdout.splitlines()[-1]))
+    peaks = []
+    for case in cases:
+        by_depth = {depth: {name: Peak(*peak) for name, peak in next(found).items()} for depth in _depths(case)}
+        peaks.append(_extrapolate(by_depth, case.model["num_hidden_layers"]))
+    return peaks
+
+
+def _jobs(case: Case) -> list[Case]:
+    """The case at each depth. Whether layers are recomputed follows from the size of the whole model."""
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**case.model)
+        is_large = AutoModelForCausalLM.from_config(config).num_parameters() > 1e9
+    recompute = case.policy.gradient_checkpointing
+    policy = dataclasses.replace(case.policy, gradient_checkpointing=is_large if recompute is None else recompute)
+    return [dataclasses.replace(case, policy=policy, model=case.model | {"num_hidden_layers": depth})
+            for depth in _depths(case)]
+
+
+def _depths(case: Case) -> tuple[int, ...]:
+    num_layers = case.model["num_hidden_layers"]
+    return DEPTHS if num_layers > max(DEPTHS) else (num_layers,)
+
+
+def _extrapolate(by_depth: dict[int, dict[str, Peak]], num_layers: int) -> dict[str, Peak]:
+    if num_layers in by_depth:
+        return by_depth[num_layers]
+    low, high = sorted(by_depth)
+    share = (num_layers - low) / (high - low)
+    return {
+        name: Peak(*(a + share * (b - a) for a, b in zip(peak, by_depth[high][name])))
+        for name, peak in by_depth[low].items()
+    }
+
+
+# --------------------------------------------------------------------------- what is run
+
+class Handover(Engine):
+    """An engine that takes the weights and forgets them, and says the same to every prompt."""
+
+    def _wake_weights(self) -> None:
+        if self.world.device.type == "cuda":                            # as vLLM's engine does
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _load(self, tensors, sent) -> tuple[int, set[str]]:
+        for _ in tensors:
+            pass
+        return len(sent), set()
+
+    def _generate(self, prompts, seeds, sampling) -> Iterator[tuple[int, Response]]:
+        for request in range(len(prompts)):
+            yield request, Response([7] * sampling.max_response_length, [-1.0] * sampling.max_response_length, "stop")
+
+    def _abort(self, requests: set[int]) -> None:
+        pass
+
+
+def microbatch(case: Case) -> Batch:
+    """As many responses as fit into the budget, group after group."""
+    prompts: list[list[int]] = []
+    room = case.tokens
+    while True:
+        is_first = len(prompts) % case.samples_per_prompt == 0
+        needed = case.response_length
+        if is_first or not case.policy.share_prompt:
+            needed += case.prompt_length
+        if prompts and needed > room:
+            break
+        room -= needed
+        prompts.append([3 + len(prompts) // case.samples_per_prompt] * case.prompt_length)
+    responses = [[7] * case.response_length] * len(prompts)
+    return Batch.build(prompts, responses, rollout_logps=[[-1.0] * case.response_length] * len(prompts))
+
+
+def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextManager]) -> None:
+    """Two steps as the scripts make them; the phases of the second one run in `watch(name)`."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(case.model))
+        policy = loading.load_policy(folder, case.policy, world)
+        models, optimizers = [policy], [make_optimizer(policy, OptimConfig())]
+        reference = loading.load_policy(folder, case.policy, world, frozen=True) if case.reference else None
+        critic = loading.load_critic(folder, case.policy, world) if case.critic else None
+    if critic is not None:
+        models.append(critic)
+        optimizers.append(make_optimizer(critic, OptimConfig()))
+    probe = [[3 + i] * case.prompt_length for i in range(4)]
+    engine = Handover(RolloutConfig(), case.policy, world, probe)
+    frozen = [reference] if case.reference else []
+    engine.offload = Offload(case.offload, models + frozen, optimizers)
+    _step(case, world, engine, policy, reference, critic, optimizers, lambda name: contextlib.nullcontext())
+    _step(case, world, engine, policy, reference, critic, optimizers, watch)
+
+
+def _step(case: Case, world, engine: Engine, policy: Policy, reference, critic, optimizers, watch) -> None:
+    with watch("rollout"):
+        engine.wake(policy)
+        engine.sleep()
+    batch = microbatch(case)
+    microbatches = [batch.to(world.device) for _ in range(case.num_microbatches)]
+    with watch("log-probs"):
+        for one in microbatches:
+            one.old_logp = policy.score(one, 1.0)
+            if reference is not None:
+                one.ref_logp = reference.score(one, 1.0)
+            if critic is not None:
+                one.value = one.returns = critic.score(one)
+    for one in microbatches:
+        one.advantage = one.mask.float()
+    losses.set_token_weights(microbatches, "token-mean")
+    if critic is not None:
+        for one in microbatches:
+            with watch("forward"):
+                value = critic(one)
+                loss, stats = losses.value_loss(value, one.value, one.returns, one.mask)
+            with watch("backward"):
+                (world.size * (loss * one.weight).sum()).backward()
+        with watch("optimizer"):
+            optimizer_step(critic, optimizers[1], 1e-6, OptimConfig())
+    settings = losses.LOSS_DEFAULTS["grpo"]
+    for one in microbatches:
+        with watch("forward"):
+            logp, entropy = policy(one, 1.0, case.entropy)
+            losses.check_finite("logp", logp.detach(), one)
+            loss, stats = losses.ppo(logp, one.old_logp, one.advantage, one.mask, one.cu_seqlens, **settings.bounds)
+            if reference is not None:
+                loss = loss + 0.01 * losses.kl_estimate(logp, one.ref_logp, "k3")
+            if case.entropy:
+                loss = loss - 0.01 * entropy
+        with watch("backward"):
+            (world.size * (loss * one.weight).sum()).backward()
+    with watch("optimizer"):
+        optimizer_step(policy, optimizers[0], 1e-6, OptimConfig())
+    with watch("save"):
+        for _, tensor in policy.full_tensors(getattr(torch, case.policy.compute_dtype)):
+            tensor.to("cpu", copy=True)
+        for model, optimizer in zip([policy, critic], optimizers):
+            moments = [moment for state in optimizer.state.values() for moment in state.values()]
+            for tensor in [*model.parameters(), *moments]:
+                tensor.to("cpu", copy=True)
+
+
+def fill(module: torch.nn.Module, *_) -> None:
+    """In place of reading weights: small numbers."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.to_local().fill_(0.01)
+        for buffer in module.buffers():
+            buffer.fill_(1)
+
+
+@contextlib.contextmanager
+def nothing_read() -> Iterator[None]:
+    """Models are loaded from a config alone. Left out is what takes much time and little memory: the check that packed
+    sequences do not see each other, and checksums of weights, which are made a few megabytes at a time."""
+    stand_ins = {
+        "_read_folder": lambda *_: types.SimpleNamespace(base_model=None, score=None),
+        "_copy_from_main": fill,
+        "check_packing": lambda *_: None,
+    }
+    with mock.patch.multiple(loading, **stand_ins), mock.patch.object(base, "checksum", lambda *_: 0):
+        yield
+
+
+# --------------------------------------------------------------------------- in a process of its own
+
+def peaks_of(case: Case) -> dict[str, Peak]:
+    """Of a case as it is, in this process. The first of all ranks is run: no shard is larger than its."""
+    allocator = DEVICE.allocator
+    found: dict[str, Peak] = {}
+
+    @contextlib.contextmanager
+    def watch(name: str) -> Iterator[None]:
+        allocator.reset_peaks()
+        yield
+        numbers = allocator.peak_allocated, allocator.peak_reserved, allocator.allocated
+        peak = Peak(*(number / 2**30 for number in numbers))
+        before = found.get(name, peak)
+        found[name] = Peak(max(peak.allocated_gb, before.allocated_gb), max(peak.reserved_gb, before.reserved_gb),
+                           peak.after_gb)
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(case.gpus), "LOCAL_RANK": "0"}
+    DEVICE.only_shapes = True
+    with DEVICE, nothing_read():
+        run(case, ranks.init(), watch)
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+@dataclass
+class Args:
+    model: tyro.conf.Positional[str]
+    """One of tests/cuda/shapes.py, or a folder with a config.json."""
+    gpus: int = 8
+    tokens: int = 16384
+    prompt_length: int = 256
+    response_length: int = 768
+    samples_per_prompt: int = 8
+    policy: ModelConfig = field(default_factory=ModelConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    reference: bool = False
+    critic: bool = False
+    entropy: bool = False
+
+
+def main(args: Args) -> None:
+    model = MODELS.get(args.model) or json.loads((Path(args.model) / "config.json").read_text())
+    case = Case(model, **{name: x for name, x in vars(args).items() if name != "model"})
+    by_depth = {depth: peaks_of(job) for depth, job in zip(_depths(case), _jobs(case))}
+    print(f"{args.model} on {args.gpus} GPUs, {args.tokens} tokens a micro-batch: simulated GiB on each")
+    print(f"{'phase':10}{'allocated':>10}{'reserved':>10}{'after':>10}")
+    for name, peak in _extrapolate(by_depth, model["num_hidden_layers"]).items():
+        print(f"{name:10}{peak.allocated_gb:10.2f}{peak.reserved_gb:10.2f}{peak.after_gb:10.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--jobs":
+        print(json.dumps([peaks_of(case) for case in pickle.loads(Path(sys.argv[2]).read_bytes())]))
+    else:
+        main(tyro.cli(Args))
