@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.utils._pytree as pytree
 from torch import distributed as dist
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,7 +44,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from tests.cuda.allocator import Allocator, Block
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+DYNAMO = str(Path(torch.__file__).parent / "_dynamo")                   # its wrapper is around every dispatch
 aten = torch.ops.aten
+WRITE_INTO_ZEROS = (aten.index_put.default, aten.scatter.src, aten.scatter_add.default)
 
 
 def _why_not() -> str:
@@ -80,6 +83,13 @@ def _register_device_guard() -> None:
     registry = (ctypes.c_void_p * num_device_types).in_dll(_library("libc10.so"), symbol)
     assert registry[private_use_1] is not None
     registry[cuda], registry[private_use_1] = registry[private_use_1], None
+
+
+def _register_kernels() -> None:
+    """Where CUDA has a kernel of its own and the CPU build thinks it has none, torch would take an operation apart."""
+    _register_kernels.kept = library = torch.library.Library("aten", "IMPL")
+    for name in ("silu_backward", "mish_backward"):
+        library.impl(name, _nothing, "CUDA")
 
 
 def _build_hooks() -> None:
@@ -339,6 +349,8 @@ class Device(TorchDispatchMode):
         self.capability = capability
         self.total = int(total_gb * 2**30)
         self.allocator = Allocator()
+        self.next_block: Block | None = None
+        """What the next new storage gets."""
         self.only_shapes = False
         """Floating-point tensors have no numbers, and nothing is computed. Where the host asks for one, it gets 0. Whole
         numbers and masks are kept, because sizes follow from them."""
@@ -379,9 +391,28 @@ class Device(TorchDispatchMode):
         numbers = None
         if is_known:
             numbers = torch.full([storage.nbytes()], 255, dtype=torch.uint8).untyped_storage()
-        block = self.allocator.take(storage.nbytes(), _current_stream().stream_id)
+        block, self.next_block = self.next_block, None
+        block = block or self.allocator.take(storage.nbytes(), _current_stream().stream_id)
         held = self.memory[key] = Held(weakref.ref(storage, freed), block, numbers)
         return held
+
+    def pass_on(self, func, args: tuple, out) -> None:
+        """Give the block of an operand to the result, where autograd without a mode would have computed in place.
+
+        Its engine adds gradients up in place, and some formulas write into zeros that they have just made; where there
+        is a mode, both make a new tensor (`isTensorSubclassLike` in torch/csrc/autograd). The references that count
+        here are those of a tensor that nothing but the engine has."""
+        first = args[0]
+        is_sum = func is aten.add.Tensor and isinstance(first, FakeTensor) and isinstance(args[1], FakeTensor)
+        if not (is_sum or func in WRITE_INTO_ZEROS) or not _is_called_by_the_engine():
+            return
+        storage = first.untyped_storage()
+        is_shared = first._use_count() > 4 or torch._C._storage_Use_Count(storage._cdata) > 2
+        if is_sum and (is_shared or not is_non_overlapping_and_dense_or_false(first)):
+            return
+        old, new = self.hold(storage), out.untyped_storage()
+        if new.nbytes() == storage.nbytes() and new._cdata not in self.memory:
+            self.next_block, old.block = old.block, None
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """FSDP2 and `Offload` empty storages and fill them again."""
@@ -405,7 +436,7 @@ class Device(TorchDispatchMode):
         as it is."""
         if isinstance(x, FakeTensor):
             if not self.is_known(x):
-                return torch.zeros(x.shape, dtype=x.dtype)
+                return torch.zeros((), dtype=x.dtype).expand(x.shape)   # takes no memory
             place = x.storage_offset(), x.shape, x.stride()
             return torch.empty(0, dtype=x.dtype).set_(self.hold(x.untyped_storage()).numbers, *place)
         if isinstance(x, torch.UntypedStorage) and x._cdata in self.memory:
@@ -443,7 +474,7 @@ class Device(TorchDispatchMode):
         if func is aten._to_copy.default and to_host:
             kept = {name: x for name, x in kwargs.items() if name in ("dtype", "memory_format")}
             if not self.is_known(args[0]):
-                return torch.zeros(args[0].shape, dtype=kept.get("dtype") or args[0].dtype)
+                return torch.zeros((), dtype=kept.get("dtype") or args[0].dtype).expand(args[0].shape)
             return func(self.read(args[0]), **kept)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             if not self.is_known(args[1]):
@@ -460,11 +491,14 @@ class Device(TorchDispatchMode):
     def _run(self, func, args: tuple, kwargs: dict):
         """Shapes, dtypes and devices first, because they may be refused; then the numbers."""
         is_sized_by_numbers = False
+        self.fake.cache_enabled = "Storage" not in func._overloadname   # it would keep the storage
         try:
             with self.fake:
                 out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             is_sized_by_numbers = True
+        else:
+            self.pass_on(func, args, out)
         if self.only_shapes and not is_sized_by_numbers and not self._keep_whole_numbers(func, args, kwargs, out):
             return out
         kernel = self.kernels.get(func, func)
@@ -512,6 +546,14 @@ def _pushed(device: Device):
         _pop_mode()
 
 
+def _is_called_by_the_engine() -> bool:
+    """Whether no Python code stands between autograd's engine, which runs in a thread of its own, and this operation."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((__file__, DYNAMO)):
+        frame = frame.f_back
+    return frame is None
+
+
 def _place() -> str:
     """`file:function` of the innermost frame that is the project's own code."""
     frame = sys._getframe(1)
@@ -556,6 +598,7 @@ def install(
         raise RuntimeError(WHY_NOT)
     _register_device_guard()
     _build_hooks()
+    _register_kernels()
     FakeTensorMode.avoid_device_init = property(lambda self: True)
     FakeTensor.tolist = lambda tensor: device.read(tensor).tolist()
     from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of c10d's operations

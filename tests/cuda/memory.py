@@ -9,12 +9,7 @@ is no tensor of the trainer's: the CUDA context, NCCL's buffers, cuBLAS's worksp
 
 import contextlib
 import dataclasses
-import gc
 import json
-import os
-import pickle
-import subprocess
-import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -23,12 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-if __name__ == "__main__":
-    from tests.cuda import fake_cuda                                    # before anything asks whether there is a GPU
-
-    DEVICE = fake_cuda.install()
 
 import torch
 import tyro
@@ -43,9 +32,11 @@ from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
+from tests.conftest import launch
 from tests.cuda.shapes import MODELS
 
 DEPTHS = 4, 8
+PHASES = "rollout", "log-probs", "forward", "backward", "optimizer", "save"
 
 
 class Peak(NamedTuple):
@@ -57,6 +48,11 @@ class Peak(NamedTuple):
     """Most that the caching allocator held, which is what nvidia-smi would show."""
     after_gb: float
     """What tensors take when the phase has ended."""
+
+    def later_than(self, before: "Peak") -> "Peak":
+        """Of the same phase, which came twice."""
+        return Peak(max(self.allocated_gb, before.allocated_gb), max(self.reserved_gb, before.reserved_gb),
+                    self.after_gb)
 
 
 @dataclass(frozen=True)
@@ -92,23 +88,27 @@ class Case:
     """The entropy has a gradient."""
 
 
-def simulate(*cases: Case) -> list[dict[str, Peak]]:
-    """The peaks of each case, by phase. All run in one process of their own, which the stand-in needs.
+def simulate(*cases: Case, warm: bool = False) -> list[dict[str, Peak]]:
+    """The peaks of each case, by phase. All run in one process of their own, which the stand-in needs; `warm`: one that
+    has done its imports, for tests.
 
     A model of more than 8 layers is run with 4 and with 8 of them; its peaks follow on a straight line."""
-    jobs = [job for case in cases for job in _jobs(case)]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "jobs.pickle"
-        path.write_bytes(pickle.dumps(jobs))
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-        done = subprocess.run([sys.executable, "-m", "tests.cuda.memory", "--jobs", path], cwd=ROOT, env=environment,
-                              stdout=subprocess.PIPE, check=True)
-    found = iter(json.loads(done.stdout.splitlines()[-1]))
+    found = iter(peaks_of([job for case in cases for job in _jobs(case)], "cuda", warm))
     peaks = []
     for case in cases:
-        by_depth = {depth: {name: Peak(*peak) for name, peak in next(found).items()} for depth in _depths(case)}
+        by_depth = {depth: next(found) for depth in _depths(case)}
         peaks.append(_extrapolate(by_depth, case.model["num_hidden_layers"]))
     return peaks
+
+
+def peaks_of(cases: list[Case], device: str, warm: bool = False, ranks: int = 0) -> list[dict[str, Peak]]:
+    """Of cases as they are, in a process on "cuda", the stand-in, or for real on "cpu" (on `ranks` ranks)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cases.json"
+        path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+        said = launch("tests/cuda/memory_worker.py", device, path, warm=warm, ranks=ranks).stdout
+    found = json.loads(said.splitlines()[-1])
+    return [{name: Peak(*peak) for name, peak in phases.items()} for phases in found]
 
 
 def _jobs(case: Case) -> list[Case]:
@@ -142,11 +142,6 @@ def _extrapolate(by_depth: dict[int, dict[str, Peak]], num_layers: int) -> dict[
 
 class Handover(Engine):
     """An engine that takes the weights and forgets them, and says the same to every prompt."""
-
-    def _wake_weights(self) -> None:
-        if self.world.device.type == "cuda":                            # as vLLM's engine does
-            gc.collect()
-            torch.cuda.empty_cache()
 
     def _load(self, tensors, sent) -> tuple[int, set[str]]:
         for _ in tensors:
@@ -190,7 +185,7 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
         models.append(critic)
         optimizers.append(make_optimizer(critic, OptimConfig()))
     probe = [[3 + i] * case.prompt_length for i in range(4)]
-    engine = Handover(RolloutConfig(), case.policy, world, probe)
+    engine = Handover(RolloutConfig(max_probe_diff=0), case.policy, world, probe)
     frozen = [reference] if case.reference else []
     engine.offload = Offload(case.offload, models + frozen, optimizers)
     _step(case, world, engine, policy, reference, critic, optimizers, lambda name: contextlib.nullcontext())
@@ -198,6 +193,8 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
 
 
 def _step(case: Case, world, engine: Engine, policy: Policy, reference, critic, optimizers, watch) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()                                        # as the engine does before it wakes
     with watch("rollout"):
         engine.wake(policy)
         engine.sleep()
@@ -267,33 +264,6 @@ def nothing_read() -> Iterator[None]:
         yield
 
 
-# --------------------------------------------------------------------------- in a process of its own
-
-def peaks_of(case: Case) -> dict[str, Peak]:
-    """Of a case as it is, in this process. The first of all ranks is run: no shard is larger than its."""
-    allocator = DEVICE.allocator
-    found: dict[str, Peak] = {}
-
-    @contextlib.contextmanager
-    def watch(name: str) -> Iterator[None]:
-        allocator.reset_peaks()
-        yield
-        numbers = allocator.peak_allocated, allocator.peak_reserved, allocator.allocated
-        peak = Peak(*(number / 2**30 for number in numbers))
-        before = found.get(name, peak)
-        found[name] = Peak(max(peak.allocated_gb, before.allocated_gb), max(peak.reserved_gb, before.reserved_gb),
-                           peak.after_gb)
-
-    os.environ |= {"RANK": "0", "WORLD_SIZE": str(case.gpus), "LOCAL_RANK": "0"}
-    DEVICE.only_shapes = True
-    with DEVICE, nothing_read():
-        run(case, ranks.init(), watch)
-    torch.distributed.destroy_process_group()
-    gc.collect()
-    torch.cuda.empty_cache()
-    return found
-
-
 @dataclass
 class Args:
     model: tyro.conf.Positional[str]
@@ -312,16 +282,12 @@ class Args:
 
 def main(args: Args) -> None:
     model = MODELS.get(args.model) or json.loads((Path(args.model) / "config.json").read_text())
-    case = Case(model, **{name: x for name, x in vars(args).items() if name != "model"})
-    by_depth = {depth: peaks_of(job) for depth, job in zip(_depths(case), _jobs(case))}
+    (peaks,) = simulate(Case(model, **{name: x for name, x in vars(args).items() if name != "model"}))
     print(f"{args.model} on {args.gpus} GPUs, {args.tokens} tokens a micro-batch: simulated GiB on each")
     print(f"{'phase':10}{'allocated':>10}{'reserved':>10}{'after':>10}")
-    for name, peak in _extrapolate(by_depth, model["num_hidden_layers"]).items():
+    for name, peak in peaks.items():
         print(f"{name:10}{peak.allocated_gb:10.2f}{peak.reserved_gb:10.2f}{peak.after_gb:10.2f}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--jobs":
-        print(json.dumps([peaks_of(case) for case in pickle.loads(Path(sys.argv[2]).read_bytes())]))
-    else:
-        main(tyro.cli(Args))
+    main(tyro.cli(Args))
