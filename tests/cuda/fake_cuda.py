@@ -588,6 +588,22 @@ class _Functions(TorchFunctionMode):
 
 # --------------------------------------------------------------------------- putting it in place
 
+def fake_process_groups() -> None:
+    """From here on a process group has this process alone, as whatever rank it says it is, and its collectives return
+    at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group, new_group = dist.init_process_group, dist.new_group
+
+    def init_fake_group(backend=None, *, store=None, rank=-1, world_size=-1, timeout=None, **_):
+        init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def new_fake_group(ranks=None, timeout=None, backend=None, **others):
+        return new_group(ranks, **others)
+
+    dist.init_process_group, dist.new_group = init_fake_group, new_fake_group
+
+
 def install(
     name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0), total_gb: float = 79.1,
     num_gpus: int = 8,
@@ -603,7 +619,6 @@ def install(
     FakeTensor.tolist = lambda tensor: device.read(tensor).tolist()
     from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of c10d's operations
     from torch.nn.attention import varlen  # noqa: F401  makes its operators known
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     device = Device(capability, total_gb)
     properties = types.SimpleNamespace(
@@ -646,13 +661,5 @@ def install(
     torch.UntypedStorage.device = property(
         lambda storage: torch.device("cuda", 0) if storage._cdata in device.memory else device_of.__get__(storage)
     )
-    init_process_group, new_group = dist.init_process_group, dist.new_group
-
-    def init_fake_group(backend=None, *, store=None, rank=-1, world_size=-1, timeout=None, **_):
-        init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-    def new_fake_group(ranks=None, timeout=None, backend=None, **others):
-        return new_group(ranks, **others)
-
-    dist.init_process_group, dist.new_group = init_fake_group, new_fake_group
+    fake_process_groups()
     return device

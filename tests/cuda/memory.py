@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -101,12 +102,12 @@ def simulate(*cases: Case, warm: bool = False) -> list[dict[str, Peak]]:
     return peaks
 
 
-def peaks_of(cases: list[Case], device: str, warm: bool = False, ranks: int = 0) -> list[dict[str, Peak]]:
-    """Of cases as they are, in a process on "cuda", the stand-in, or for real on "cpu" (on `ranks` ranks)."""
+def peaks_of(cases: list[Case], device: str, warm: bool = False) -> list[dict[str, Peak]]:
+    """Of cases as they are, in a process on "cuda", the stand-in, or with real memory on "cpu"."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cases.json"
         path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
-        said = launch("tests/cuda/memory_worker.py", device, path, warm=warm, ranks=ranks).stdout
+        said = launch("tests/cuda/memory_worker.py", device, path, warm=warm).stdout
     found = json.loads(said.splitlines()[-1])
     return [{name: Peak(*peak) for name, peak in phases.items()} for phases in found]
 
@@ -174,7 +175,8 @@ def microbatch(case: Case) -> Batch:
 
 
 def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextManager]) -> None:
-    """Two steps as the scripts make them; the phases of the second one run in `watch(name)`."""
+    """Two steps as the scripts make them; the phases of the second one run in `watch(name)`. The first one, after which
+    the optimizers have moments, has one micro-batch and saves nothing."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.model))
         policy = loading.load_policy(folder, case.policy, world)
@@ -188,8 +190,15 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
     engine = Handover(RolloutConfig(max_probe_diff=0), case.policy, world, probe)
     frozen = [reference] if case.reference else []
     engine.offload = Offload(case.offload, models + frozen, optimizers)
-    _step(case, world, engine, policy, reference, critic, optimizers, lambda name: contextlib.nullcontext())
+    first = dataclasses.replace(case, num_microbatches=1)
+    _step(first, world, engine, policy, reference, critic, optimizers, lambda name: contextlib.nullcontext())
     _step(case, world, engine, policy, reference, critic, optimizers, watch)
+    with watch("save"):
+        for _, tensor in policy.full_tensors(getattr(torch, case.policy.compute_dtype)):
+            tensor.to("cpu", copy=True)
+        moments = [moment for opt in optimizers for state in opt.state.values() for moment in state.values()]
+        for tensor in [*chain(*(model.parameters() for model in models)), *moments]:
+            tensor.to("cpu", copy=True)
 
 
 def _step(case: Case, world, engine: Engine, policy: Policy, reference, critic, optimizers, watch) -> None:
@@ -233,13 +242,6 @@ def _step(case: Case, world, engine: Engine, policy: Policy, reference, critic, 
             (world.size * (loss * one.weight).sum()).backward()
     with watch("optimizer"):
         optimizer_step(policy, optimizers[0], 1e-6, OptimConfig())
-    with watch("save"):
-        for _, tensor in policy.full_tensors(getattr(torch, case.policy.compute_dtype)):
-            tensor.to("cpu", copy=True)
-        for model, optimizer in zip([policy, critic], optimizers):
-            moments = [moment for state in optimizer.state.values() for moment in state.values()]
-            for tensor in [*model.parameters(), *moments]:
-                tensor.to("cpu", copy=True)
 
 
 def fill(module: torch.nn.Module, *_) -> None:
