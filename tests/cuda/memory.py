@@ -30,7 +30,7 @@ from common.engine import base
 from common.engine.base import Engine, Response, RolloutConfig
 from common.model import loading
 from common.model.offload import Offload, OffloadConfig
-from common.model.policy import ModelConfig, Policy
+from common.model.policy import Critic, ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
 from tests.conftest import launch
@@ -58,7 +58,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated: the second step of a run, on one rank. Its phases, in order:
+    """What is simulated: a later step of a run, on one rank. Its phases, in order:
 
     rollout    `engine.wake`: moments offloaded if asked for, weights gathered and handed over, the probe scored; then
                `engine.sleep`, with what was offloaded on its way back
@@ -175,40 +175,40 @@ def microbatch(case: Case) -> Batch:
 
 
 def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextManager]) -> None:
-    """Two steps as the scripts make them; the phases of the second one run in `watch(name)`. The first one, after which
-    the optimizers have moments, has one micro-batch and saves nothing."""
+    """A step as the scripts make it, each phase in `watch(name)`. An update of one micro-batch comes before it, after
+    which the optimizers have moments."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.model))
         policy = loading.load_policy(folder, case.policy, world)
-        models, optimizers = [policy], [make_optimizer(policy, OptimConfig())]
         reference = loading.load_policy(folder, case.policy, world, frozen=True) if case.reference else None
         critic = loading.load_critic(folder, case.policy, world) if case.critic else None
-    if critic is not None:
-        models.append(critic)
-        optimizers.append(make_optimizer(critic, OptimConfig()))
+    trained = [policy] if critic is None else [critic, policy]
+    optimizers = [make_optimizer(model, OptimConfig()) for model in trained]
     probe = [[3 + i] * case.prompt_length for i in range(4)]
     engine = Handover(RolloutConfig(max_probe_diff=0), case.policy, world, probe)
-    frozen = [reference] if case.reference else []
-    engine.offload = Offload(case.offload, models + frozen, optimizers)
-    first = dataclasses.replace(case, num_microbatches=1)
-    _step(first, world, engine, policy, reference, critic, optimizers, lambda name: contextlib.nullcontext())
-    _step(case, world, engine, policy, reference, critic, optimizers, watch)
-    with watch("save"):
-        for _, tensor in policy.full_tensors(getattr(torch, case.policy.compute_dtype)):
-            tensor.to("cpu", copy=True)
-        moments = [moment for opt in optimizers for state in opt.state.values() for moment in state.values()]
-        for tensor in [*chain(*(model.parameters() for model in models)), *moments]:
-            tensor.to("cpu", copy=True)
+    frozen = [] if reference is None else [reference]
+    engine.offload = Offload(case.offload, trained + frozen, optimizers)
+    batch = microbatch(case)
+    microbatches = [batch.to(world.device) for _ in range(case.num_microbatches)]
 
-
-def _step(case: Case, world, engine: Engine, policy: Policy, reference, critic, optimizers, watch) -> None:
+    score(microbatches[:1], policy, reference, critic, lambda name: contextlib.nullcontext())
+    update(case, world, microbatches[:1], trained, optimizers, lambda name: contextlib.nullcontext())
     if world.device.type == "cuda":
         torch.cuda.empty_cache()                                        # as the engine does before it wakes
     with watch("rollout"):
         engine.wake(policy)
         engine.sleep()
-    batch = microbatch(case)
-    microbatches = [batch.to(world.device) for _ in range(case.num_microbatches)]
+    score(microbatches, policy, reference, critic, watch)
+    update(case, world, microbatches, trained, optimizers, watch)
+    with watch("save"):
+        for _, tensor in policy.full_tensors(getattr(torch, case.policy.compute_dtype)):
+            tensor.to("cpu", copy=True)
+        moments = [moment for opt in optimizers for state in opt.state.values() for moment in state.values()]
+        for tensor in [*chain(*(model.parameters() for model in trained)), *moments]:
+            tensor.to("cpu", copy=True)
+
+
+def score(microbatches: list[Batch], policy: Policy, reference: Policy | None, critic: Critic | None, watch) -> None:
     with watch("log-probs"):
         for one in microbatches:
             one.old_logp = policy.score(one, 1.0)
@@ -218,30 +218,30 @@ def _step(case: Case, world, engine: Engine, policy: Policy, reference, critic, 
                 one.value = one.returns = critic.score(one)
     for one in microbatches:
         one.advantage = one.mask.float()
+
+
+def update(case: Case, world: ranks.World, microbatches: list[Batch], trained: list, optimizers: list, watch) -> None:
     losses.set_token_weights(microbatches, "token-mean")
-    if critic is not None:
+    for model, optimizer in zip(trained, optimizers):
         for one in microbatches:
             with watch("forward"):
-                value = critic(one)
-                loss, stats = losses.value_loss(value, one.value, one.returns, one.mask)
+                loss, stats = loss_of(case, model, one)
             with watch("backward"):
                 (world.size * (loss * one.weight).sum()).backward()
         with watch("optimizer"):
-            optimizer_step(critic, optimizers[1], 1e-6, OptimConfig())
-    settings = losses.LOSS_DEFAULTS["grpo"]
-    for one in microbatches:
-        with watch("forward"):
-            logp, entropy = policy(one, 1.0, case.entropy)
-            losses.check_finite("logp", logp.detach(), one)
-            loss, stats = losses.ppo(logp, one.old_logp, one.advantage, one.mask, one.cu_seqlens, **settings.bounds)
-            if reference is not None:
-                loss = loss + 0.01 * losses.kl_estimate(logp, one.ref_logp, "k3")
-            if case.entropy:
-                loss = loss - 0.01 * entropy
-        with watch("backward"):
-            (world.size * (loss * one.weight).sum()).backward()
-    with watch("optimizer"):
-        optimizer_step(policy, optimizers[0], 1e-6, OptimConfig())
+            optimizer_step(model, optimizer, 1e-6, OptimConfig())
+
+
+def loss_of(case: Case, model: Policy | Critic, one: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if isinstance(model, Critic):
+        return losses.value_loss(model(one), one.value, one.returns, one.mask)
+    logp, entropy = model(one, 1.0, case.entropy)
+    losses.check_finite("logp", logp.detach(), one)
+    bounds = losses.LOSS_DEFAULTS["grpo"].bounds
+    loss, stats = losses.ppo(logp, one.old_logp, one.advantage, one.mask, one.cu_seqlens, **bounds)
+    if case.reference:
+        loss = loss + 0.01 * losses.kl_estimate(logp, one.ref_logp, "k3")
+    return loss - 0.01 * entropy if case.entropy else loss, stats
 
 
 def fill(module: torch.nn.Module, *_) -> None:
