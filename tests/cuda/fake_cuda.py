@@ -4,7 +4,7 @@ Tensors on "cuda" are FakeTensors, which have shapes, dtypes and a device. Behin
 host, on which the CPU runs every operation too, after the fake one has accepted it. So the numbers are real ones: a run
 on this device is the same run as on the CPU. What the CPU has no kernel for (FlashAttention, products of 16-bit
 operands with a float32 result) is written down here in float64 or float32; collectives act as if all ranks held the
-same.
+same. For models that no host could run, `only_shapes` leaves out the numbers of floating-point tensors (memory.py).
 
 What this proves: every tensor is on the device that its operation needs, dtypes and shapes fit, no kernel is asked for
 something that it refuses (`CONTRACTS`), nothing that was never written is used, and the host waits for the device only
@@ -25,11 +25,13 @@ import threading
 import types
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.utils._pytree as pytree
 from torch import distributed as dist
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,8 +41,12 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from tests.cuda.allocator import Allocator, Block
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+DYNAMO = str(Path(torch.__file__).parent / "_dynamo")                   # its wrapper is around every dispatch
 aten = torch.ops.aten
+WRITE_INTO_ZEROS = (aten.index_put.default, aten.scatter.src, aten.scatter_add.default)
 
 
 def _why_not() -> str:
@@ -77,6 +83,13 @@ def _register_device_guard() -> None:
     registry = (ctypes.c_void_p * num_device_types).in_dll(_library("libc10.so"), symbol)
     assert registry[private_use_1] is not None
     registry[cuda], registry[private_use_1] = registry[private_use_1], None
+
+
+def _register_kernels() -> None:
+    """Where CUDA has a kernel of its own and the CPU build thinks it has none, torch would take an operation apart."""
+    _register_kernels.kept = library = torch.library.Library("aten", "IMPL")
+    for name in ("silu_backward", "mish_backward"):
+        library.impl(name, _nothing, "CUDA")
 
 
 def _build_hooks() -> None:
@@ -316,6 +329,16 @@ def _kernels() -> dict:
 
 # --------------------------------------------------------------------------- the device
 
+@dataclass(eq=False)
+class Held:
+    """What lies behind a storage of the device."""
+
+    storage: weakref.ref
+    block: Block | None
+    numbers: torch.UntypedStorage | None
+    """In memory of the host. None: nobody knows them."""
+
+
 class Device(TorchDispatchMode):
     """Enter it around the code under test."""
 
@@ -325,12 +348,17 @@ class Device(TorchDispatchMode):
         self.functions = _Functions(self)
         self.capability = capability
         self.total = int(total_gb * 2**30)
-        self.allocated = self.peak = 0                                  # bytes
+        self.allocator = Allocator()
+        self.next_block: Block | None = None
+        """What the next new storage gets."""
+        self.only_shapes = False
+        """Floating-point tensors have no numbers, and nothing is computed. Where the host asks for one, it gets 0. Whole
+        numbers and masks are kept, because sizes follow from them."""
         self.reads: Counter[str] = Counter()
         """How often the host waited for the device, by `file:function`."""
         self.num_operations = 0
         self.kernels = _kernels()
-        self.memory: dict[int, tuple[weakref.ref, torch.UntypedStorage]] = {}   # of each storage, on the host
+        self.memory: dict[int, Held] = {}                               # by the address of a storage
 
     def __enter__(self):
         self.functions.__enter__()
@@ -347,41 +375,72 @@ class Device(TorchDispatchMode):
         with self.functions, _pushed(self):
             return function(*args)
 
-    def bytes_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The memory behind a storage of the device. New memory is NaN, so that nobody gets 0 from what was never
-        written. There is no allocator: no rounding, no fragments."""
+    def hold(self, storage: torch.UntypedStorage, is_known: bool = True) -> Held:
+        """What lies behind a storage of the device, made when it is seen first. New memory is NaN, so that nobody gets 0
+        from what was never written."""
         key = storage._cdata
-        found, memory = self.memory.get(key, (lambda: None, None))
-        if found() is storage:
-            return memory
-        memory = torch.full([storage.nbytes()], 255, dtype=torch.uint8).untyped_storage()
+        held = self.memory.get(key)
+        if held is not None and held.storage() is storage:
+            return held
 
         def freed(_):
-            self.allocated -= memory.nbytes()
-            if self.memory.get(key, (None, None))[1] is memory:
+            self.allocator.give_back(held.block)
+            if self.memory.get(key) is held:
                 del self.memory[key]
 
-        self.memory[key] = weakref.ref(storage, freed), memory
-        self.allocated += memory.nbytes()
-        self.peak = max(self.peak, self.allocated)
-        return memory
+        numbers = None
+        if is_known:
+            numbers = torch.full([storage.nbytes()], 255, dtype=torch.uint8).untyped_storage()
+        block, self.next_block = self.next_block, None
+        block = block or self.allocator.take(storage.nbytes(), _current_stream().stream_id)
+        held = self.memory[key] = Held(weakref.ref(storage, freed), block, numbers)
+        return held
+
+    def pass_on(self, func, args: tuple, out) -> None:
+        """Give the block of an operand to the result, where autograd without a mode would have computed in place.
+
+        Its engine adds gradients up in place, and some formulas write into zeros that they have just made; where there
+        is a mode, both make a new tensor (`isTensorSubclassLike` in torch/csrc/autograd). The references that count
+        here are those of a tensor that nothing but the engine has."""
+        first = args[0]
+        is_sum = func is aten.add.Tensor and isinstance(first, FakeTensor) and isinstance(args[1], FakeTensor)
+        if not (is_sum or func in WRITE_INTO_ZEROS) or not _is_called_by_the_engine():
+            return
+        storage = first.untyped_storage()
+        is_shared = first._use_count() > 4 or torch._C._storage_Use_Count(storage._cdata) > 2
+        if is_sum and (is_shared or not is_non_overlapping_and_dense_or_false(first)):
+            return
+        old, new = self.hold(storage), out.untyped_storage()
+        if new.nbytes() == storage.nbytes() and new._cdata not in self.memory:
+            self.next_block, old.block = old.block, None
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """FSDP2 and `Offload` empty storages and fill them again."""
-        memory = self.bytes_of(storage)
-        self.allocated += size - memory.nbytes()
-        self.peak = max(self.peak, self.allocated)
-        memory.resize_(0)                                               # what was in it is lost
-        memory.resize_(size)
-        torch.empty(0, dtype=torch.uint8).set_(memory).fill_(255)
+        held = self.hold(storage)
+        self.allocator.give_back(held.block)
+        held.block = self.allocator.take(size, _current_stream().stream_id)
+        if held.numbers is not None:
+            held.numbers.resize_(0)                                     # what was in it is lost
+            held.numbers.resize_(size)
+            torch.empty(0, dtype=torch.uint8).set_(held.numbers).fill_(255)
+
+    def is_known(self, x) -> bool:
+        """Whether the numbers of a tensor or a storage are known."""
+        if isinstance(x, FakeTensor):
+            return self.hold(x.untyped_storage(), is_known=not self.only_shapes).numbers is not None
+        held = self.memory.get(x._cdata) if isinstance(x, torch.UntypedStorage) else None
+        return held is None or held.numbers is not None
 
     def numbers(self, x):
-        """A tensor of the device -> its memory as a tensor of the CPU; anything else as it is."""
+        """A tensor of the device -> its memory as a tensor of the CPU, 0 where its numbers are not known; anything else
+        as it is."""
         if isinstance(x, FakeTensor):
+            if not self.is_known(x):
+                return torch.zeros((), dtype=x.dtype).expand(x.shape)   # takes no memory
             place = x.storage_offset(), x.shape, x.stride()
-            return torch.empty(0, dtype=x.dtype).set_(self.bytes_of(x.untyped_storage()), *place)
+            return torch.empty(0, dtype=x.dtype).set_(self.hold(x.untyped_storage()).numbers, *place)
         if isinstance(x, torch.UntypedStorage) and x._cdata in self.memory:
-            return self.bytes_of(x)
+            return self.hold(x).numbers
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     def read(self, tensor: FakeTensor) -> torch.Tensor:
@@ -414,8 +473,12 @@ class Device(TorchDispatchMode):
         to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
         if func is aten._to_copy.default and to_host:
             kept = {name: x for name, x in kwargs.items() if name in ("dtype", "memory_format")}
+            if not self.is_known(args[0]):
+                return torch.zeros((), dtype=kept.get("dtype") or args[0].dtype).expand(args[0].shape)
             return func(self.read(args[0]), **kept)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            if not self.is_known(args[1]):
+                return args[0]
             is_async = len(args) > 2 and args[2]                        # the host does not wait
             return func(args[0], self.numbers(args[1]) if is_async else self.read(args[1]), *args[2:])
         is_masked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
@@ -428,11 +491,16 @@ class Device(TorchDispatchMode):
     def _run(self, func, args: tuple, kwargs: dict):
         """Shapes, dtypes and devices first, because they may be refused; then the numbers."""
         is_sized_by_numbers = False
+        self.fake.cache_enabled = "Storage" not in func._overloadname   # it would keep the storage
         try:
             with self.fake:
                 out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             is_sized_by_numbers = True
+        else:
+            self.pass_on(func, args, out)
+        if self.only_shapes and not is_sized_by_numbers and not self._keep_whole_numbers(func, args, kwargs, out):
+            return out
         kernel = self.kernels.get(func, func)
         known = kernel(*pytree.tree_map(self.numbers, args), **pytree.tree_map(self.numbers, kwargs))
         if is_sized_by_numbers:
@@ -443,12 +511,30 @@ class Device(TorchDispatchMode):
         if not isinstance(known, torch.Tensor | list | tuple):
             return out if known is None else known                      # a collective's work, or a plain number
         for mine, result in zip(pytree.tree_leaves(out), pytree.tree_leaves(known)):
-            if isinstance(mine, FakeTensor) and "empty" not in func._schema.name:
+            if isinstance(mine, FakeTensor):
                 is_new = mine.untyped_storage()._cdata not in self.memory
-                memory = self.numbers(mine)
-                if is_new:
-                    memory.copy_(result)
+                is_kept = not (self.only_shapes and result.is_floating_point())
+                held = self.hold(mine.untyped_storage(), is_known=is_kept)
+                if is_new and held.numbers is not None and "empty" not in func._schema.name:
+                    self.numbers(mine).copy_(result)
         return out
+
+    def _keep_whole_numbers(self, func, args: tuple, kwargs: dict, out) -> bool:
+        """With `only_shapes`: whether this operation gives whole numbers, of numbers that are known. If not, its results
+        get their memory here."""
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor | torch.UntypedStorage)]
+        written = [
+            x for argument, x in zip(func._schema.arguments, args)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        results = [x for x in pytree.tree_leaves((out, written)) if isinstance(x, FakeTensor)]
+        if all(map(self.is_known, inputs)) and any(not x.is_floating_point() for x in results):
+            return True
+        for x in results:
+            held = self.hold(x.untyped_storage(), is_known=False)
+            if written:
+                held.numbers = None
+        return False
 
 
 @contextlib.contextmanager
@@ -458,6 +544,14 @@ def _pushed(device: Device):
         yield
     finally:
         _pop_mode()
+
+
+def _is_called_by_the_engine() -> bool:
+    """Whether no Python code stands between autograd's engine, which runs in a thread of its own, and this operation."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((__file__, DYNAMO)):
+        frame = frame.f_back
+    return frame is None
 
 
 def _place() -> str:
@@ -483,6 +577,9 @@ class _Functions(TorchFunctionMode):
         if func in (torch.as_tensor, torch.tensor) and isinstance(first, list | tuple):
             items = [self.device.read(x).item() if isinstance(x, FakeTensor) else x for x in first]
             return func(items, *args[1:], **(kwargs or {}))
+        is_asked = func in (torch.isfinite, torch.Tensor.isfinite) and isinstance(first, FakeTensor)
+        if is_asked and self.device.only_shapes:                        # a loss that is not finite ends the step
+            return torch.ones(first.shape, dtype=torch.bool, device="cuda")
         if func is torch.Tensor.numpy and isinstance(first, FakeTensor):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
                             "host memory first.")
@@ -490,6 +587,22 @@ class _Functions(TorchFunctionMode):
 
 
 # --------------------------------------------------------------------------- putting it in place
+
+def fake_process_groups() -> None:
+    """From here on a process group has this process alone, as whatever rank it says it is, and its collectives return
+    at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group, new_group = dist.init_process_group, dist.new_group
+
+    def init_fake_group(backend=None, *, store=None, rank=-1, world_size=-1, timeout=None, **_):
+        init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def new_fake_group(ranks=None, timeout=None, backend=None, **others):
+        return new_group(ranks, **others)
+
+    dist.init_process_group, dist.new_group = init_fake_group, new_fake_group
+
 
 def install(
     name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0), total_gb: float = 79.1,
@@ -501,11 +614,11 @@ def install(
         raise RuntimeError(WHY_NOT)
     _register_device_guard()
     _build_hooks()
+    _register_kernels()
     FakeTensorMode.avoid_device_init = property(lambda self: True)
     FakeTensor.tolist = lambda tensor: device.read(tensor).tolist()
     from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of c10d's operations
     from torch.nn.attention import varlen  # noqa: F401  makes its operators known
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     device = Device(capability, total_gb)
     properties = types.SimpleNamespace(
@@ -516,18 +629,21 @@ def install(
         device.reads[_place()] += 1
 
     def reset_peak(_=None):
-        device.peak = device.allocated
+        device.allocator.reset_peaks()
 
     stand_ins = {
         "Stream": Stream, "Event": Event, "current_stream": _current_stream, "stream": _on_stream,
         "default_stream": lambda _=None: DEFAULT_STREAM, "is_available": lambda: True, "is_initialized": lambda: True,
         "_lazy_init": lambda: None, "device_count": lambda: num_gpus, "current_device": lambda: 0,
-        "set_device": lambda _: None, "synchronize": synchronize, "empty_cache": lambda: None,
-        "mem_get_info": lambda _=None: (device.total - device.allocated, device.total),
+        "set_device": lambda _: None, "synchronize": synchronize,
+        "empty_cache": lambda: device.allocator.empty_cache(),
+        "mem_get_info": lambda _=None: (device.total - device.allocator.reserved, device.total),
         "get_device_capability": lambda _=None: capability, "get_device_name": lambda _=None: name,
-        "get_device_properties": lambda _=None: properties, "memory_allocated": lambda _=None: device.allocated,
-        "max_memory_allocated": lambda _=None: device.peak, "memory_reserved": lambda _=None: device.allocated,
-        "max_memory_reserved": lambda _=None: device.peak, "reset_peak_memory_stats": reset_peak,
+        "get_device_properties": lambda _=None: properties, 
+        "memory_allocated": lambda _=None: device.allocator.allocated,
+        "max_memory_allocated": lambda _=None: device.allocator.peak_allocated,
+        "memory_reserved": lambda _=None: device.allocator.reserved,
+        "max_memory_reserved": lambda _=None: device.allocator.peak_reserved, "reset_peak_memory_stats": reset_peak,
         "manual_seed": lambda _: None, "manual_seed_all": lambda _: None, "is_bf16_supported": lambda *_, **__: True,
         "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *_: None,
     }
@@ -545,13 +661,5 @@ def install(
     torch.UntypedStorage.device = property(
         lambda storage: torch.device("cuda", 0) if storage._cdata in device.memory else device_of.__get__(storage)
     )
-    init_process_group, new_group = dist.init_process_group, dist.new_group
-
-    def init_fake_group(backend=None, *, store=None, rank=-1, world_size=-1, timeout=None, **_):
-        init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-    def new_fake_group(ranks=None, timeout=None, backend=None, **others):
-        return new_group(ranks, **others)
-
-    dist.init_process_group, dist.new_group = init_fake_group, new_fake_group
+    fake_process_groups()
     return device
