@@ -53,6 +53,7 @@ class Run(Training):
     def __init__(self, args: RunArgs, is_corrected: bool = False):
         """`is_corrected`: see `check_rollout`."""
         super().__init__(args)
+        self.args = args
         self.is_corrected = is_corrected
         self.num_sampled_tokens = 0.0  # in this step
 
@@ -68,7 +69,6 @@ class Run(Training):
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data))
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
-        self.engine_name = args.rollout.engine
         return self
 
     def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
@@ -76,7 +76,7 @@ class Run(Training):
         frozen policy will be loaded; `critic`: folder of a second model that will be trained."""
         self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, reference, critic)
         max_tokens = self.plan.choose_budget(max_tokens, self.world.device)
-        print_on_main(self.world, f"memory {self.plan.chosen}")
+        print_on_main(self.world, f"engine {self.args.rollout.engine}\nmemory {self.plan.chosen}")
         return max_tokens
 
     def start_engine(self) -> Engine:

@@ -75,7 +75,6 @@ class Training:
         self.models: dict[str, PackedModel] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.max_sequence_length = 0  # tokens; the script's or the engine's setup knows
-        self.engine_name = "none"
         self.script_state: dict[str, Any] = {}
         """What the script adds to a checkpoint beside models and optimizers, plain JSON; it is back after `resume`."""
 
@@ -130,7 +129,7 @@ class Training:
         print_on_main(
             self.world, f"batch  {batch_line(*sizes, self.max_sequence_length, self.world.size)}\n"
             f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "
-            f"{device.type}, engine {self.engine_name}, attention {kernel} ({why})"
+            f"{device.type}, attention {kernel} ({why})"
         )
 
     def resume(self) -> None:
