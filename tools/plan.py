@@ -27,7 +27,7 @@ from common.engine import make
 from common.engine.base import RolloutConfig
 from common.model.flops import head_dim
 from common.model.loading import read_config
-from common.model.memory_plan import FRAGMENTS, GIB, MAX_TOKENS, MemoryPlan, Model, in_passes
+from common.model.memory_plan import FRAGMENTS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
@@ -91,7 +91,7 @@ class Command:
         }
         for phase, parts in found.items():
             if phase != "rollout":
-                parts["between blocks"] = (FRAGMENTS - 1) * in_passes(parts)
+                parts["between blocks"] = (FRAGMENTS - 1) * sum(parts.get(part, 0.0) for part in IN_PASSES)
             parts["CUDA, NCCL, graphs"] = plan.reserved_gb
         return found
 
@@ -108,8 +108,7 @@ class Command:
             (in_block, self.tokens * in_forward(model), 0),
             (in_head, hidden, model.tiles(self.tokens)[0]),
         ]
-        names = "unsharded weights", "activations", "log-prob tiles"
-        return {name: x / GIB for name, x in zip(names, max(moments, key=sum))}
+        return {part: x / GIB for part, x in zip(IN_PASSES, max(moments, key=sum))}
 
     def cache_gb_per_token(self) -> float:
         config, tp = self.plan.policy.config, self.args.rollout.tp

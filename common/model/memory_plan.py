@@ -26,12 +26,14 @@ GIB = 2**30
 MAX_TOKENS = 32768
 """The largest budget that is chosen: a micro-batch of this size keeps a GPU busy."""
 TOKENS_ON_CPU = 16384
+IN_PASSES = "unsharded weights", "activations", "log-prob tiles"
+"""The parts that come and go in a forward and backward pass."""
 FRAGMENTS = 1.25
-"""Bytes that torch's allocator holds for each byte that comes and goes in a pass (simulated: 1.1 to 1.35)."""
+"""Bytes that torch's allocator holds for each of their bytes (simulated: 1.1 to 1.35)."""
 
 
 class Model:
-    """The sizes of a model that memory follows from, and the bytes of its passes beside shards and gradients."""
+    """The sizes of a model that memory follows from, and what a pass takes beside shards and gradients."""
 
     def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, is_critic: bool = False):
         """`is_critic`: a backbone with a scalar head, else a causal LM."""
@@ -51,9 +53,7 @@ class Model:
         self.head = self.all - sum(map(count, blocks)) - self.embedding
         # dimension 0 of each is cut into equal chunks, the last ones shorter
         self.shard = sum(-(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters())
-        self.recomputes = config.gradient_checkpointing
-        if self.recomputes is None:
-            self.recomputes = self.all > 1e9
+        self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
 
     def kept_by_block(self, keys: float) -> float:
         """Bytes a token that autograd keeps of a block. `keys`: rows of keys and values gathered for each token."""
@@ -65,10 +65,7 @@ class Model:
         kept = (4 + size) * sum(widths.get(norm, hidden) for norm in norms)     # input in float32, normalised one
         kept += size * (hidden + 2 * queries + (2 + 2 * keys) * key_values) + 4 * heads     # input, q, k, v, output
         kept += size * (hidden + 4 * self.mlp_width)                    # input; gate, its activation, up, the product
-        if self.experts:                                                # inputs and outputs of experts, router, order
-            num_experts = max(len(p) for p in self.largest.parameters() if p.ndim == 3)
-            kept += self.experts * (2 * size * hidden + 32) + 4 * num_experts
-        return kept
+        return kept + self.experts * (2 * size * hidden + 32)           # inputs and outputs of experts, their order
 
     def tiles(self, tokens: int) -> tuple[float, float]:
         """Bytes that the head makes in its forward and in its backward pass (`linear_logp`)."""
@@ -82,35 +79,28 @@ class Model:
 
     def update(self, tokens: int, keys: float) -> dict[str, float]:
         """Bytes of a forward and backward pass at its fullest moment, by part."""
-        size, block, head, embedding = self.itemsize, self.block, self.head, self.embedding
-        hidden, kept = size * self.config.hidden_size, self.kept_by_block(keys)
+        size, width, block, head = self.itemsize, self.config.hidden_size, self.block, self.head
+        kept, hidden = self.kept_by_block(keys), size * width
         of_blocks = tokens * self.num_blocks * (hidden if self.recomputes else kept)
-        at_head = of_blocks + tokens * (4 * self.config.hidden_size + 3 * hidden)       # last norm, head's input
-        added = max(2 * size * self.mlp_width, 3 * hidden * self.experts) + 2 * hidden
-        in_block = of_blocks + tokens * (added + (kept if self.recomputes else -kept))
-        # on one rank all weights are there, else a block's, in backward also those of the next one on their way
+        of_head = of_blocks + tokens * (4 * width + 3 * hidden)         # the last norm, the head's input
+        added = 2 * hidden + max(2 * size * self.mlp_width, 3 * hidden * self.experts)
+        of_block = of_blocks + tokens * (added + (kept if self.recomputes else -kept))
+        # one rank has all weights; others a block's, in a backward pass those of the next one on their way, and at the
+        # end the gradients of head and embedding, of which one is float32 for its sum over the ranks
         one, two = (self.all - head, self.all - head) if self.ranks == 1 else (block, 2 * block)
-        end = size * (head + 2 * embedding) + 4 * max(head, block, embedding)       # gradients, one sum in float32
-        if not embedding:
-            end = max(size * 3 * head + 4 * block, (size + 4) * head)
-        if self.ranks == 1:
-            end += 4 * max(head, embedding)
-        forward_tiles, backward_tiles = self.tiles(tokens)
+        at_end = size * (head + 2 * (self.embedding or head)) + 4 * max(block, self.embedding)
+        tiles, backward_tiles = self.tiles(tokens)
         moments = [                                                     # unsharded weights, activations, tiles
-            (size * (head + one), at_head, forward_tiles),
-            (size * (2 * head + one), at_head, backward_tiles),
-            (size * (2 * head + two + block / 3) + 4 * block, in_block, 0),
-            (end, 2 * tokens * hidden, 0),
+            (size * (head + one), of_head, tiles),
+            (size * (2 * head + one), of_head, backward_tiles),
+            (size * (2 * head + two + block / 3) + 4 * block, of_block, 0),
+            (at_end, 2 * tokens * hidden, 0),
         ]
-        return dict(zip(("unsharded weights", "activations", "log-prob tiles"), max(moments, key=sum)))
+        return dict(zip(IN_PASSES, max(moments, key=sum)))
 
 
 def count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def in_passes(parts: dict[str, float]) -> float:
-    return sum(x for part, x in parts.items() if part in ("unsharded weights", "activations", "log-prob tiles"))
 
 
 class MemoryPlan:
@@ -157,7 +147,7 @@ class MemoryPlan:
     def update_gb(self, tokens: int) -> float:
         """All that the update takes of a GPU, with what lies free between the blocks in use."""
         parts = self.update(tokens)
-        return sum(parts.values()) + (FRAGMENTS - 1) * in_passes(parts) + self.reserved_gb
+        return self.reserved_gb + sum(x * (FRAGMENTS if part in IN_PASSES else 1) for part, x in parts.items())
 
     def largest_budget(self, gpu_gb: float) -> int:
         """The most tokens, up to MAX_TOKENS, that fit; 0: not even the longest sequence does."""
