@@ -211,8 +211,9 @@ class Training:
     # ---- validation, the end of a step
 
     def is_validation_due(self, step: int) -> bool:
-        every, done = self.args.eval_every, step + 1
-        return self.val_set is not None and (done == self.args.total_steps or (every > 0 and done % every == 0))
+        args, done = self.args, step + 1
+        is_last = done == args.total_steps
+        return self.val_set is not None and (is_last or (args.eval_every > 0 and done % args.eval_every == 0))
 
     def log_validation(self, results: dict[str, float]) -> None:
         """Log the validation before the first step, or the one that a stop signal kept from the end of a step, and with

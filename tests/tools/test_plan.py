@@ -65,7 +65,7 @@ def test_a_fork_is_planned(run, tmp_path):
 
 @pytest.mark.parametrize(("flags", "gpus", "change"), [
     (["--max-tokens-per-gpu", "131072"], "4", "--max-tokens-per-gpu 0"),
-    (["--rollout.max-response-length", "15000"], "2", "--offload.optimizer"),
+    (["--rollout.max-response-length", "18000"], "2", "--offload.optimizer"),
     ([], "1", "2 GPUs"),
 ])
 def test_the_smallest_change(flags, gpus, change, run):
