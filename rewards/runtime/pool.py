@@ -74,8 +74,8 @@ class Scores:
 class RewardPool:
     """`submit` returns at once and may be called while the engine generates; `results` waits for all submitted.
 
-    Takes the fields of RewardConfig: `RewardPool(**vars(args.reward))`. Raises RuntimeError with the worker's traceback
-    if the reward file cannot be loaded. num_workers 0: `submit` scores in this process and has no deadline.
+    Takes the fields of RewardConfig: `RewardPool(**vars(args.reward))`. Raises ValueError for mistakes in them, and
+    RuntimeError with the worker's traceback if the reward file cannot be loaded. num_workers 0: `submit` scores in this process and has no deadline.
     """
 
     def __init__(self, function: str | Sequence[str] | None = None, weights: Sequence[float] = (), kwargs: str = "{}",
@@ -112,7 +112,10 @@ class RewardPool:
             thread.start()
         with self.changed:
             self.changed.wait_for(lambda: self.num_ready or self.broken or not num_workers)
-            self.raise_if_broken()
+        last_line = (self.broken or "").strip().rpartition("\n")[2]
+        if last_line.startswith("ValueError: --reward."):  # a mistake in the flags, which says all
+            raise ValueError(last_line.removeprefix("ValueError: "))
+        self.raise_if_broken()
 
     def submit(self, index: int, data_source: str, solution_str: str, ground_truth: Any,
                extra_info: dict | None = None) -> None:

@@ -181,7 +181,7 @@ def test_keywords_go_to_the_functions_that_name_them(tmp_path):
     with RewardPool(functions, num_workers=1, kwargs='{"bonus": 0.5, "factor": 10}') as pool:
         pool.submit(0, "any", "", "2", {"i": 0})
         assert pool.results().scores == [2.5 + 20.0]
-    with pytest.raises(RuntimeError, match=r"--reward\.kwargs bonsu: no reward function of this run takes it"):
+    with pytest.raises(ValueError, match=r"--reward\.kwargs bonsu: no reward function of this run takes it"):
         RewardPool(functions, num_workers=1, kwargs='{"bonsu": 0.5}')
     assert lookup(["openai/gsm8k", "countdown"], '{"method": "flexible"}')
     with pytest.raises(ValueError, match=r"--reward\.kwargs method: no reward function"):
@@ -231,6 +231,9 @@ def test_pool_stops_before_training_if_the_file_cannot_be_loaded(tmp_path):
     (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
     with pytest.raises(RuntimeError, match=r"(?s)reward worker could not start.*a_module_that_is_not_there"):
         RewardPool(f"{tmp_path}/broken.py:f", num_workers=2)
+    with pytest.raises(ValueError, match=r"^--reward.function .*broken.py:g: no function g in .*; it has f$"):
+        (tmp_path / "broken.py").write_text("def f(): pass\n")
+        RewardPool(f"{tmp_path}/broken.py:g", num_workers=2)
     with pytest.raises(ValueError, match="no such file"):
         RewardPool(f"{tmp_path}/absent.py:f")
     with pytest.raises(ValueError, match="must be a JSON object"):
