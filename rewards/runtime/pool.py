@@ -75,7 +75,8 @@ class RewardPool:
     """`submit` returns at once and may be called while the engine generates; `results` waits for all submitted.
 
     Takes the fields of RewardConfig: `RewardPool(**vars(args.reward))`. Raises ValueError for mistakes in them, and
-    RuntimeError with the worker's traceback if the reward file cannot be loaded. num_workers 0: `submit` scores in this process and has no deadline.
+    RuntimeError with the worker's traceback if the reward file cannot be loaded. num_workers 0: `submit` scores in this
+    process and has no deadline.
     """
 
     def __init__(self, function: str | Sequence[str] | None = None, weights: Sequence[float] = (), kwargs: str = "{}",
