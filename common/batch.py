@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from common.model.shared_prompts import SharedPrompts, share_prompts
 
 PER_TOKEN = {"per": "token"}
 PER_RESPONSE = {"per": "response"}
@@ -29,8 +32,10 @@ class Batch:
     rollout_weight: Tensor | None = field(default=None, metadata=PER_TOKEN)
     value: Tensor | None = field(default=None, metadata=PER_TOKEN)
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
+    known: dict[str, Any] = field(default_factory=dict)     # cached properties; a field, as FSDP2 copies those alone
 
     def __post_init__(self):
+        vars(self).update(self.known)
         sizes = {"token": len(self.tokens), "response": len(self.cu_seqlens) - 1}
         for name, (tensor, per) in self.present().items():
             if tensor.shape != (sizes[per],):
@@ -57,9 +62,17 @@ class Batch:
     def position_ids(self) -> Tensor:               # [T] int64, restarts at 0 with each sequence
         return torch.arange(len(self.tokens), device=self.tokens.device) - self.cu_seqlens[self.sequence_ids]
 
+    @cached_property                                # as the next two: else the host would wait for a GPU to tell
+    def host_lengths(self) -> list[int]:            # [S] as `lengths`
+        return self.lengths.tolist()
+
     @cached_property
-    def max_seqlen(self) -> int:                    # cached: reading it waits for a GPU
-        return int(self.lengths.max()) if len(self) else 0
+    def sampled(self) -> Tensor:                    # [N] int64, the positions where mask is True
+        return self.mask.nonzero()[:, 0]
+
+    @cached_property
+    def shared_prompts(self) -> SharedPrompts:
+        return share_prompts(self.tokens, self.mask, self.cu_seqlens)
 
     @classmethod
     def build(cls, prompts: list[list[int]], responses: list[list[int]], *, index: list[int] | None = None,
@@ -95,11 +108,6 @@ class Batch:
                 where = f"sample {batch.sequence_ids[t]}, token {batch.position_ids[t]}"
                 raise ValueError(f"{where}: {name} is {values[t]}; ids are from 0, log-probs finite: check the engine")
         return batch
-
-    @classmethod
-    def empty(cls) -> "Batch":
-        """A batch of no responses: what a rank that has none brings to `exchange`."""
-        return cls.build([], [])
 
     def dummy(self) -> "Batch":
         """One response of two tokens without a mask, with the optional fields of this batch; every number is 0.
@@ -140,9 +148,13 @@ class Batch:
         joined = {name: torch.cat([vars(batch)[name] for batch in batches]) for name in names.pop()}
         return cls(**joined, cu_seqlens=offsets(torch.cat([batch.lengths for batch in batches])))
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str, share_prompt: bool = False) -> "Batch":
+        """On another device, with `host_lengths` and `sampled`, and `shared_prompts` if asked for."""
         values = {name: tensor.to(device, non_blocking=True) for name, (tensor, _) in self.present().items()}
-        return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
+        known = {"host_lengths": self.host_lengths, "sampled": self.sampled.to(device, non_blocking=True)}
+        if share_prompt:
+            known["shared_prompts"] = self.shared_prompts.to(device)
+        return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True), known=known)
 
 
 def offsets(lengths: Tensor) -> Tensor:

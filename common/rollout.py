@@ -127,8 +127,6 @@ class Rollout:
 
     def batch(self) -> Batch:
         """This rank's responses, by index."""
-        if not self.samples:
-            return Batch.empty()
         return Batch.build(
             [s.prompt.tokens for s in self.samples],
             [s.response.tokens for s in self.samples],
@@ -188,10 +186,10 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
     batch = batch.select(torch.from_numpy(np.flatnonzero(runs[batch.index.numpy()])))
     batch = exchange(batch, plan.rank[batch.index.numpy()])
     batch.mask &= rollout.in_loss[batch.index][batch.sequence_ids]
-    batch = batch.to(world.device)
     counted_lengths = rollout.response_lengths * rollout.in_loss                                    # [S]
     return [
-        Minibatch([batch.microbatch(shares[world.rank]) for shares in planned], counted_lengths[skipped])
+        Minibatch([batch.microbatch(shares[world.rank]).to(world.device, share_prompt) for shares in planned],
+                  counted_lengths[skipped])
         for planned, skipped in zip(plan.minibatches, plan.idle)
     ]
 
