@@ -81,7 +81,8 @@ def check(args: Args) -> losses.LossSettings:
     """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
     check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
-        epochs_per_step=args.epochs_per_step, max_tokens_per_gpu=args.max_tokens_per_gpu, total_steps=args.total_steps,
+        epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
+        max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
         max_gen_batches=args.max_gen_batches,
     )
     if args.samples_per_prompt < 2:
@@ -139,9 +140,10 @@ def main(args: Args) -> None:
             # 2 reward: take P groups, add the overlong penalty; then each response moves to the rank that trains on it
             surplus = sampled.take_groups(trainable[P:] if args.keep_surplus else [])
             rollout = sampled.take_groups(trainable[:P])
-            if len(rollout) < args.minibatches_per_step or (rollout.num_groups < P and args.on_few_groups == "stop"):
+            num_groups = min(len(trainable), P)
+            if len(rollout) < args.minibatches_per_step or (num_groups < P and args.on_few_groups == "stop"):
                 raise RuntimeError(
-                    f"step {step + 1}: {rollout.num_groups} of {sampled.num_groups} groups have unequal rewards after "
+                    f"step {step + 1}: {num_groups} of {len(sampled.group.unique())} groups have unequal rewards after "
                     f"--max-gen-batches {args.max_gen_batches}, --prompts-per-step asks for {P}: take easier or harder "
                     f"prompts, raise --samples-per-prompt or --max-gen-batches"
                 )
@@ -199,7 +201,7 @@ def main(args: Args) -> None:
             metrics |= {
                 "reward/overlong_penalty": float(penalty.mean()),
                 "rollout/gen_batches": num_gen_batches,
-                "rollout/surplus_groups": len(trainable) - rollout.num_groups,
+                "rollout/surplus_groups": len(trainable) - num_groups,
                 "rollout/score_all_groups": float(sampled.scores.nanmean()),
             }
             run.script_state["surplus"] = surplus.state_dict()

@@ -97,7 +97,8 @@ def check(args: Args) -> losses.LossSettings:
     """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
     check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
-        epochs_per_step=args.epochs_per_step, max_tokens_per_gpu=args.max_tokens_per_gpu, total_steps=args.total_steps,
+        epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
+        max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
     for name in ("gamma", "lam"):
         if not 0 <= getattr(args, name) <= 1:

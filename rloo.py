@@ -82,7 +82,8 @@ def check(args: Args) -> losses.LossSettings:
     """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
     check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
-        epochs_per_step=args.epochs_per_step, max_tokens_per_gpu=args.max_tokens_per_gpu, total_steps=args.total_steps,
+        epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
+        max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
     least = BASELINES[args.baseline].least_samples
     if args.samples_per_prompt < least:

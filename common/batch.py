@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from common.model.shared_prompts import SharedPrompts, share_prompts
 
 PER_TOKEN = {"per": "token"}
 PER_RESPONSE = {"per": "response"}
@@ -29,8 +32,10 @@ class Batch:
     rollout_weight: Tensor | None = field(default=None, metadata=PER_TOKEN)
     value: Tensor | None = field(default=None, metadata=PER_TOKEN)
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
+    known: dict[str, Any] = field(default_factory=dict)     # cached properties; a field, as FSDP2 copies those alone
 
     def __post_init__(self):
+        vars(self).update(self.known)
         sizes = {"token": len(self.tokens), "response": len(self.cu_seqlens) - 1}
         for name, (tensor, per) in self.present().items():
             if tensor.shape != (sizes[per],):
@@ -57,9 +62,17 @@ class Batch:
     def position_ids(self) -> Tensor:               # [T] int64, restarts at 0 with each sequence
         return torch.arange(len(self.tokens), device=self.tokens.device) - self.cu_seqlens[self.sequence_ids]
 
+    @cached_property                                # as the next two: else the host would wait for a GPU to tell
+    def host_lengths(self) -> list[int]:            # [S] as `lengths`
+        return self.lengths.tolist()
+
     @cached_property
-    def max_seqlen(self) -> int:                    # cached: reading it waits for a GPU
-        return int(self.lengths.max()) if len(self) else 0
+    def sampled(self) -> Tensor:                    # [N] int64, the positions where mask is True
+        return self.mask.nonzero()[:, 0]
+
+    @cached_property
+    def shared_prompts(self) -> SharedPrompts:
+        return share_prompts(self.tokens, self.mask, self.cu_seqlens)
 
     @classmethod
     def build(cls, prompts: list[list[int]], responses: list[list[int]], *, index: list[int] | None = None,
@@ -68,13 +81,10 @@ class Batch:
 
         `masks` is False on tool output, whose rollout_logp becomes 0; without it the whole response was sampled. A
         response without tokens stays as its prompt alone, without a mask: it has no loss and is in no denominator.
-        Raises ValueError, naming the sample, for empty prompts, wrong lengths, bad token ids or log-probs."""
-        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            if not len(prompt):
-                raise ValueError(f"sample {i}: the prompt is empty; the first response token must follow something")
-            for name, rows in {"rollout_logps": rollout_logps, "masks": masks}.items():
-                if rows is not None and len(rows[i]) != len(response):
-                    raise ValueError(f"sample {i}: {len(rows[i])} {name} for {len(response)} response tokens; one each")
+        Raises ValueError, naming the sample, for log-probs that are not finite."""
+        assert all(map(len, prompts)), "a prompt is empty: the first response token must follow something"
+        for rows in (rollout_logps, masks):
+            assert rows is None or list(map(len, rows)) == list(map(len, responses)), "one number for each token"
 
         def flat(of_prompts: list, of_responses: list, dtype: torch.dtype) -> Tensor:           # [T]
             rows = (chain(*pair) for pair in zip(of_prompts, of_responses, strict=True))
@@ -85,15 +95,11 @@ class Batch:
         mask = flat(zeros, masks or [[True] * len(response) for response in responses], torch.bool)
         lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses)], dtype=torch.int64)
         batch = cls(tokens, mask, offsets(lengths), torch.tensor(index or range(len(responses)), dtype=torch.int64))
-        checks = [("token id", tokens, tokens < 0)]
         if rollout_logps is not None:
-            logp = flat(zeros, rollout_logps, torch.float32)
-            batch.rollout_logp = logp.where(mask, 0.0)
-            checks.append(("rollout log-prob", logp, mask & ~logp.isfinite()))
-        for name, values, bad in checks:
-            for t in bad.nonzero()[:1, 0]:
-                where = f"sample {batch.sequence_ids[t]}, token {batch.position_ids[t]}"
-                raise ValueError(f"{where}: {name} is {values[t]}; ids are from 0, log-probs finite: check the engine")
+            batch.rollout_logp = flat(zeros, rollout_logps, torch.float32).where(mask, 0.0)
+            for t in (~batch.rollout_logp.isfinite()).nonzero()[:1, 0]:
+                raise ValueError(f"sample {batch.sequence_ids[t]}, token {batch.position_ids[t]}: the engine's "
+                                 f"log-prob is {batch.rollout_logp[t]}, must be finite: check the engine")
         return batch
 
     def dummy(self) -> "Batch":
@@ -129,15 +135,18 @@ class Batch:
     @classmethod
     def cat(cls, batches: list["Batch"]) -> "Batch":
         """Batches one after another; all must have the same optional fields."""
-        names = {tuple(batch.present()) for batch in batches}
-        if len(names) > 1:
-            raise ValueError(f"Batch.cat: different fields {names}; fill an optional one in all batches or in none")
-        joined = {name: torch.cat([vars(batch)[name] for batch in batches]) for name in names.pop()}
+        names = list(batches[0].present())
+        assert all(list(batch.present()) == names for batch in batches), "an optional field is in some of the batches"
+        joined = {name: torch.cat([vars(batch)[name] for batch in batches]) for name in names}
         return cls(**joined, cu_seqlens=offsets(torch.cat([batch.lengths for batch in batches])))
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str, share_prompt: bool = False) -> "Batch":
+        """On another device, with `host_lengths` and `sampled`, and `shared_prompts` if asked for."""
         values = {name: tensor.to(device, non_blocking=True) for name, (tensor, _) in self.present().items()}
-        return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
+        known = {"host_lengths": self.host_lengths, "sampled": self.sampled.to(device, non_blocking=True)}
+        if share_prompt:
+            known["shared_prompts"] = self.shared_prompts.to(device)
+        return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True), known=known)
 
 
 def offsets(lengths: Tensor) -> Tensor:

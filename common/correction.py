@@ -133,13 +133,15 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int
     for batch in chain(*minibatches):
         if batch.old_logp is not None:
             measure(meter, batch, batch.old_logp)
-        keep = _within_bounds(batch, config) if config.reject != "none" else torch.ones_like(batch.mask)    # [T]
-        meter.mean("rollout_corr/rollout_rs_masked_fraction", ~keep, batch.mask)
-        had_tokens = _has_tokens(batch)                                                                     # [S]
-        batch.mask = batch.mask & keep
+        mask, had_tokens = batch.mask, _has_tokens(batch)                                                   # [T], [S]
+        if config.reject != "none":
+            batch.mask = mask & _within_bounds(batch, config)
+            batch.sampled = batch.known["sampled"] = batch.mask.nonzero()[:, 0]
+        meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
         lost = had_tokens & ~_has_tokens(batch)                                                             # [S]
         meter.mean("rollout_corr/rejected_frac", lost, had_tokens)
-        rejected[batch.index[lost].cpu()] = 1
+        index = batch.index.clamp(min=0)                                      # a dummy loses nothing
+        rejected = rejected.to(index.device).index_add(0, index, lost.double())
     for microbatches in map(list, minibatches):
         if config.bypass:
             for batch in microbatches:
@@ -165,14 +167,17 @@ def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
     and `rollout_corr/*` as means over tokens (kl, k3_kl, chi2_token) or over responses. ppl is exp(-mean log-prob)."""
     mask, has_tokens = batch.mask, _has_tokens(batch)                                                       # [T], [S]
     log_ratio = _log_ratio(batch, logp)                                                                     # [T]
-    sums = segment_sum(log_ratio, batch.cu_seqlens)[has_tokens]
-    trainer_log_ppl = -segment_mean(logp.double(), mask, batch.cu_seqlens)[has_tokens]
-    rollout_log_ppl = -segment_mean(batch.rollout_logp.double(), mask, batch.cu_seqlens)[has_tokens]
+    for name, values in {
+        "kl": -log_ratio,                                                     # of KL(rollout || old), as k3
+        "k3_kl": _estimate("k3", log_ratio),
+        "chi2_token": torch.expm1(2 * log_ratio.clamp(-20, 20)),              # E[w^2] - 1
+    }.items():
+        meter.mean(f"rollout_corr/{name}", values, mask)
+    sums = segment_sum(log_ratio, batch.cu_seqlens)                                                         # [S]
+    trainer_log_ppl = -segment_mean(logp.double(), mask, batch.cu_seqlens)
+    rollout_log_ppl = -segment_mean(batch.rollout_logp.double(), mask, batch.cu_seqlens)
     log_ppl_diff = trainer_log_ppl - rollout_log_ppl
     for name, values in {
-        "kl": -log_ratio[mask],                                               # of KL(rollout || old), as k3
-        "k3_kl": _estimate("k3", log_ratio[mask]),
-        "chi2_token": torch.expm1(2 * log_ratio[mask].clamp(-20, 20)),        # E[w^2] - 1
         "chi2_seq": torch.expm1(2 * sums.clamp(-20, 20)),
         "training_ppl": trainer_log_ppl.exp(),
         "rollout_ppl": rollout_log_ppl.exp(),
@@ -180,13 +185,13 @@ def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
         "log_ppl_abs_diff": log_ppl_diff.abs(),
         "ppl_ratio": log_ppl_diff.exp(),
     }.items():
-        meter.mean(f"rollout_corr/{name}", values)
-    diff = (logp.double().exp() - batch.rollout_logp.double().exp())[mask].abs()
+        meter.mean(f"rollout_corr/{name}", values, has_tokens)
+    diff = (logp.double().exp() - batch.rollout_logp.double().exp()).abs()
     name = "training/rollout_probs_diff"
-    meter.mean(f"{name}_mean", diff)
-    meter.max(f"{name}_max", diff)
-    meter.mean(f"_{name}_square", diff.square())
-    meter.total(f"_{name}_count", len(diff))
+    meter.mean(f"{name}_mean", diff, mask)
+    meter.max(f"{name}_max", diff, mask)
+    meter.mean(f"_{name}_square", diff.square(), mask)
+    meter.total(f"_{name}_count", mask.sum())
     meter.derive(f"{name}_std", _std, f"{name}_mean", f"_{name}_square", f"_{name}_count")
 
 
@@ -221,9 +226,13 @@ def _within_bounds(batch: Batch, config: CorrectionConfig) -> Tensor:
 
 
 def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> tuple[Tensor, Tensor]:
-    """Returns the truncated weights, [T] float64 (sequence and geometric: [S]), and bool, which of them count."""
+    """Returns the truncated weights, [T] float64 (sequence and geometric: [S]), and bool, which of them count.
+
+    Adds rollout_is_*: fractions out of bounds are of weights before truncation, one a token or a response; mean, std
+    and eff_sample_size (Kish's, over the number of tokens) are of tokens' weights after it; max and min are so for
+    token weights, and of weights before it for those of responses."""
     log_weight = _log_ratio(batch, logp)
-    counted = batch.mask
+    counted = mask = batch.mask
     if config.weights == "sequence":
         log_weight = segment_sum(log_weight, batch.cu_seqlens)
         counted = _has_tokens(batch)
@@ -234,26 +243,20 @@ def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter)
     weight = raw.clamp(config.lower, config.upper)
     if config.outside == "zero":
         weight = torch.where(weight == raw, raw, 0)
-    _measure_weights(meter, raw[counted], _per_token(batch, weight, config)[batch.mask], config)
-    return torch.ones_like(weight) if config.weights == "none" else weight, counted
-
-
-def _measure_weights(meter: Meter, raw: Tensor, truncated: Tensor, config: CorrectionConfig) -> None:
-    """Adds rollout_is_*. Fractions out of bounds are of weights before truncation, one a token or a response; mean, std
-    and eff_sample_size (Kish's, over the number of tokens) are of tokens' weights after it; max and min are so for
-    token weights, and of weights before it for those of responses."""
     name = "rollout_corr/rollout_is"
+    truncated = _per_token(batch, weight, config)
     low = config.lower if config.outside == "zero" and config.lower else 1 / config.upper
-    extremes = raw if config.weights in ("sequence", "geometric") else truncated
-    meter.mean(f"{name}_mean", truncated)
-    meter.mean(f"_{name}_square", truncated.square())
-    meter.max(f"{name}_max", extremes)
-    meter.min(f"{name}_min", extremes)
+    extremes = (raw, counted) if config.weights in ("sequence", "geometric") else (truncated, mask)
+    meter.mean(f"{name}_mean", truncated, mask)
+    meter.mean(f"_{name}_square", truncated.square(), mask)
+    meter.max(f"{name}_max", *extremes)
+    meter.min(f"{name}_min", *extremes)
     meter.derive(f"{name}_std", _std, f"{name}_mean", f"_{name}_square")
     share = lambda mean, square: mean**2 / square if square else 0.0                                # noqa: E731
     meter.derive(f"{name}_eff_sample_size", share, f"{name}_mean", f"_{name}_square")
-    meter.mean(f"{name}_ratio_fraction_high", raw > config.upper)
-    meter.mean(f"{name}_ratio_fraction_low", raw < low)
+    meter.mean(f"{name}_ratio_fraction_high", raw > config.upper, counted)
+    meter.mean(f"{name}_ratio_fraction_low", raw < low, counted)
+    return torch.ones_like(weight) if config.weights == "none" else weight, counted
 
 
 def _write_weights(microbatches: list[Batch], config: CorrectionConfig, meter: Meter) -> None:

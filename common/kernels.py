@@ -22,16 +22,13 @@ def linear_logp(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     with_entropy_grad: bool = False,
-    chunk_tokens: int | None = None,
-    chunk_vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(z)[target] and the entropy of softmax(z), z = cap(hidden @ weight.T * logit_scale) / temperature.
 
     `cap(x) = softcap * tanh(x / softcap)` (Gemma), the identity where `softcap` is None. Both results are float32 [N],
-    float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`. The chunk sizes are for tests.
+    float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`.
     """
-    tokens, vocab = tile_shape(hidden, weight)
-    tile = (chunk_tokens or tokens, chunk_vocab or vocab)
+    tile = tile_shape(hidden, weight)
     return _LinearLogp.apply(hidden, weight, targets, temperature, softcap, logit_scale, with_entropy_grad, tile)
 
 

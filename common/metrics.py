@@ -26,28 +26,27 @@ class Meter:
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Mean over all values, of every rank, where `mask` is True."""
-        values = values.detach() if mask is None else values.detach()[mask]
-        self.sums[name] = self.sums[name] + values.double().sum()
-        self.counts[name] += values.numel()
+        self.sums[name] = self.sums[name] + _where(mask, values, 0.0).sum()
+        self.counts[name] = self.counts[name] + (values.numel() if mask is None else mask.sum())
 
     def total(self, name: str, value: Tensor | float, per: float = 1.0) -> None:
         """Sum over all ranks, divided by `per`."""
         self.sums[name] = self.sums[name] + (value.detach() if isinstance(value, Tensor) else value) / per
 
-    def max(self, name: str, values: Tensor) -> None:
-        top = values.detach().double().max() if values.numel() else torch.tensor(-torch.inf, dtype=torch.float64)
+    def max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        values = _where(mask, values, -torch.inf)
+        top = values.max() if values.numel() else torch.tensor(-torch.inf, dtype=torch.float64)
         self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
 
-    def min(self, name: str, values: Tensor) -> None:
+    def min(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         self.negated.add(name)
-        self.max(name, -values)
+        self.max(name, -values, mask)
 
     def spread(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """name/mean, name/max, name/min over all values, of every rank, where `mask` is True."""
-        values = values if mask is None else values[mask]
-        self.mean(f"{name}/mean", values)
-        self.max(f"{name}/max", values)
-        self.min(f"{name}/min", values)
+        self.mean(f"{name}/mean", values, mask)
+        self.max(f"{name}/max", values, mask)
+        self.min(f"{name}/min", values, mask)
 
     def derive(self, name: str, formula: Callable[..., float], *inputs: str) -> None:
         """`formula` of other metrics of this meter, once they are global. Inputs named `_...` are not reported."""
@@ -73,6 +72,12 @@ class Meter:
             if metrics.keys() >= set(inputs):
                 metrics[name] = formula(*(metrics[n] for n in inputs))
         return {name: value for name, value in metrics.items() if not name.startswith("_")}
+
+
+def _where(mask: Tensor | None, values: Tensor, other: float) -> Tensor:
+    """Float64 values, `other` where `mask` is False; with `values[mask]` the host would wait for a GPU."""
+    values = values.detach().double()
+    return values if mask is None else torch.where(mask, values, other)
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:

@@ -70,9 +70,8 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
     counted once (--policy.share-prompt). Responses where `trained` [S] is False keep their place in a mini-batch, but
     no rank runs them (rank -1)."""
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
-    if lengths.ndim != 1 or lengths.shape != costs.shape or not 1 <= num_minibatches <= len(lengths):
-        raise ValueError(f"lengths {lengths.shape} and costs {costs.shape} must be [S], {num_minibatches=} from 1 to S")
-
+    assert lengths.shape == costs.shape and 1 <= num_minibatches <= len(lengths)
+    assert (lengths > 0).all() and (costs >= 0).all() and np.isfinite(costs).all()
     trained = np.ones(len(lengths), dtype=bool) if trained is None else np.asarray(trained, dtype=bool)
     rank_of = np.full(len(lengths), -1, dtype=np.int64)
     minibatches, idle = [], []

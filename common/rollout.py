@@ -62,10 +62,6 @@ class Rollout:
         """[S] int64, tokens of prompt and response."""
         return (self.prompt_lengths + self.response_lengths).numpy().astype(np.int64)
 
-    @property
-    def num_groups(self) -> int:
-        return len(self.group.unique())
-
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: vars(self)[f.name] for f in fields(self) if f.name != "samples"}
 
@@ -108,15 +104,6 @@ class Rollout:
             if group % world.size == world.rank
         ]
         return gather_rollout(samples)
-
-    def batch(self) -> Batch:
-        """This rank's responses, by index."""
-        return Batch.build(
-            [s.prompt.tokens for s in self.samples],
-            [s.response.tokens for s in self.samples],
-            rollout_logps=[s.response.logp for s in self.samples],
-            index=[s.index for s in self.samples],
-        )
 
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
@@ -165,14 +152,18 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
         lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, trained=runs,
         groups=rollout.group.numpy() if share_prompt else None, prompt_lengths=rollout.prompt_lengths.numpy(),
     )
-    batch = rollout.batch()
+    samples = rollout.samples
+    batch = Batch.build(
+        [s.prompt.tokens for s in samples], [s.response.tokens for s in samples], index=[s.index for s in samples],
+        rollout_logps=[s.response.logp for s in samples],
+    )
     batch = batch.select(torch.from_numpy(np.flatnonzero(runs[batch.index.numpy()])))
     batch = exchange(batch, plan.rank[batch.index.numpy()])
     batch.mask &= rollout.in_loss[batch.index][batch.sequence_ids]
-    batch = batch.to(world.device)
     counted_lengths = rollout.response_lengths * rollout.in_loss                                    # [S]
     return [
-        Minibatch([batch.microbatch(shares[world.rank]) for shares in planned], counted_lengths[skipped])
+        Minibatch([batch.microbatch(shares[world.rank]).to(world.device, share_prompt) for shares in planned],
+                  counted_lengths[skipped])
         for planned, skipped in zip(plan.minibatches, plan.idle)
     ]
 

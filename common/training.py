@@ -180,12 +180,8 @@ class Training:
     def _each(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
         for microbatch in microbatches:
             yield microbatch
-            self._count_microbatch()
-
-    def _count_microbatch(self) -> None:
-        """Between micro-batches a stop signal takes effect, unless an optimizer step would be lost."""
-        self.advance()
-        self.checkpoints.check()
+            self.advance()
+            self.checkpoints.check()
 
     def microbatch_done(self, microbatch: Batch, stats: dict[str, Tensor], logp: Tensor | None = None,
                         entropy: Tensor | None = None) -> None:
@@ -196,7 +192,8 @@ class Training:
         if logp is not None:
             self.meter.mean("actor/entropy", entropy, microbatch.mask)
             self.record.add(microbatch, logp, entropy, stats)
-        self._count_microbatch()
+        self.advance()
+        self.checkpoints.check()  # a stop signal takes effect here, unless an optimizer step would be lost
 
     def optimizer_step(self, name: str, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig,
                        step: int, first_step: int = 0) -> None:

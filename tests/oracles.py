@@ -6,6 +6,10 @@ Sequences are lists; a response is a list of tokens, `None` nowhere. Nothing her
 import itertools
 import math
 
+AGGREGATIONS = (
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
+)
+
 
 def spans(cu_seqlens):
     return [range(a, b) for a, b in itertools.pairwise(cu_seqlens)]

@@ -98,9 +98,7 @@ def load_shared(write: Callable[[str], Loaded], read: Callable[[str, Loaded], An
                 folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts"))
                 return folder, write(folder)
             except OSError as error:  # those of reading are ValueErrors by now
-                raise ValueError(
-                    f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder"
-                ) from None
+                raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
         results = together(lambda: work() if local_rank == 0 else None, ValueError)
         rows = read(*results[rank - local_rank])  # torchrun: the ranks of a node are consecutive

@@ -107,15 +107,13 @@ def check_vllm(config: RolloutConfig, world: World) -> None:
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
                 **others: int) -> None:
-    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1, but
-    --max-tokens-per-gpu may be 0, which means that it is chosen."""
+    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
              "minibatches_per_step": minibatches_per_step, **others}
     for name, value in sizes.items():
-        least = 0 if name == "max_tokens_per_gpu" else 1
-        if value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if prompts_per_step % max(world_size // tp, 1):
         raise ValueError(
             f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "

@@ -11,7 +11,6 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.model.shared_prompts import share_prompts
 from common.parallel.ranks import all_sum
 
 
@@ -32,12 +31,11 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs where the
     policy sampled a token, and nowhere else."""
     config = config.get_text_config()
-    num_queries = num_keys = batch.lengths
+    num_queries = num_keys = np.float64(batch.host_lengths)
     if share_prompt:
-        shared = share_prompts(batch)
-        num_queries, num_keys = shared.cu_seqlens.diff(), shared.cu_seqlens_k.diff()
-    num_queries, num_keys = (numbers.cpu().double().numpy() for numbers in (num_queries, num_keys))
-    linear = num_queries.sum() * _layers_per_token(config) + int(batch.mask.sum()) * _head_per_token(config)
+        shared = batch.shared_prompts
+        num_queries, num_keys = np.diff(np.float64(shared.ends)), np.diff(np.float64(shared.key_ends))
+    linear = num_queries.sum() * _layers_per_token(config) + len(batch.sampled) * _head_per_token(config)
     return float(linear + _attention(num_keys - num_queries, num_queries, config).sum())
 
 

@@ -11,7 +11,6 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
-from common.model.shared_prompts import share_prompts
 
 
 @dataclass
@@ -51,25 +50,25 @@ class PackedModel(nn.Module):
 
         The shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1.
         """
-        sampled = batch.mask.nonzero()[:, 0]                                                    # [N]
-        before = sampled - 1
+        before = batch.sampled - 1                                                              # [N]
         tokens, positions = batch.tokens, batch.position_ids
         layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
         if self.share_prompt:
-            shared = share_prompts(batch)
+            shared = batch.shared_prompts
             before = shared.row[before]
             tokens, positions = tokens[shared.run], positions[shared.run]
             layout = {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
                       "key_rows": shared.key_rows}
+        longest = max(batch.host_lengths)
         hidden = backbone(
             input_ids=tokens[None],
             position_ids=positions[None],
-            max_length_q=batch.max_seqlen,
-            max_length_k=batch.max_seqlen,
+            max_length_q=longest,
+            max_length_k=longest,
             use_cache=False,
             **layout,
         ).last_hidden_state[0]                                          # [tokens that run, H]
-        return sampled, hidden[before]
+        return batch.sampled, hidden[before]
 
     def free_unsharded(self) -> None:
         """Free the unsharded weights, which FSDP2 would keep until a backward pass."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.batch import Batch
-
 
 class SharedPrompts(NamedTuple):
     """Which tokens run, and what they see. Each different prompt is a segment, and so is each response after it."""
@@ -17,12 +15,18 @@ class SharedPrompts(NamedTuple):
     cu_seqlens: Tensor  # [segments + 1] int32, where each segment begins in `run`
     key_rows: Tensor  # [K] rows of `run` that a segment's queries see: those of its prompt, then its own
     cu_seqlens_k: Tensor  # [segments + 1] int32, where each segment's keys begin in `key_rows`
+    ends: list[int]  # the numbers of cu_seqlens
+    key_ends: list[int]  # the numbers of cu_seqlens_k
+
+    def to(self, device: torch.device | str) -> "SharedPrompts":
+        moved = {name: x.to(device, non_blocking=True) for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**moved)
 
 
-def share_prompts(batch: Batch) -> SharedPrompts:
+def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> SharedPrompts:
     """The layout of a batch. A prompt is what stands before the first token that the policy sampled."""
-    device = batch.tokens.device
-    tokens, mask = batch.tokens.tolist(), batch.mask.tolist()
+    device = tokens.device
+    tokens, mask = tokens.tolist(), mask.tolist()
     begins: dict[tuple[int, ...], int] = {}                             # prompt -> its first row in `run`
     run, row, ends, key_rows, key_ends = [], [], [0], [], [0]
 
@@ -32,7 +36,7 @@ def share_prompts(batch: Batch) -> SharedPrompts:
         ends.append(len(run))
         key_ends.append(len(key_rows))
 
-    for start, end in pairwise(batch.cu_seqlens.tolist()):
+    for start, end in pairwise(cu_seqlens.tolist()):
         split = next((t for t in range(start, end) if mask[t]), end)    # where the policy's first token is
         prompt = tuple(tokens[start:split])
         if prompt not in begins:
@@ -49,4 +53,6 @@ def share_prompts(batch: Batch) -> SharedPrompts:
         cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
         key_rows=torch.tensor(key_rows, device=device),
         cu_seqlens_k=torch.tensor(key_ends, dtype=torch.int32, device=device),
+        ends=ends,
+        key_ends=key_ends,
     )

@@ -147,7 +147,7 @@ def main(args: Args) -> None:
     response_lengths = np.clip(rng.lognormal(np.log(100), 0.7, args.responses), 4, 400).astype(int)
     mixed = [Batch.build(numbers(len(part), args.prompt_tokens), [numbers(n) for n in part])
              for part in np.array_split(response_lengths, -(-args.responses // 8))]
-    computed = sum(len(b) * b.max_seqlen for b in mixed)
+    computed = sum(len(b) * max(b.host_lengths) for b in mixed)
     padding = {"padding_frac": 1 - sum(len(b.tokens) for b in mixed) / computed}
     logps = []
     for packed in (False, True):

@@ -1,11 +1,13 @@
 """The chunked log-prob kernel against a word-by-word oracle, naive log_softmax, numerical derivatives, and itself."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
+from common import kernels
 from common.kernels import CPU_TILE, CUDA_TILE_BYTES, linear_logp, tile_shape
 from tests import oracles
 
@@ -39,6 +41,11 @@ def naive(hidden, weight, targets, temperature=1.0, softcap=None, logit_scale=1.
     return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(dim=-1)
 
 
+def tiles(tokens: int, vocab: int):
+    """In this block a tile has this many tokens and words."""
+    return mock.patch.object(kernels, "CPU_TILE", (tokens, vocab))
+
+
 def gradients(function, hidden, weight, targets, up, entropy=True, **settings):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logp, ent = function(hidden, weight, targets, **settings)
@@ -63,8 +70,8 @@ def kernel_errors(dtype, seed, settings, entropy) -> tuple[float, float]:
     want = [torch.tensor(x, dtype=F64) for x in d_logp(up[0].tolist())]
     if entropy:
         want = [a + torch.tensor(b, dtype=F64) for a, b in zip(want, d_entropy(up[1].tolist()))]
-    got = gradients(linear_logp, hidden, weight, targets, up, entropy, with_entropy_grad=entropy, chunk_tokens=4,
-                    chunk_vocab=7, **settings)
+    with tiles(4, 7):
+        got = gradients(linear_logp, hidden, weight, targets, up, entropy, with_entropy_grad=entropy, **settings)
     assert got[0].dtype == got[1].dtype == dtype
     value = max(error(got[0], want_logp), error(got[1], want_entropy))
     return value, max(error(g, w) for g, w in zip(got[2:], want))
@@ -83,16 +90,18 @@ def test_kernel_gradcheck(settings):
     hidden, weight, targets, _ = inputs(N=5, H=3, V=8)
 
     def f(hidden, weight):
-        return linear_logp(hidden, weight, targets, with_entropy_grad=True, chunk_tokens=2, chunk_vocab=3, **settings)
+        return linear_logp(hidden, weight, targets, with_entropy_grad=True, **settings)
 
-    assert gradcheck(f, (hidden.requires_grad_(), weight.requires_grad_()))
+    with tiles(2, 3):
+        assert gradcheck(f, (hidden.requires_grad_(), weight.requires_grad_()))
 
 
-@pytest.mark.parametrize("chunks", [(1, 1), (3, 29), (11, 5), (100, 100), (None, None)])
+@pytest.mark.parametrize("chunks", [(1, 1), (3, 29), (11, 5), (100, 100)])
 def test_chunks_do_not_change_the_result(chunks):
     args = inputs()
     want = gradients(naive, *args)
-    got = gradients(linear_logp, *args, with_entropy_grad=True, chunk_tokens=chunks[0], chunk_vocab=chunks[1])
+    with tiles(*chunks):
+        got = gradients(linear_logp, *args, with_entropy_grad=True)
     assert max(error(g, w) for g, w in zip(got, want)) < 1e-13
 
 
@@ -108,11 +117,13 @@ def test_entropy_has_no_gradient_unless_asked():
 def test_closed_forms():
     """Equal logits: logp = -log V, entropy log V. Two words: the logistic function."""
     V = 37
-    logp, entropy = linear_logp(torch.zeros(2, 4), torch.randn(V, 4), torch.tensor([0, 3]), chunk_vocab=5)
+    with tiles(512, 5):
+        logp, entropy = linear_logp(torch.zeros(2, 4), torch.randn(V, 4), torch.tensor([0, 3]))
     assert torch.cat([-logp, entropy]).tolist() == pytest.approx([math.log(V)] * 4)
     z = torch.tensor([[-40.0], [-1.0], [0.5], [40.0]], dtype=F64)
     head = torch.tensor([[1.0], [0.0]], dtype=F64)
-    logp, _ = linear_logp(z, head, torch.zeros(4, dtype=torch.long), temperature=2.0, chunk_vocab=1)
+    with tiles(512, 1):
+        logp, _ = linear_logp(z, head, torch.zeros(4, dtype=torch.long), temperature=2.0)
     assert logp.tolist() == pytest.approx([-math.log1p(math.exp(-x / 2)) for x in z[:, 0].tolist()], rel=1e-14)
 
 
@@ -121,7 +132,8 @@ def test_bfloat16_inputs_have_float32_logits():
     hidden, weight, targets, up = inputs(N=64, H=128, V=999, dtype=F32, size=2.0)
     hidden, weight = hidden.to(BF16), weight.to(BF16)
     want = gradients(naive, hidden.double(), weight.double(), targets, up, entropy=False)
-    got = gradients(linear_logp, hidden, weight, targets, up, entropy=False, chunk_vocab=100, chunk_tokens=20)
+    with tiles(20, 100):
+        got = gradients(linear_logp, hidden, weight, targets, up, entropy=False)
     rounded = gradients(naive, hidden, weight, targets, up, entropy=False)
     assert (hidden.float() @ weight.float().T).abs().max() > 60
     assert [x.dtype for x in got] == [F32, F32, BF16, BF16]

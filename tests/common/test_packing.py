@@ -10,10 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.batch import Batch
-from common.losses import AGGREGATIONS, set_token_weights
+from common.losses import set_token_weights
 from common.model.flops import sequence_cost
 from common.packing import Plan, partition, plan_step
 from common.parallel.exchange import exchange, gather_numbers
+from tests.oracles import AGGREGATIONS
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -74,7 +75,7 @@ def test_build_matches_lists(rows):
     assert batch.position_ids.tolist() == positions
     assert batch.sequence_ids.tolist() == owners
     assert batch.lengths.tolist() == [len(row["prompt"] + row["response"]) for row in rows]
-    assert batch.max_seqlen == max(batch.lengths.tolist())
+    assert batch.host_lengths == batch.lengths.tolist()
     assert not batch.mask[batch.cu_seqlens[:-1].long()].any()           # never the first token of a sequence
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.tokens.dtype == batch.index.dtype == torch.int64
@@ -115,21 +116,20 @@ def test_build_defaults():
     assert batch.rollout_logp is batch.value is None
     assert Batch.build([], []).present().keys() == batch.present().keys()
     assert len(Batch.build([], [])) == 0
-    assert Batch.build([], []).max_seqlen == 0
+    assert Batch.build([], []).host_lengths == []
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"prompts": [[1]]}, "argument 2 is longer"),
-    ({"prompts": [[1], []]}, "sample 1: the prompt is empty"),
-    ({"rollout_logps": [[-1.0, -1.0], [-1.0, -1.0]]}, "sample 1: 2 rollout_logps for 1 response tokens"),
-    ({"masks": [[True], [True]]}, "sample 0: 1 masks for 2 response tokens"),
-    ({"rollout_logps": [[-1.0, -1.0], [math.nan]]}, "sample 1, token 1: rollout log-prob is nan"),
-    ({"rollout_logps": [[-1.0, -math.inf], [-1.0]]}, "sample 0, token 2: rollout log-prob is -inf"),
-    ({"responses": [[5, -6], [7]]}, "sample 0, token 2: token id is -6"),
+    ({"prompts": [[1], []]}, "a prompt is empty"),
+    ({"rollout_logps": [[-1.0, -1.0], [-1.0, -1.0]]}, "one number for each token"),
+    ({"masks": [[True], [True]]}, "one number for each token"),
+    ({"rollout_logps": [[-1.0, -1.0], [math.nan]]}, "sample 1, token 1: the engine's log-prob is nan"),
+    ({"rollout_logps": [[-1.0, -math.inf], [-1.0]]}, "sample 0, token 2: the engine's log-prob is -inf"),
     ({"index": [3]}, r"Batch.index has shape \[1\], must be \[2\]: one per response"),
 ])
 def test_build_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, AssertionError), match=message):
         Batch.build(**{"prompts": [[1], [2]], "responses": [[5, 6], [7]]} | arguments)
 
 
@@ -144,7 +144,7 @@ def test_batch_refuses_shapes_and_mixed_fields():
         Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, value=torch.zeros(2))
     other = batch.select([0])
     other.old_logp = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"different fields.*old_logp"):
+    with pytest.raises(AssertionError, match="an optional field is in some of the batches"):
         Batch.cat([batch, other])
 
 
@@ -417,14 +417,13 @@ def test_plan_imbalance_on_log_normal_lengths(seed, world_size, sigma):
     assert in_order.max() / in_order.mean() > 1.03                      # what balancing has to beat
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"costs": np.ones(3)}, r"lengths \(4,\) and costs \(3,\)"),
-    ({"num_minibatches": 5}, "num_minibatches=5 from 1 to S"),
-    ({"num_minibatches": 0}, "num_minibatches=0"),
+@pytest.mark.parametrize("change", [
+    {"costs": np.ones(3)}, {"num_minibatches": 5}, {"num_minibatches": 0}, {"lengths": np.array([1, 2, 0, 1])},
+    {"costs": np.array([1, math.nan, 1, 1])},
 ])
-def test_plan_refuses(change, message):
+def test_plan_refuses(change):
     good = {"lengths": np.ones(4), "costs": np.ones(4), "num_minibatches": 1, "world_size": 1, "max_tokens": 9}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError):
         plan_step(seed=0, **good | change)
 
 

@@ -39,7 +39,7 @@ def test_a_rollout_knows_every_response(world):
     samples = make_samples([1.0, float("nan"), 0.5, 2.0])
     rollout = gather_rollout([samples[i] for i in (2, 0, 3, 1)])
     assert rollout.scores.nan_to_num(nan=-1).tolist() == [1, -1, 0.5, 2]
-    assert rollout.group.tolist() == [0, 0, 1, 1] and rollout.num_groups == 2 and len(rollout) == 4
+    assert rollout.group.tolist() == [0, 0, 1, 1] and len(rollout) == 4
     assert rollout.response_lengths.tolist() == [1, 2, 3, 4] and rollout.prompt_lengths.tolist() == [3, 3, 4, 4]
     assert rollout.truncated.tolist() == [False, False, True, False]
     assert rollout.in_loss.tolist() == [True, False, True, True]
@@ -58,7 +58,7 @@ def test_groups_are_joined_taken_and_numbered_anew(world):
     assert by_index(taken) == {0: (0, 7), 1: (0, 8), 2: (1, 1), 3: (1, 2)}
     assert taken.response_lengths.tolist() == [3, 4, 1, 2]
     nothing = both.take_groups([])
-    assert nothing.samples == [] and len(nothing) == 0 and nothing.num_groups == 0
+    assert nothing.samples == [] and len(nothing) == 0
     assert nothing.cat(first).scores.tolist() == first.scores.tolist()
 
 

@@ -352,8 +352,8 @@ class Device(TorchDispatchMode):
         self.next_block: Block | None = None
         """What the next new storage gets."""
         self.only_shapes = False
-        """Floating-point tensors have no numbers, and nothing is computed. Where the host asks for one, it gets 0. Whole
-        numbers and masks are kept, because sizes follow from them."""
+        """Floating-point tensors have no numbers, and nothing is computed. Where the host asks for one, it gets 0.
+        Whole numbers and masks are kept, because sizes follow from them."""
         self.reads: Counter[str] = Counter()
         """How often the host waited for the device, by `file:function`."""
         self.num_operations = 0
@@ -376,8 +376,8 @@ class Device(TorchDispatchMode):
             return function(*args)
 
     def hold(self, storage: torch.UntypedStorage, is_known: bool = True) -> Held:
-        """What lies behind a storage of the device, made when it is seen first. New memory is NaN, so that nobody gets 0
-        from what was never written."""
+        """What lies behind a storage of the device, made when it is seen first. New memory is NaN, so that nobody gets
+        0 from what was never written."""
         key = storage._cdata
         held = self.memory.get(key)
         if held is not None and held.storage() is storage:
@@ -520,8 +520,8 @@ class Device(TorchDispatchMode):
         return out
 
     def _keep_whole_numbers(self, func, args: tuple, kwargs: dict, out) -> bool:
-        """With `only_shapes`: whether this operation gives whole numbers, of numbers that are known. If not, its results
-        get their memory here."""
+        """With `only_shapes`: whether this operation gives whole numbers, of numbers that are known. If not, its
+        results get their memory here."""
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor | torch.UntypedStorage)]
         written = [
             x for argument, x in zip(func._schema.arguments, args)
@@ -547,7 +547,7 @@ def _pushed(device: Device):
 
 
 def _is_called_by_the_engine() -> bool:
-    """Whether no Python code stands between autograd's engine, which runs in a thread of its own, and this operation."""
+    """Whether no Python code stands between this operation and autograd's engine, which has a thread of its own."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((__file__, DYNAMO)):
         frame = frame.f_back

@@ -3,8 +3,8 @@
 from typing import Any
 
 
-def dense(family: str, hidden: int, width: int, layers: int, heads: int, kv_heads: int, vocab: int, is_tied: bool = False,
-          **others) -> dict[str, Any]:
+def dense(family: str, hidden: int, width: int, layers: int, heads: int, kv_heads: int, vocab: int,
+          is_tied: bool = False, **others) -> dict[str, Any]:
     return {
         "model_type": family.lower(), "architectures": [f"{family}ForCausalLM"], "hidden_size": hidden,
         "intermediate_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,

@@ -21,7 +21,6 @@ from transformers.utils import is_flash_attn_2_available
 from common.batch import Batch
 from common.model.attention import choose_attention, packed_sdpa, packed_varlen
 from common.model.policy import ModelConfig, Policy
-from common.model.shared_prompts import share_prompts
 from tests import oracles
 
 LENGTHS = [5, 1, 13, 5, 8, 2]                                              # the window of 4 is shorter than most
@@ -250,7 +249,7 @@ def test_a_shared_prompt_changes_nothing(family):
     long, short = torch.randint(61, (9,)).tolist(), torch.randint(61, (5,)).tolist()
     responses = [torch.randint(61, (n,)).tolist() for n in (4, 1, 7, 0, 3, 2)]
     batch = Batch.build([long, long, short, long, short, [3]], responses)
-    shared = share_prompts(batch)
+    shared = batch.shared_prompts
     assert batch.tokens[shared.run][shared.row].tolist() == batch.tokens.tolist()
     assert len(shared.run) == 9 + 5 + 1 + 17 == shared.cu_seqlens[-1]
     keys = shared.key_rows.split(shared.cu_seqlens_k.diff().tolist())
@@ -304,11 +303,12 @@ def test_packed_varlen_hands_the_kernel_the_keys_of_a_shared_prompt(window, monk
     monkeypatch.setattr("common.model.attention.varlen_attn", loop)
     torch.manual_seed(0)
     batch = Batch.build([[5, 6, 7]] * 3 + [[8, 9]] * 2, [[1, 2], [], [3], [4, 5, 6], [7]])
-    shared = share_prompts(batch)
+    shared = batch.shared_prompts
     q, k, v = (torch.randn(1, heads, len(shared.run), 8, dtype=torch.float64) for heads in (4, 2, 2))
     settings = {"scaling": 0.7, "sliding_window": window, "cu_seq_lens_q": shared.cu_seqlens,
                 "cu_seq_lens_k": shared.cu_seqlens_k, "key_rows": shared.key_rows}
-    got, _ = packed_varlen(None, q, k, v, max_length_q=batch.max_seqlen, max_length_k=batch.max_seqlen, **settings)
+    longest = max(batch.host_lengths)
+    got, _ = packed_varlen(None, q, k, v, max_length_q=longest, max_length_k=longest, **settings)
     assert torch.allclose(got, packed_sdpa(None, q, k, v, **settings)[0], atol=1e-12)
 
 

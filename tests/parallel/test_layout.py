@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common.losses import AGGREGATIONS
 from tests.conftest import launch
+from tests.oracles import AGGREGATIONS
 from tests.parallel.layout_worker import Step
 
 VOCAB = 53                              # rows that no number of ranks divides
