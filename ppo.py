@@ -101,8 +101,9 @@ def check(args: Args) -> losses.LossSettings:
     for name in ("gamma", "lam"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be in [0, 1]")
-    if args.value_clip <= 0:
-        raise ValueError(f"--value-clip {args.value_clip} must be above 0")
+    for name in ("value_clip", "kl_target", "kl_horizon"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
     if not 0 <= args.critic_warmup_steps < args.total_steps:
         raise ValueError(
             f"--critic-warmup-steps {args.critic_warmup_steps} must be from 0 to below --total-steps {args.total_steps}"
@@ -122,8 +123,6 @@ def main(args: Args) -> None:
     num_updates = args.minibatches_per_step * args.epochs_per_step
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
-    kl_target = args.kl_target if args.kl_controller == "adaptive" else None
-    kl_in_reward = losses.KLController(args.kl_reward_coef, kl_target, args.kl_horizon)
     with Run(args, correction.covers_cut_sampling) as run:
         engine = run.start_engine(trained=2, frozen=with_reference)
         policy, optimizer = run.load_policy()
@@ -136,7 +135,7 @@ def main(args: Args) -> None:
             P, G, args.minibatches_per_step, args.epochs_per_step, args.max_tokens_per_gpu,
         )
         run.resume()
-        kl_in_reward.coef = run.script_state.get("kl_coef", args.kl_reward_coef)
+        kl_coef = run.script_state.get("kl_coef", args.kl_reward_coef)
         for step in run.steps():
             # 1 rollout: each response is scored as it ends
             run.metrics |= engine.wake(policy)
@@ -173,8 +172,8 @@ def main(args: Args) -> None:
                 reward = losses.on_last_token(score, batch.mask, batch.cu_seqlens)              # [T]
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
-                    reward = reward - kl_in_reward.coef * kl
-                    run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
+                    reward = reward - kl_coef * kl
+                    run.metrics["actor/reward_kl_penalty"] = mean_kl = losses.mean_kl(kl, batch)
                 advantage, returns = losses.gae(reward, batch.value, batch.mask, batch.cu_seqlens, args.gamma, args.lam)
                 explained_variance = losses.explained_variance(batch.value, returns, batch.mask)
                 advantage = whiten(advantage, batch.mask)
@@ -229,9 +228,10 @@ def main(args: Args) -> None:
 
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
-            metrics |= {"critic/vf_explained_var": explained_variance, "actor/kl_coef": kl_in_reward.coef}
-            kl_in_reward.update(run.metrics.get("actor/reward_kl_penalty", 0.0), P * G)
-            run.script_state["kl_coef"] = kl_in_reward.coef
+            metrics |= {"critic/vf_explained_var": explained_variance, "actor/kl_coef": kl_coef}
+            if args.kl_controller == "adaptive" and args.kl_reward_coef:
+                kl_coef = losses.adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, P * G)
+            run.script_state["kl_coef"] = kl_coef
             run.finish(step, rollout, minibatches, rewards, metrics, actor_epochs)
 
 

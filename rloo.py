@@ -22,8 +22,9 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
+from common.engine.base import validation_sampling
 from common.engine.make import check_sizes
-from common.metrics import spread
+from common.metrics import Meter, spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, group_sum, is_constant, whiten
@@ -169,7 +170,10 @@ def main(args: Args) -> None:
             # 1 rollout: each response is scored as it ends
             run.metrics |= engine.wake(policy)
             rows = run.sampler.take(P)
-            greedy = run.greedy_scores(rows, step) if baseline.greedy else torch.zeros(P)       # [P]
+            greedy = torch.zeros(P)                                                             # [P] their scores
+            if baseline.greedy:
+                pending = run.sample(rows, 1, validation_sampling(args.rollout, temperature=0.0), step)
+                greedy = run.collect(pending, Meter()).scores
             pending = run.sample(rows, G, run.sampling, step)
             run.metrics |= engine.sleep()
 
@@ -212,8 +216,7 @@ def main(args: Args) -> None:
                 check_skipped(advantages, in_update, rollout)
                 reward = losses.on_last_token(advantages.float()[batch.index], batch.mask, batch.cu_seqlens) + penalty
                 gamma = args.gamma if baseline.per_token else 1.0
-                no_value = torch.zeros_like(reward)
-                advantage, _ = losses.gae(reward, no_value, batch.mask, batch.cu_seqlens, gamma, lam=1.0)
+                advantage, _ = losses.gae(reward, torch.zeros_like(reward), batch.mask, batch.cu_seqlens, gamma, 1.0)
                 if baseline.whiten:
                     advantage = whiten(advantage, batch.mask)
                 scatter_fields(minibatches, advantage=advantage)

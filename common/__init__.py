@@ -11,9 +11,9 @@ policy sampled token t (its stop token included). The shift from the model's "ne
 place, `PackedModel.hidden_before` in common/model/policy.py.
 
 What a step means is in the files of this folder. Read them in this order: rollout, batch, packing, losses, segments,
-correction, kernels, metrics, optim, prompts, run. What makes it run is in the packages below (engine, model, parallel,
-dataset, checkpoint, tracking); a file here names what it needs of them, and you need not open them.
+correction, kernels, metrics, optim, prompts, training, run. What makes it run is in the packages below (engine, model,
+parallel, dataset, checkpoint, tracking); a file here names what it needs of them, and you need not open them.
 
 A module that has flags owns a dataclass beside the code it configures (`RolloutConfig`, `OptimConfig`, ...), and
-`RunArgs` in run.py nests them. vLLM is imported inside functions only, so every module can be imported on any machine.
+`TrainArgs` and `RunArgs` nest them. vLLM is imported inside functions only: any machine can import every module.
 """

@@ -96,11 +96,6 @@ class Batch:
                 raise ValueError(f"{where}: {name} is {values[t]}; ids are from 0, log-probs finite: check the engine")
         return batch
 
-    @classmethod
-    def empty(cls) -> "Batch":
-        """A batch of no responses: what a rank that has none brings to `exchange`."""
-        return cls.build([], [])
-
     def dummy(self) -> "Batch":
         """One response of two tokens without a mask, with the optional fields of this batch; every number is 0.
 

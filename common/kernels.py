@@ -9,7 +9,6 @@ import contextlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 CPU_TILE = (512, 4096)        # tokens x vocabulary: 8 MB of logits stay in the cache (2x faster than a 100 MB chunk)
 CUDA_TILE_BYTES = 256 << 20
@@ -31,13 +30,6 @@ def linear_logp(
     `cap(x) = softcap * tanh(x / softcap)` (Gemma), the identity where `softcap` is None. Both results are float32 [N],
     float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`. The chunk sizes are for tests.
     """
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"linear_logp wants hidden [N, H], weight [V, H] and targets [N], got {list(hidden.shape)}, "
-                         f"{list(weight.shape)} and {list(targets.shape)}")
-    if temperature <= 0:
-        raise ValueError(f"temperature {temperature} must be positive: log-probs of greedy decoding are not defined")
-    if isinstance(weight, DTensor):
-        raise ValueError("the output head is still sharded: call linear_logp inside the root module's forward")
     tokens, vocab = tile_shape(hidden, weight)
     tile = (chunk_tokens or tokens, chunk_vocab or vocab)
     return _LinearLogp.apply(hidden, weight, targets, temperature, softcap, logit_scale, with_entropy_grad, tile)

@@ -27,12 +27,8 @@ def set_token_weights(microbatches: list, aggregation: str, norm_length: float |
     rejected) all weights are 0. `norm_length` is the constant of seq-mean-token-sum-norm; the others ignore it.
     `skipped_lengths`: of this mini-batch's responses that run in no micro-batch, on every rank the same.
     """
-    if not microbatches:
-        raise ValueError("an empty mini-batch has no denominators; a rank without samples runs dummy micro-batches")
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregation!r} is not one of {', '.join(AGGREGATIONS)}")
-    if aggregation == "seq-mean-token-sum-norm" and not norm_length:
-        raise ValueError(f"aggregation {aggregation!r} needs norm_length, a constant (the maximum response length)")
     counts = [segment_sum(b.mask.double(), b.cu_seqlens) for b in microbatches]         # [S] each
     tokens, sequences = all_sum([sum(c.sum() for c in counts), sum((c > 0).sum() for c in counts)]).tolist()
     if skipped_lengths is not None:
@@ -49,24 +45,19 @@ def set_token_weights(microbatches: list, aggregation: str, norm_length: float |
 
 
 def check_finite(name: str, x: Tensor, batch) -> None:
-    """Refuse NaN and infinity in a per-token [T] or per-response [S] tensor, naming the response."""
+    """Refuse NaN and infinity in a tensor [T], naming the response and its token."""
     bad = (~torch.isfinite(x)).nonzero()[:, 0].tolist()
-    if bad:
-        per_token = len(x) == len(batch.mask)
-        response = int(batch.sequence_ids[bad[0]]) if per_token else bad[0]
-        place = f" at its token {int(batch.position_ids[bad[0]])}" if per_token else ""
-        look = "the reward function" if "reward" in name else "the grad_norm and learning rate of earlier steps"
-        raise ValueError(f"{name} is {x[bad[0]].item()} for response {int(batch.index[response])}{place}, {len(bad)} "
-                         f"such values in this batch: look at {look}, and at this response's text")
+    for t in bad[:1]:
+        raise ValueError(f"{name} is {x[t].item()} for response {int(batch.index[batch.sequence_ids[t]])} at its token "
+                         f"{int(batch.position_ids[t])}, {len(bad)} such values in this batch: look at the grad_norm "
+                         f"and learning rate of earlier steps, and at this response's text")
 
 
-def _prepare(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Zero what stands outside the mask first: a NaN there would reach the gradient through a later `where`."""
-    return [torch.where(mask, x, 0) for x in tensors]
-
-
-def _log_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    return (logp - old_logp).clamp(-20, 20)
+def _prepare(mask: Tensor, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> tuple[Tensor, ...]:
+    """The three and the log ratio. What stands outside the mask becomes 0 first: a NaN there would reach the gradient
+    through a later `where`."""
+    logp, old_logp, advantage = (torch.where(mask, x, 0) for x in (logp, old_logp, advantage))
+    return logp, old_logp, advantage, (logp - old_logp).clamp(-20, 20)
 
 
 def _stats(mask, log_ratio, ratio, high=None, low=None, capped=None) -> dict[str, Tensor]:
@@ -96,8 +87,7 @@ def _clipped(ratio, advantage, clip_low, clip_high, clip_dual):
 
 def ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = 3.0):
     """Clipped surrogate (Schulman et al. 2017, eq. 7) with dual clip (Ye et al. 2020)."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
-    log_ratio = _log_ratio(logp, old_logp)
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     ratio = log_ratio.exp()
     loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
     return loss, _stats(mask, log_ratio, ratio, *cut)
@@ -105,17 +95,16 @@ def ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, cli
 
 def gspo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = None):
     """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     mean = expand(segment_mean((logp - old_logp).detach(), mask, cu_seqlens), cu_seqlens, len(logp))
     ratio = (mean + logp - logp.detach()).clamp(-20, 20).exp()
     loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
-    return loss, _stats(mask, _log_ratio(logp, old_logp), ratio, *cut)
+    return loss, _stats(mask, log_ratio, ratio, *cut)
 
 
 def gmpo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
     """Geometric mean of token ratios that are clipped in log space to [-clip_low, clip_high] (Zhao et al. 2025)."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
-    log_ratio = _log_ratio(logp, old_logp)
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     high, low = (advantage > 0) & (log_ratio > clip_high), (advantage < 0) & (log_ratio < -clip_low)
     clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
     loss = -segment_mean(advantage, mask, cu_seqlens) * segment_mean(clipped, mask, cu_seqlens).exp()   # [S]
@@ -125,17 +114,15 @@ def gmpo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
 
 def cispo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
     """REINFORCE with a clipped, detached importance weight: no token loses its gradient (MiniMax-M1)."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
-    log_ratio = _log_ratio(logp, old_logp).detach()
-    ratio = log_ratio.exp()
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    ratio = log_ratio.detach().exp()
     loss = -_clip(ratio, clip_low, clip_high) * advantage * logp
     return loss, _stats(mask, log_ratio, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
 
 
 def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, tau_pos=1.0, tau_neg=1.05):
     """A soft gate, sigmoid(tau (q - 1)) 4 / tau, instead of clip bounds (Gao et al. 2025)."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
-    log_ratio = _log_ratio(logp, old_logp)
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     ratio = log_ratio.exp()
     tau = torch.where(advantage > 0, torch.full_like(ratio, tau_pos), tau_neg)
     return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _stats(mask, log_ratio, ratio)
@@ -149,8 +136,7 @@ def clip_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *
 
 def kl_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, selected, ppo_kl_coef=1.0):
     """No clip; the tokens that `select_kl_cov` chose [T] also pay for moving away from old_logp (Cui et al. 2025)."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
-    log_ratio = _log_ratio(logp, old_logp)
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     ratio, selected = log_ratio.exp(), selected & mask
     loss = -advantage * ratio + torch.where(selected, ppo_kl_coef * (logp - old_logp).abs(), 0)
     return loss, _stats(mask, log_ratio, ratio) | {"actor/selected_frac": selected.to(loss.dtype)}
@@ -158,33 +144,31 @@ def kl_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high
 
 def dppo_tv(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
     """Trust region on the change of the token's probability, p - p_old, instead of on its ratio (DPPO)."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     change = logp.detach().exp() - old_logp.exp()
     keep = torch.where(advantage > 0, change <= clip_high, change >= -clip_low)
-    return _dppo(keep, logp, old_logp, advantage, mask)
+    return _dppo(keep, logp, log_ratio, advantage, mask)
 
 
 def dppo_kl(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
     """The same with the distance KL(p_old, p) of the split in two, "this token or another"."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     p, p_old = logp.detach().exp(), old_logp.exp()
     other, other_old = ((-torch.expm1(x.detach())).log().clamp(min=-100) for x in (logp, old_logp))   # log(1 - p)
     distance = p_old * (old_logp - logp.detach()) + (1 - p_old) * (other_old - other)
     keep = torch.where(advantage > 0, (distance <= clip_high) | (p <= p_old), (distance <= clip_low) | (p >= p_old))
-    return _dppo(keep, logp, old_logp, advantage, mask)
+    return _dppo(keep, logp, log_ratio, advantage, mask)
 
 
-def _dppo(keep, logp, old_logp, advantage, mask):
-    log_ratio = _log_ratio(logp, old_logp).detach()
-    ratio = log_ratio.exp()
+def _dppo(keep, logp, log_ratio, advantage, mask):
+    ratio = log_ratio.detach().exp()
     loss = torch.where(keep, -advantage * ratio.clamp(max=20) * logp, 0)
     return loss, _stats(mask, log_ratio, ratio, ~keep & (advantage > 0), ~keep & (advantage <= 0))
 
 
 def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None):
     """-A logp: the plain policy gradient."""
-    logp, old_logp, advantage = _prepare(mask, logp, old_logp, advantage)
-    log_ratio = _log_ratio(logp, old_logp).detach()
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
 
 class LossSettings(NamedTuple):
@@ -268,17 +252,9 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     return values[name].detach() + k2 - k2.detach() if kind.endswith("+") else values[name]
 
 
-class KLController:
-    """The coefficient of the KL in the reward: fixed, or moved so that the KL stays near `target` (Ziegler 2019)."""
-
-    def __init__(self, coef: float, target: float | None = None, horizon: float = 10_000):
-        if target is not None and (target <= 0 or horizon <= 0):
-            raise ValueError(f"adaptive KL needs a positive target and horizon, got {target} and {horizon}")
-        self.coef, self.target, self.horizon = coef, target, horizon
-
-    def update(self, kl: float, num_responses: int) -> None:
-        if self.target is not None:
-            self.coef *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * num_responses / self.horizon
+def adapt_kl_coef(coef: float, kl: float, target: float, horizon: float, num_responses: int) -> float:
+    """The next coefficient of the KL in the reward, moved so that the KL stays near `target` (Ziegler 2019)."""
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_responses / horizon)
 
 
 def mean_kl(kl: Tensor, batch: Batch) -> float:
@@ -291,7 +267,7 @@ def mean_kl(kl: Tensor, batch: Batch) -> float:
 
 def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the larger of the squared errors of the value and of the value clipped around the old one: [T]."""
-    value, old_value, returns = _prepare(mask, value, old_value, returns)
+    value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
     clipped = torch.minimum(torch.maximum(value, old_value - clip), old_value + clip)
     plain_error, clipped_error = (value - returns).square(), (clipped - returns).square()
     stats = {"critic/vf_clipfrac": (clipped_error > plain_error).to(value.dtype), "critic/vpred_mean": value.detach()}

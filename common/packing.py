@@ -72,10 +72,6 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
     if lengths.ndim != 1 or lengths.shape != costs.shape or not 1 <= num_minibatches <= len(lengths):
         raise ValueError(f"lengths {lengths.shape} and costs {costs.shape} must be [S], {num_minibatches=} from 1 to S")
-    if min(world_size, max_tokens) < 1:
-        raise ValueError(f"{world_size=} and {max_tokens=} must be at least 1")
-    for i in np.flatnonzero((lengths < 1) | (costs < 0) | ~np.isfinite(costs))[:1]:
-        raise ValueError(f"response {i}: length {lengths[i]} must be at least 1, cost {costs[i]} finite and at least 0")
 
     trained = np.ones(len(lengths), dtype=bool) if trained is None else np.asarray(trained, dtype=bool)
     rank_of = np.full(len(lengths), -1, dtype=np.int64)

@@ -8,16 +8,11 @@ that all ranks of a node share (`store.load_prompts`).
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 
 
 @dataclass
-class DataConfig:
-    max_prompt_length: int = 1024
-    """Longest prompt, in tokens, chat template included."""
-    on_long_prompt: Literal["filter", "error", "truncate-left", "truncate-middle"] = "filter"
-    """A longer prompt: leave it out, stop, or cut tokens from its start or its middle."""
+class TemplateConfig:
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that breaks a rule (wrong type, empty prompt, no ground truth): stop, or leave it out and count it."""
     template: Literal["chat", "plain"] = "chat"
@@ -26,6 +21,17 @@ class DataConfig:
     """A Jinja file to use instead of the tokenizer's chat template."""
     chat_template_kwargs: str = "{}"
     """Further arguments of the chat template, as a JSON object, e.g. '{"enable_thinking": false}'."""
+    cache_dir: str = ""
+    """Existing folder, best on a local disk, for the tokenised prompts while the run lasts: about as large as the
+    unpacked data. Default: the system's temporary folder."""
+
+
+@dataclass
+class DataConfig(TemplateConfig):
+    max_prompt_length: int = 1024
+    """Longest prompt, in tokens, chat template included."""
+    on_long_prompt: Literal["filter", "error", "truncate-left", "truncate-middle"] = "filter"
+    """A longer prompt: leave it out, stop, or cut tokens from its start or its middle."""
     prompt_column: str = "prompt"
     """Column with the prompt: a list of {role, content}, or a string (one user message)."""
     data_source_column: str = "data_source"
@@ -38,9 +44,6 @@ class DataConfig:
     """Name that picks the reward of all rows, for files without a data_source column."""
     extra_info_column: str = "extra_info"
     """Column (may be absent) that goes to the reward as it is."""
-    cache_dir: str = ""
-    """Existing folder, best on a local disk, for the tokenised prompts while the run lasts: about as large as the
-    unpacked data. Default: the system's temporary folder."""
 
 
 @dataclass
@@ -88,30 +91,12 @@ def parse_messages(prompt: Any, column: str) -> list[dict[str, str]]:
     return messages
 
 
-def encode(prompts: list[list[dict]], tokenizer, template: dict[str, Any] | None) -> list[list[int] | ValueError]:
-    """Token ids of prompts (a list of messages each), through the chat template with the arguments `template`, or
-    without one if that is None. A prompt that the chat template refuses gives a ValueError in its place."""
-    if template is None:
-        texts = ["\n\n".join(message["content"] for message in messages) for messages in prompts]
-        return tokenizer(texts)["input_ids"]
-    try:
-        # return_dict on purpose: the default return type differs between transformers 4 and 5
-        return tokenizer.apply_chat_template(
-            prompts, tokenize=True, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
-    except jinja2.TemplateError as error:
-        if len(prompts) == 1:
-            return [ValueError(f"the chat template refuses it: {error}")]
-        return [encode([messages], tokenizer, template)[0] for messages in prompts]
-
-
 class PromptSampler:
     """Draws indices of prompts, shuffled anew in every epoch by (seed, epoch). The last incomplete batch of an epoch is
     filled from the next one. (epoch, position) is the whole state, and all ranks draw the same. `data_hash` stands for
     the prompts: with others, a resumed run would draw some twice in an epoch and some never."""
 
     def __init__(self, num_prompts: int, data_hash: str, seed: int):
-        if num_prompts < 1:
-            raise ValueError(f"{num_prompts} prompts: there must be at least 1")
         self.num_prompts = num_prompts
         self.data_hash = data_hash
         self.seed = seed

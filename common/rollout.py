@@ -33,40 +33,27 @@ from common.segments import segment_sum
 class Sample:
     """One response, on the rank that scored it."""
 
-    index: int
-    """Its number in the step, 0 .. S-1 over all ranks."""
-    group: int
-    """The number of its prompt in the step."""
-    row: int
-    """The row of its prompt in the data set."""
+    index: int  # its number in the step, 0 .. S-1 over all ranks
+    group: int  # the number of its prompt in the step
+    row: int  # the row of its prompt in the data set
     prompt: Prompt
-    response: Response | None = None
-    """None until the engine has finished it, and on the ranks that do not score it."""
+    response: Response | None = None  # None until the engine has finished it, and on ranks that do not score it
     text: str = ""
-    score: float = math.nan
-    """The scorers' number. NaN: the scorers failed."""
-    extras: dict[str, Any] = field(default_factory=dict)
-    """What the reward function returned besides its score."""
+    score: float = math.nan  # the scorers' number; NaN: the scorers failed
+    extras: dict[str, Any] = field(default_factory=dict)  # what the reward function returned besides its score
 
 
 @dataclass
 class Rollout:
     """Responses with their scores. All tensors are [S], by `Sample.index`, and the same on every rank."""
 
-    samples: list[Sample]
-    """Those that this rank scored."""
-    scores: Tensor
-    """float64. NaN: no score."""
-    group: Tensor
-    """int64. Responses of one prompt have the same number."""
-    prompt_lengths: Tensor
-    """float64, tokens."""
-    response_lengths: Tensor
-    """float64, tokens."""
-    truncated: Tensor
-    """bool. The response was cut at the maximum response length."""
-    in_loss: Tensor
-    """bool. Its tokens are in the loss and in the denominators. At first: it has a score."""
+    samples: list[Sample]  # those that this rank scored
+    scores: Tensor  # float64; NaN: no score
+    group: Tensor  # int64; responses of one prompt have the same number
+    prompt_lengths: Tensor  # float64, tokens
+    response_lengths: Tensor  # float64, tokens
+    truncated: Tensor  # bool; the response was cut at the maximum response length
+    in_loss: Tensor  # bool; its tokens are in the loss and in the denominators; at first: it has a score
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -127,8 +114,6 @@ class Rollout:
 
     def batch(self) -> Batch:
         """This rank's responses, by index."""
-        if not self.samples:
-            return Batch.empty()
         return Batch.build(
             [s.prompt.tokens for s in self.samples],
             [s.response.tokens for s in self.samples],
@@ -161,8 +146,7 @@ class Minibatch:
     """This rank's share of one optimizer step. Iterating gives its micro-batches, as many on every rank."""
 
     microbatches: list[Batch]
-    skipped_lengths: Tensor
-    """[skipped] response lengths, on all ranks the same, of responses that run nowhere and count in denominators."""
+    skipped_lengths: Tensor  # of responses that run nowhere and count in denominators, on all ranks the same
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.microbatches)

@@ -63,10 +63,9 @@ def group_lead(x: Tensor, group: Tensor) -> Tensor:
     lead = torch.zeros_like(x)
     for number in group.unique():
         members = (group == number).nonzero()[:, 0]
-        if len(members) < 2:
-            continue
-        (best, second), who = x[members].nan_to_num(nan=-torch.inf).topk(2)
-        lead[members[who[0]]] = (best - second).nan_to_num(posinf=0.0)
+        if len(members) > 1:
+            (best, second), who = x[members].nan_to_num(nan=-torch.inf).topk(2)
+            lead[members[who[0]]] = (best - second).nan_to_num(posinf=0.0)
     return lead
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +19,9 @@ import pyarrow as pa
 import torch.distributed as dist
 
 from common.dataset.reading import JSON_LINES, find_files, read_json_lines, read_parquet, rows_of
-from common.dataset.template import template_arguments, template_name
+from common.dataset.template import encode, template_arguments, template_name
 from common.parallel.ranks import together
-from common.prompts import DataConfig, Prompt, encode, parse_row
+from common.prompts import DataConfig, Prompt, parse_row
 
 
 @dataclass
@@ -36,6 +36,18 @@ class Loaded:
     min_length: int = 0  # of these prompts, in tokens
     max_length: int = 0
     data_hash: str = ""  # of all that is in these prompts, in their order
+
+    def summary(self) -> str:
+        num_kept = self.num_rows - self.num_filtered - len(self.bad_rows)
+        return (f"{num_kept} prompts from {len(self.files)} file(s), {self.min_length} to {self.max_length} tokens; of "
+                f"{self.num_rows} rows {self.num_filtered} filtered (too long), {self.num_truncated} truncated, "
+                f"{len(self.bad_rows)} bad")
+
+    def write_skipped(self, path: str | Path) -> None:
+        """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
+        if self.bad_rows and not (dist.is_initialized() and dist.get_rank()):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.bad_rows))
 
 
 class PromptSet(Sequence):
@@ -64,43 +76,37 @@ class PromptSet(Sequence):
         prompt.tokens = row.column("tokens")[0].as_py()
         return prompt
 
-    def summary(self) -> str:
-        loaded = self.loaded
-        return (f"{len(self)} prompts from {len(loaded.files)} file(s), {loaded.min_length} to {loaded.max_length} "
-                f"tokens; of {loaded.num_rows} rows {loaded.num_filtered} filtered (too long), "
-                f"{loaded.num_truncated} truncated, {len(loaded.bad_rows)} bad")
-
-    def write_skipped(self, path: str | Path) -> None:
-        """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
-        if self.loaded.bad_rows and not (dist.is_initialized() and dist.get_rank()):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.loaded.bad_rows))
-
 
 def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). Raises ValueError, naming file, row,
-    rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left.
+    rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
+    return load_shared(
+        lambda folder: tokenise_files(find_files(files), tokenizer, config, folder),
+        lambda folder, loaded: PromptSet(folder, loaded, config), config.cache_dir,
+    )
 
-    In a process group all ranks must call this: local rank 0 of each node does the work, the others wait and get the
-    same prompts or the same error."""
+
+def load_shared(write: Callable[[str], Loaded], read: Callable[[str, Loaded], Any], cache_dir: str) -> Any:
+    """What `read` makes of the folder that `write` filled: in a process group, where all ranks must call this, local
+    rank 0 of each node writes, the others wait and get the same rows or the same error."""
     rank, local_rank = 0, 0
     if dist.is_initialized():
         rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
     with ExitStack() as stack:
-        def read() -> tuple[str, Loaded]:
+        def work() -> tuple[str, Loaded]:
             try:
-                folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts", dir=config.cache_dir or None))
-                return folder, tokenise_files(find_files(files), tokenizer, config, folder)
+                folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts", dir=cache_dir or None))
+                return folder, write(folder)
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(
                     f"cannot store the tokenised prompts: {error}; --data.cache-dir names another folder"
                 ) from None
 
-        results = together(lambda: read() if local_rank == 0 else None, ValueError)
-        prompts = PromptSet(*results[rank - local_rank], config)  # torchrun: the ranks of a node are consecutive
+        results = together(lambda: work() if local_rank == 0 else None, ValueError)
+        rows = read(*results[rank - local_rank])  # torchrun: the ranks of a node are consecutive
         if dist.is_initialized():
             dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
-    return prompts
+    return rows
 
 
 def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> Loaded:

@@ -7,11 +7,11 @@ from typing import Any
 
 import jinja2
 
-from common.prompts import DataConfig
+from common.prompts import TemplateConfig
 
 RENDER_S = 2.0  # CPU seconds for a prompt of one short message: usual templates need a few ms
 
-def template_arguments(tokenizer, config: DataConfig) -> dict[str, Any] | None:
+def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | None:
     """What `apply_chat_template` gets besides the messages; None for --data.template plain. Raises ValueError for
     arguments that are no JSON object, a template file that is not there, a tokenizer without a template, and a template
     that does not end. Must be called in the main thread, which gets the signal of the timer."""
@@ -35,13 +35,13 @@ def template_arguments(tokenizer, config: DataConfig) -> dict[str, Any] | None:
     return arguments
 
 
-def template_name(tokenizer, config: DataConfig) -> str:
+def template_name(tokenizer, config: TemplateConfig) -> str:
     if config.chat_template_file:
         return f"the chat template --data.chat-template-file {config.chat_template_file}"
     return f"the chat template of {tokenizer.name_or_path} (--data.chat-template-file FILE names another)"
 
 
-def check_that_it_ends(tokenizer, arguments: dict[str, Any], config: DataConfig) -> None:
+def check_that_it_ends(tokenizer, arguments: dict[str, Any], config: TemplateConfig) -> None:
     """Render one short message under a timer of CPU seconds. A template that refuses it may still accept the rows."""
     def stop(*_) -> None:
         raise ValueError(f"{template_name(tokenizer, config)} has not ended after {RENDER_S:.0f} s for one message")
@@ -57,3 +57,19 @@ def check_that_it_ends(tokenizer, arguments: dict[str, Any], config: DataConfig)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def encode(prompts: list[list[dict]], tokenizer, template: dict[str, Any] | None) -> list[list[int] | ValueError]:
+    """Token ids of prompts (a list of messages each), through the chat template with the arguments `template`, or
+    without one if that is None. A prompt that the chat template refuses gives a ValueError in its place."""
+    if template is None:
+        texts = ["\n\n".join(message["content"] for message in messages) for messages in prompts]
+        return tokenizer(texts)["input_ids"]
+    try:
+        # return_dict on purpose: the default return type differs between transformers 4 and 5
+        return tokenizer.apply_chat_template(
+            prompts, tokenize=True, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
+    except jinja2.TemplateError as error:
+        if len(prompts) == 1:
+            return [ValueError(f"the chat template refuses it: {error}")]
+        return [encode([messages], tokenizer, template)[0] for messages in prompts]

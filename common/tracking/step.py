@@ -13,33 +13,25 @@ from common.rollout import Minibatch, Rollout
 from common.segments import is_constant
 from common.tracking.profiling import Timer
 
-PER_TOKEN_PHASES = {"gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"}
+PER_TOKEN_PHASES = {"old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"}
 
 
-def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sampled: Rollout,
-                 minibatches: list[Minibatch], *, num_sampled_tokens: float, max_prompt_length: int,
-                 max_response_length: int, update_flops: float, peak_flops: float) -> dict[str, float]:
+def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, minibatches: list[Minibatch], *,
+                 update_flops: float, peak_flops: float) -> dict[str, float]:
     """The step's metrics; the only place where its meter is reduced. All ranks call this together.
 
-    `rollout`: what the update was made from. `sampled`: all responses of the step; lengths, truncation and constant
-    groups are theirs. `num_sampled_tokens`: response tokens that the phase "gen" made. `minibatches`: this rank's
-    micro-batches. `update_flops`: what the update computed on all ranks. `peak_flops`: what one rank's chip can do in a
-    second (`profiling.peak_flops`).
+    `lengths` [S]: tokens of the sequences that the update was made from. `minibatches`: this rank's micro-batches.
+    `update_flops`: what the update computed on all ranks. `peak_flops`: what one rank's chip can do in a second
+    (`profiling.peak_flops`).
     """
-    num_tokens = int(rollout.lengths.sum())
+    num_tokens = int(lengths.sum())
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
     meter.max("global_seqlen/balanced_max", here)
     meter.min("global_seqlen/balanced_min", here)
     for name, value in memory(world).items():
         meter.max(name, torch.tensor(value))
     metrics = meter.reduce() | timer.metrics()
-    for name, values, limit in (
-        ("prompt_length", sampled.prompt_lengths, max_prompt_length),
-        ("response_length", sampled.response_lengths, max_response_length),
-    ):
-        metrics |= spread(name, values)
-        metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
-    as_sampled = [int(part.sum()) for part in np.array_split(rollout.lengths, world.size)]      # tokens by rank
+    as_sampled = [int(part.sum()) for part in np.array_split(lengths, world.size)]              # tokens by rank
     metrics |= {
         "global_seqlen/min": min(as_sampled),
         "global_seqlen/max": max(as_sampled),
@@ -47,12 +39,8 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sam
         "global_seqlen/mean": num_tokens / world.size,
     }
     for phase in PER_TOKEN_PHASES & timer.seconds.keys():
-        count = num_sampled_tokens if phase == "gen" else num_tokens
-        metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / count
+        metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / num_tokens
     metrics |= {
-        "rollout/truncated_frac": float(sampled.truncated.double().mean()),
-        "reward/constant_group_frac": constant_group_frac(sampled.scores, sampled.group),
-        "rollout/tokens_per_s": num_sampled_tokens / timer.seconds["gen"],
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": metrics["timing_s/step"],
         "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
@@ -60,6 +48,25 @@ def step_metrics(meter: Meter, timer: Timer, world: World, rollout: Rollout, sam
     if "update_actor" in timer.seconds:
         achieved = update_flops / timer.seconds["update_actor"] / world.size
         metrics |= {"perf/update_tflops": achieved / 1e12, "perf/mfu/actor": achieved / peak_flops}
+    return metrics
+
+
+def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, max_prompt_length: int,
+                    max_response_length: int) -> dict[str, float]:
+    """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" made in `gen_s`
+    seconds."""
+    metrics = {
+        "rollout/truncated_frac": float(sampled.truncated.double().mean()),
+        "reward/constant_group_frac": constant_group_frac(sampled.scores, sampled.group),
+        "rollout/tokens_per_s": num_sampled_tokens / gen_s,
+        "timing_per_token_ms/gen": 1000 * gen_s / num_sampled_tokens,
+    }
+    for name, values, limit in (
+        ("prompt_length", sampled.prompt_lengths, max_prompt_length),
+        ("response_length", sampled.response_lengths, max_response_length),
+    ):
+        metrics |= spread(name, values)
+        metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
     return metrics
 
 

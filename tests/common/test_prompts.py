@@ -124,13 +124,14 @@ def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
     (tmp_path / "b.jsonl").write_text("\n" + json.dumps(row("good")) + "\n[1]\n")
     prompts = load_prompts([path, str(tmp_path / "b.jsonl")], tokenizer, DataConfig(on_bad_row="skip"))
     assert [prompt.messages[0]["content"] for prompt in prompts] == ["0", "1", "3", "4", "6", "good"]
-    assert prompts.loaded.num_rows == 9 and "of 9 rows 0 filtered (too long), 0 truncated, 3 bad" in prompts.summary()
-    prompts.write_skipped(tmp_path / "run" / "skipped_train.jsonl")
+    assert "6 prompts from 2 file(s)" in prompts.loaded.summary()
+    assert "of 9 rows 0 filtered (too long), 0 truncated, 3 bad" in prompts.loaded.summary()
+    prompts.loaded.write_skipped(tmp_path / "run" / "skipped_train.jsonl")
     listed = [json.loads(line) for line in (tmp_path / "run" / "skipped_train.jsonl").read_text().splitlines()]
     assert [(bad["file"], bad["row"]) for bad in listed] == [(path, 2), (path, 5), (str(tmp_path / "b.jsonl"), 1)]
     assert "must have a ground_truth" in listed[0]["rule"] and "not list" in listed[2]["rule"]
     whole = load_prompts([write(tmp_path / "c.parquet", rows[:2])], tokenizer, DataConfig())
-    whole.write_skipped(tmp_path / "run" / "skipped_val.jsonl")
+    whole.loaded.write_skipped(tmp_path / "run" / "skipped_val.jsonl")
     assert not (tmp_path / "run" / "skipped_val.jsonl").exists()
 
 
@@ -209,7 +210,7 @@ tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or encod
 config = data.DataConfig(cache_dir={str(tmp_path / "cache")!r})
 prompts = load_prompts([{path!r}], tokenizer, config)
 sampler = data.PromptSampler(len(prompts), prompts.loaded.data_hash, seed=5)
-result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.summary(), prompts.loaded.data_hash]
+result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.loaded.summary(), prompts.loaded.data_hash]
 try:
     load_prompts([{bad!r}], tokenizer, config)
 except ValueError as error:
@@ -238,7 +239,7 @@ def test_long_prompts_are_filtered_cut_or_refused(tokenizer, tmp_path):
     kept = load("filter")
     assert [prompt.tokens for prompt in kept] == [full[0].tokens, full[2].tokens]
     assert (kept.loaded.num_rows, kept.loaded.num_filtered, kept.loaded.num_truncated) == (3, 1, 0)
-    assert "1 filtered" in kept.summary()
+    assert "1 filtered" in kept.loaded.summary()
     left = load("truncate-left")
     assert left[1].tokens == whole[-limit:]
     assert (left.loaded.num_filtered, left.loaded.num_truncated) == (0, 1)
@@ -313,11 +314,6 @@ def test_sampler_resumes_anywhere(steps):
     resumed = PromptSampler(10, "a", seed=3)
     resumed.load_state_dict(state)
     assert [resumed.take(5) for _ in range(6)] == [straight.take(5) for _ in range(6)]
-
-
-def test_sampler_refuses_what_cannot_be():
-    with pytest.raises(ValueError, match="there must be at least 1"):
-        PromptSampler(0, "a", seed=0)
 
 
 def test_sampler_refuses_to_go_on_with_other_data(tmp_path):

@@ -50,7 +50,7 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     """
     numbers = torch.tensor(order)
     mine = [i for i in range(len(order)) if order[i] % world.size == world.rank]
-    batch = Batch.empty()
+    batch = Batch.build([], [])
     if mine:
         batch = Batch.build(
             [step.prompts[i] for i in mine], [step.responses[i] for i in mine], index=[order[i] for i in mine],

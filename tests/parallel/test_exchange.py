@@ -43,7 +43,7 @@ def check_round_trip(rank: int, world_size: int, seed: int) -> None:
     owners = torch.tensor([rng.randrange(max(1, world_size - 1)) for _ in range(num_responses)])  # the last has none
     mine = (owners == rank).nonzero()[:, 0]
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed))]
-    local = whole.select(mine) if len(mine) or seed % 2 else Batch.empty()
+    local = whole.select(mine) if len(mine) or seed % 2 else Batch.build([], [])
 
     reward = torch.tensor([rng.gauss(0, 1) for _ in range(num_responses)])
     gathered = gather_numbers(torch.stack([local.lengths, reward[local.index]], dim=1), local.index)
@@ -72,13 +72,13 @@ def check_one_gets_all(rank: int, world_size: int) -> None:
     local = whole.select(range(3 * rank, 3 * rank + 3))
     last = world_size - 1
     assert_same(exchange(local, [last] * 3), whole if rank == last else whole.select([]))
-    nothing = exchange(Batch.empty(), [])
+    nothing = exchange(Batch.build([], []), [])
     assert len(nothing) == len(nothing.tokens) == 0
 
 
 def check_nothing_trained(rank: int, world_size: int) -> None:
     """No rank brings a response: some had responses with log-probs, which nobody trains on, and the last had none."""
-    local = Batch.empty() if rank == world_size - 1 else make_step(1, 3).select([])
+    local = Batch.build([], []) if rank == world_size - 1 else make_step(1, 3).select([])
     arrived = exchange(local, [])
     assert len(arrived) == len(arrived.tokens) == 0
     assert list(arrived.present()) == ["tokens", "mask", "index", "rollout_logp", "value"]
@@ -107,7 +107,7 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
 
     whole = Batch.build([[1, 2]], [[3, 4, 5]])
     plan = plan_step(whole.lengths.numpy(), np.ones(1), 1, world_size, 100, 0)
-    arrived = exchange(whole if rank == 0 else Batch.empty(), plan.rank if rank == 0 else [])
+    arrived = exchange(whole if rank == 0 else Batch.build([], []), plan.rank if rank == 0 else [])
     batch = arrived.microbatch(plan.minibatches[0][0][rank])
     assert (batch.index.tolist() == [-1]) == (rank != plan.rank[0])
     assert set_token_weights([batch], "token-mean") == (3, 1)                     # a dummy is in no denominator

@@ -165,16 +165,19 @@ def test_every_flag_is_read():
 
 def test_a_flag_that_nobody_reads_is_found():
     never = '    never: int = 0\n    """No one."""\n'
-    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), ("common/run.py", "RunArgs", "")):
+    run, training = "common/run.py", "common/training.py"
+    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), (run, "RunArgs", "(TrainArgs)"),
+                              (training, "TrainArgs", "")):
         head = f"class {name}{bases}:\n"
         assert head in SOURCES[file]
         source = SOURCES[file].replace(head, head + never, 1)
         assert Flags(SOURCES | {file: source}).unread() == [f"{file} {name}.never"]
-    run = "common/run.py"
-    source = SOURCES[run].replace("args.eval_every", "0")               # read by `Run` alone, for all scripts
-    assert Flags(SOURCES | {run: source}).unread() == [f"{run} RunArgs.eval_every"]
-    source = SOURCES[run].replace("args.run_dir", "''")                 # scripts declare it again: still one flag
-    assert Flags(SOURCES | {run: source}).unread() == [f"{run} RunArgs.run_dir"]
+    source = SOURCES[run].replace("args.eval_n", "0")                   # read by `Run` alone, for all scripts
+    assert Flags(SOURCES | {run: source}).unread() == [f"{run} RunArgs.eval_n"]
+    source = SOURCES[training].replace("args.eval_every", "0")
+    assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.eval_every"]
+    source = SOURCES[training].replace("args.run_dir", "''")            # scripts declare it again: still one flag
+    assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.run_dir"]
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
     sources = {file: text.replace("args.save.best_metric", "0") for file, text in SOURCES.items()}
@@ -222,8 +225,9 @@ def test_shared_flags_have_one_meaning(one, other):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_inherited_flag_keeps_its_meaning(script):
-    """A script declares a flag of `RunArgs` again only to change its default."""
-    ours, theirs = help_of(SCRIPTS[script]), help_of(COMMON["common/run.py"], "RunArgs")
+    """A script declares a flag of `TrainArgs` or `RunArgs` again only to change its default."""
+    ours = help_of(SCRIPTS[script])
+    theirs = help_of(COMMON["common/training.py"], "TrainArgs") | help_of(COMMON["common/run.py"], "RunArgs")
     again = [name for name in ours if name in theirs]
     assert "run_dir" in again
     assert {name: ours[name] for name in again} == {name: theirs[name] for name in again}
@@ -424,7 +428,7 @@ def import_circles(sources: dict[str, str]) -> list[list[str]]:
 def test_no_import_circle():
     graph = import_graph(COMMON | REWARDS)
     assert sum(map(len, graph.values())) > 100
-    assert {"common.rollout", "common.metrics"} <= graph["common.run"]
+    assert {"common.rollout", "common.metrics", "common.training"} <= graph["common.run"]
     assert import_circles(COMMON | REWARDS) == []
 
 
@@ -460,10 +464,11 @@ def words(text: str) -> set[str]:
 OBJECTIVES = {"loss", "losses", "advantage", "advantages", "grpo", "ppo", "dapo", "rloo"}
 
 
-def test_run_knows_no_loss_and_no_advantage():
-    text = COMMON["common/run.py"]
+@pytest.mark.parametrize("name", ["run", "training"])
+def test_run_knows_no_loss_and_no_advantage(name):
+    text = COMMON[f"common/{name}.py"]
     assert words(text) & OBJECTIVES == set()
-    assert not import_graph(COMMON)["common.run"] & {"common.losses", "common.selection"}
+    assert not import_graph(COMMON)[f"common.{name}"] & {"common.losses", "common.selection"}
 
 
 def test_a_named_loss_is_found():

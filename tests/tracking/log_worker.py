@@ -19,7 +19,7 @@ from common.rollout import Rollout, Sample
 from common.tracking.logger import LogConfig
 from common.tracking.profiling import Timer
 from common.tracking.rollouts import Record
-from common.tracking.step import step_metrics
+from common.tracking.step import rollout_metrics, step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]
@@ -98,8 +98,8 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     rollout = Rollout([], scores, torch.arange(4) // GROUP, prompt_lengths, response_lengths,
                       torch.tensor([False, False, True, False]), in_loss=torch.ones(4, dtype=torch.bool))
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
-    return step_metrics(meter, timer, world, rollout, rollout, minibatches, num_sampled_tokens=17, max_prompt_length=8,
-                        max_response_length=10, update_flops=8e9, peak_flops=5e9)
+    found = step_metrics(meter, timer, world, rollout.lengths, minibatches, update_flops=8e9, peak_flops=5e9)
+    return found | rollout_metrics(rollout, 17, 2.0, max_prompt_length=8, max_response_length=10)
 
 
 if __name__ == "__main__":
