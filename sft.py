@@ -56,11 +56,9 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    sizes = {"rows_per_step": args.rows_per_step, "max_tokens_per_gpu": args.max_tokens_per_gpu,
-             "total_steps": args.total_steps}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    for name in ("rows_per_step", "max_tokens_per_gpu", "total_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     longest = read_config(args.model, args.policy).max_position_embeddings
     if args.data.max_length > longest:
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")

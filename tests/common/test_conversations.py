@@ -130,6 +130,9 @@ THINKING = ("{% for m in messages %}<|im_start|>{{ m.content if loop.last else m
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"},
                    {"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]},
      {"chat_template_file": THINKING}, r"what comes before message 3 \(from 0\) otherwise .*a row of its own"),
+    ({"prompt": "a", "response": "b"},
+     {"chat_template_file": THINKING.replace("%}<|im_start|>{% endif", "%}?{% endif")},
+     r"what comes before message 1 \(from 0\) otherwise"),
     ({"prompt": "a", "response": "b"}, {"chat_template_file": "{% for m in messages %}{{ m.content }}{% endfor %}"},
      r"no end token \(<\|im_end\|>\) after an answer"),
     ({"prompt": "a", "response": "b"}, {"chat_template_file": "{% if messages|length > 1 %}{{ raise_exception('odd') }}"
