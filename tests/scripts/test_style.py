@@ -20,7 +20,7 @@ import tyro
 
 from tests.conftest import ROOT, launch
 
-NAMES = ("grpo", "ppo", "dapo", "rloo")                                 # they sample from the policy
+NAMES = ("grpo", "ppo", "dapo", "rloo", "online_dpo")                                 # they sample from the policy
 SUPERVISED = ("sft", "dpo")                                             # they have neither engine nor rewards
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
 OFFLINE = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SUPERVISED if (ROOT / f"{name}.py").is_file()}
@@ -31,14 +31,16 @@ PHASES = ["1 rollout", "2 reward", "3 log-probs", "4 advantages", "5 update", "6
 
 # The ceilings of design.md, in lines. They are not raised: a file that reaches its ceiling is two subjects, and a
 # change that does not fit deletes something first.
-SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300, "sft.py": 180, "dpo.py": 220}
+SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300, "sft.py": 180, "dpo.py": 220,
+                   "online_dpo.py": 260}
 FILE_CEILING = 350                                                      # any file of common/ and below it
 READ_CEILING = 2100                                                     # all files that lie directly in common/
 # All files of the packages below common/: 4,300, and 1,200 more for what is planned (agents, LoRA); 100 of these are
 # in use: the record of each start, the command line, checks of GPUs.
 PACKAGES_CEILING = 4300 + 100
 MAKEFILE_CEILING = 59
-CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190}         # against grpo.py, added plus removed
+# Lines of `diff grpo.py SCRIPT`, added plus removed.
+CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 165}
 
 
 # --------------------------------------------------------------------------- flags
@@ -211,10 +213,12 @@ def help_of(text: str, name: str = "Args") -> dict[str, tuple[str, str]]:
 
 
 OWN_WORDS = {"loss", "gamma"}           # flags whose choices or whose further sentences are about the one script
+OF_PAIRS = {"dpo.py", "online_dpo.py"}  # their `loss` is that of a pair, not of a token
 
 
 def shared_flags(a: str, b: str) -> list[str]:
-    return [name for name in help_of(SCRIPTS[a]) if name in help_of(SCRIPTS[b])]
+    own = {"loss"} if len({a, b} & OF_PAIRS) == 1 else set()
+    return [name for name in help_of(SOURCES[a]) if name in help_of(SOURCES[b]) and name not in own]
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SCRIPTS, 2)))
@@ -246,7 +250,7 @@ def test_a_flag_with_two_meanings_would_be_found():
 @pytest.mark.parametrize("script", OFFLINE)
 def test_shared_flags_have_the_meaning_that_grpo_gives_them(script):
     ours, theirs = help_of(SOURCES[script]), help_of(SCRIPTS["grpo.py"])
-    shared = [name for name in ours if name in theirs]
+    shared = shared_flags(script, "grpo.py")
     assert {"run_dir", "max_tokens_per_gpu"} <= set(shared)
     assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
 
