@@ -3,7 +3,8 @@
 Four templates of addition, subtraction and multiplication with small numbers. The prompt is a chat whose earlier turns
 show one solved example (`7 + 5 = 12` / `#### 12`): without it a 135M model almost never finds the format, and GRPO has
 no signal. Writes train.parquet and test.parquet in verl's columns; no test problem is in train. The same seed gives the
-same bytes.
+same bytes. --solved also writes solved/train.parquet and solved/test.parquet, for sft.py (`prompt`, `response`) and
+dpo.py (`prompt`, `chosen`, `rejected`: a wrong result).
 """
 
 import random
@@ -39,14 +40,14 @@ def make_problem(rng: random.Random) -> tuple[str, str, int]:
 
 def make_rows(num_train: int, num_test: int, seed: int) -> dict[str, list[dict]]:
     """Rows of both splits. All questions are different, so the splits are disjoint; a solved example is never the
-    question of any row of either split."""
-    rng = random.Random(seed)
+    question of any row of either split. `solved` of a row is its row with answers."""
+    rng, mistakes = random.Random(seed), random.Random(seed)
     problems: dict[str, tuple[str, int]] = {}
     while len(problems) < num_train + num_test:
         question, solution, answer = make_problem(rng)
         problems.setdefault(question, (solution, answer))
     rows: dict[str, list[dict]] = {"test": [], "train": []}
-    for position, (question, (_, answer)) in enumerate(problems.items()):
+    for position, (question, (right, answer)) in enumerate(problems.items()):
         split = "test" if position < num_test else "train"
         example, solution, _ = make_problem(rng)
         while example in problems:
@@ -54,6 +55,9 @@ def make_rows(num_train: int, num_test: int, seed: int) -> dict[str, list[dict]]
         row = make_row("word_problems", question, str(answer), "math", split, len(rows[split]))
         row["prompt"] = [{"role": "user", "content": example}, {"role": "assistant", "content": solution},
                          *row["prompt"]]
+        wrong = answer + mistakes.choice([-2, -1, 1, 2])
+        row["solved"] = {"prompt": row["prompt"], "response": right, "chosen": right,
+                         "rejected": f"{right.partition('=')[0]}= {wrong}\n#### {wrong}"}
         rows[split].append(row)
     return rows
 
@@ -63,12 +67,16 @@ def main() -> None:
     args.add_argument("--num-train", type=int, default=2048)
     args.add_argument("--num-test", type=int, default=96)
     args.add_argument("--seed", type=int, default=0)
+    args.add_argument("--solved", action="store_true", help="also write rows with answers")
     args = args.parse_args()
     if args.num_train < 1 or args.num_test < 1 or args.num_train + args.num_test > 20_000:
         raise ValueError(f"--num-train {args.num_train} and --num-test {args.num_test} must be at least 1 and together "
                          f"at most 20000")
     for split, rows in make_rows(args.num_train, args.num_test, args.seed).items():
+        solved = [row.pop("solved") for row in rows]
         write(rows, args.out / f"{split}.parquet")
+        if args.solved:
+            write(solved, args.out / "solved" / f"{split}.parquet")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ rows, and `rows_of` turns a batch into Python values. Files that cannot be read,
 
 import glob
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ def find_files(entries: Sequence[str]) -> list[Path]:
     return files
 
 
+def read_batches(file: Path, choose: Callable[[list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
+    """Rows in batches, by the kind of file."""
+    return read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, choose)
+
+
 def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
     """The lines that are not blank, as they are, in one column `json`, in batches."""
     try:
@@ -56,12 +61,12 @@ def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
         raise ValueError(f"{file} cannot be read: {error}") from None
 
 
-def read_parquet(file: Path, config: DataConfig) -> Iterator[pa.RecordBatch]:
-    """The columns that are needed, under our names, in batches."""
+def read_parquet(file: Path, choose: Callable[[list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
+    """Columns under our names, in batches. `choose`: from the names in the file to {our name: name in the file}."""
     num_rows = 0
     try:
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
-            columns = find_columns(file, parquet.schema_arrow.names, config)
+            columns = choose(parquet.schema_arrow.names)
             for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())):
                 yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
                 num_rows += batch.num_rows
@@ -96,20 +101,20 @@ def our_columns(config: DataConfig) -> dict[str, str]:
     return columns | {"extra_info": config.extra_info_column, "images": "images", "videos": "videos"}
 
 
-def rows_of(batch: pa.RecordBatch, config: DataConfig) -> list[dict[str, Any] | ValueError]:
+def rows_of(batch: pa.RecordBatch, columns: dict[str, str]) -> list[dict[str, Any] | ValueError]:
     """The rows of a batch as Python values. A row that has none (broken JSON, bytes that are not UTF-8) becomes the
-    error."""
+    error. `columns`: our name -> the name in the files."""
     if "json" in batch.schema.names:
-        return [parse_json(line, config) for line in batch.column("json").to_pylist()]
+        return [parse_json(line, columns) for line in batch.column("json").to_pylist()]
     try:
         return batch.to_pylist()
     except ValueError as error:
         if len(batch) == 1:
             return [ValueError(f"a value cannot be read: {error}")]
-        return [row for i in range(len(batch)) for row in rows_of(batch.slice(i, 1), config)]
+        return [row for i in range(len(batch)) for row in rows_of(batch.slice(i, 1), columns)]
 
 
-def parse_json(line: bytes, config: DataConfig) -> dict[str, Any] | ValueError:
+def parse_json(line: bytes, columns: dict[str, str]) -> dict[str, Any] | ValueError:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
@@ -117,4 +122,4 @@ def parse_json(line: bytes, config: DataConfig) -> dict[str, Any] | ValueError:
         return ValueError(f"the line must be a JSON object ({error})")
     if not isinstance(row, dict):
         return ValueError(f"the line must be a JSON object, not {type(row).__name__}")
-    return {key: row[name] for key, name in our_columns(config).items() if name in row}
+    return {key: row[name] for key, name in columns.items() if name in row}

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
 
-from common.dataset.reading import JSON_LINES, find_files, read_json_lines, read_parquet, rows_of
+from common.dataset.reading import find_columns, find_files, our_columns, read_batches, rows_of
 from common.dataset.template import encode, template_arguments, template_name
 from common.parallel.ranks import together
-from common.prompts import DataConfig, Prompt, parse_row
+from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 
 
 @dataclass
@@ -37,11 +37,29 @@ class Loaded:
     max_length: int = 0
     data_hash: str = ""  # of all that is in these prompts, in their order
 
+    @property
+    def num_kept(self) -> int:
+        return self.num_rows - self.num_filtered - len(self.bad_rows)
+
+    def leave_out(self, error: ValueError, file: Path, row: int, config: TemplateConfig) -> None:
+        """Count a bad row, or raise ValueError where the flags make it an error."""
+        if config.on_bad_row == "error":
+            where = f"{file}, row {row} (counted from 0)"
+            raise ValueError(f"{where}: {error}; --data.on-bad-row skip leaves such rows out")
+        self.bad_rows.append({"file": str(file), "row": row, "rule": str(error)})
+
+    def check_that_some_are_left(self, limit: str) -> None:
+        """Raises ValueError if there is no row left. `limit`: the flag of the longest length, and its value."""
+        bad = self.bad_rows
+        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
+        if not self.num_kept:
+            raise ValueError(f"{', '.join(self.files)}: none of {self.num_rows} rows is left: {self.num_filtered} have "
+                             f"more than {limit} tokens, {len(bad)} are bad{shown}")
+
     def summary(self) -> str:
-        num_kept = self.num_rows - self.num_filtered - len(self.bad_rows)
-        return (f"{num_kept} prompts from {len(self.files)} file(s), {self.min_length} to {self.max_length} tokens; of "
-                f"{self.num_rows} rows {self.num_filtered} filtered (too long), {self.num_truncated} truncated, "
-                f"{len(self.bad_rows)} bad")
+        return (f"{self.num_kept} prompts from {len(self.files)} file(s), {self.min_length} to {self.max_length} "
+                f"tokens; of {self.num_rows} rows {self.num_filtered} filtered (too long), {self.num_truncated} "
+                f"truncated, {len(self.bad_rows)} bad")
 
     def write_skipped(self, path: str | Path) -> None:
         """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
@@ -72,7 +90,7 @@ class PromptSet(Sequence):
         index = range(len(self))[index]  # negative ones; IndexError
         number = np.searchsorted(self.ends, index, side="right")
         row = self.batches[number].slice(int(self.kept[number][index - self.ends[number]]), 1)
-        prompt = parse_row(rows_of(row, self.config)[0], self.config)
+        prompt = parse_row(rows_of(row, our_columns(self.config))[0], self.config)
         prompt.tokens = row.column("tokens")[0].as_py()
         return prompt
 
@@ -118,7 +136,7 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
     with open(f"{folder}/prompts.arrow", "wb") as arrow:
         for file in files:
             first_row = loaded.num_rows
-            batches = read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, config)
+            batches = read_batches(file, lambda names, file=file: find_columns(file, names, config))
             for batch in batches:
                 tokens = []
                 for prompt in parse_batch(batch, tokenizer, template, config):
@@ -129,12 +147,7 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
                 batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
                 with pa.ipc.new_stream(arrow, batch.schema) as stream:
                     stream.write_batch(batch)
-    if not loaded.data_sources:
-        bad = loaded.bad_rows
-        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
-        raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
-                         f"have more than --data.max-prompt-length {config.max_prompt_length} tokens, {len(bad)} are "
-                         f"bad{shown}")
+    loaded.check_that_some_are_left(f"--data.max-prompt-length {config.max_prompt_length}")
     loaded.data_sources.sort()
     loaded.data_hash = data_hash.hexdigest()
     return loaded
@@ -145,7 +158,7 @@ def parse_batch(
 ) -> list[Prompt | ValueError]:
     """The rows of a batch, checked and tokenised. A row that breaks a rule becomes the error."""
     prompts: list[Prompt | ValueError] = []
-    for row in rows_of(batch, config):
+    for row in rows_of(batch, our_columns(config)):
         try:
             if isinstance(row, ValueError):
                 raise row
@@ -171,9 +184,7 @@ def tokens_to_keep(
     `loaded` what was done. Raises ValueError where the flags make a bad row or a long prompt an error."""
     where = f"{file}, row {row} (counted from 0)"
     if isinstance(prompt, ValueError):
-        if config.on_bad_row == "error":
-            raise ValueError(f"{where}: {prompt}; --data.on-bad-row skip leaves such rows out")
-        loaded.bad_rows.append({"file": str(file), "row": row, "rule": str(prompt)})
+        loaded.leave_out(prompt, file, row, config)
         return None
     tokens = prompt.tokens
     limit = config.max_prompt_length

@@ -31,6 +31,7 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
     """One step in one line: what is learned, the two longest phases, and the time that is left at this pace."""
     shown = [
         ("reward", "critic/rewards/mean", ".3f"), ("length", "response_length/mean", ".0f"),
+        ("loss", "train/loss", ".3f"), ("accuracy", "preference/accuracy", ".3f"),
         ("entropy", "actor/entropy", ".2f"), ("kl", "actor/ppo_kl", ".1e"), ("clip", "actor/pg_clipfrac", ".3f"),
         ("grad", "actor/grad_norm", ".2g"),
     ]

@@ -1,0 +1,173 @@
+"""Conversations to tokens, and a mask that is True on what the assistant wrote: the rows of sft.py and dpo.py.
+
+Only what is new is rendered and encoded, answer by answer, as in an episode: what stands before an answer must be the
+beginning of what stands after it. So a model trains on tokens that it would have seen, and sampled.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from common.batch import Batch
+from common.dataset.reading import find_files, read_batches, rows_of
+from common.dataset.store import Loaded, load_shared
+from common.dataset.template import template_arguments
+from common.model.flops import sequence_cost
+from common.packing import plan_step
+from common.parallel.ranks import World
+from common.prompts import TemplateConfig
+from common.rollout import Minibatch
+
+Conversation = tuple[list[dict[str, str]], int]
+"""Messages, and how many of them are given: not trained on, whoever wrote them."""
+Encoded = tuple[list[int], list[bool]]
+"""Token ids, and which of them the assistant wrote."""
+ARRAYS = {"tokens": np.int32, "mask": np.bool_, "lengths": np.int64}
+
+
+@dataclass
+class ConversationConfig(TemplateConfig):
+    max_length: int = 2048
+    """Longest sequence, in tokens, chat template included."""
+    on_long_row: Literal["filter", "truncate"] = "filter"
+    """A row with a longer sequence: leave it out, or cut tokens from the sequence's end."""
+
+
+class ConversationSet:
+    """Rows of `per_row` sequences each. Sequence i of row r has the number r * per_row + i."""
+
+    def __init__(self, folder: str, loaded: Loaded, per_row: int):
+        self.loaded, self.per_row = loaded, per_row
+        self.tokens, self.mask, self.lengths = (np.load(f"{folder}/{name}.npy", mmap_mode="r") for name in ARRAYS)
+        self.ends = self.lengths.cumsum()
+
+    def __len__(self) -> int:
+        return len(self.lengths) // self.per_row
+
+    def sequences(self, rows: Sequence[int]) -> np.ndarray:
+        """The numbers of the sequences of these rows: [len(rows) * per_row]."""
+        return (np.array(rows)[:, None] * self.per_row + np.arange(self.per_row)).flatten()
+
+    def minibatch(self, rows: Sequence[int], hf_config: PretrainedConfig, world: World, max_tokens: int) -> Minibatch:
+        """This rank's share of these rows, packed. Nothing travels: every rank has the files. `Batch.index` is the
+        place in `sequences(rows)`."""
+        numbers = self.sequences(rows)
+        lengths = self.lengths[numbers]
+        plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, max_tokens, seed=0)
+        mine = np.flatnonzero(plan.rank == world.rank)
+        spans = [slice(self.ends[i] - self.lengths[i], self.ends[i]) for i in numbers[mine]]
+        tokens, masks = ([array[span].tolist() for span in spans] for array in (self.tokens, self.mask))
+        first, rest, masks = [x[:1] for x in tokens], [x[1:] for x in tokens], [x[1:] for x in masks]
+        batch = Batch.build(first, rest, index=mine.tolist(), masks=masks).to(world.device)
+        return Minibatch([batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]], torch.zeros(0))
+
+
+def load_conversations(
+    files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig, columns: dict[str, str],
+    parse: Callable[[dict[str, Any]], list[Conversation]], per_row: int = 1,
+) -> ConversationSet:
+    """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `columns`: our name -> the name in the
+    files. `parse`: the `per_row` conversations of a row. `stops`: ids that end an answer. Raises ValueError, naming
+    file, row, rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
+    return load_shared(
+        lambda folder: tokenise(find_files(files), tokenizer, stops, config, columns, parse, folder),
+        lambda folder, loaded: ConversationSet(folder, loaded, per_row), config.cache_dir,
+    )
+
+
+def tokenise(files: Sequence[Path], tokenizer, stops: list[int], config: ConversationConfig, columns: dict[str, str],
+             parse: Callable[[dict[str, Any]], list[Conversation]], folder: str) -> Loaded:
+    """Write the arrays of all rows into `folder`, one sequence after the other."""
+    if config.max_length < 2:
+        raise ValueError(f"--data.max-length {config.max_length} must be at least 2")
+    template = template_arguments(tokenizer, config)
+    loaded = Loaded([str(file) for file in files])
+    written: dict[str, list] = {name: [] for name in ARRAYS}
+    for file in files:
+        first_row = loaded.num_rows
+        for batch in read_batches(file, lambda names: {ours: name for ours, name in columns.items() if name in names}):
+            for row in rows_of(batch, columns):
+                loaded.num_rows += 1
+                try:
+                    if isinstance(row, ValueError):
+                        raise row
+                    encoded = [encode_conversation(x, tokenizer, template, stops) for x in parse(row)]
+                    encoded = cut_to_length(encoded, config, loaded)
+                except ValueError as error:
+                    loaded.leave_out(error, file, loaded.num_rows - 1 - first_row, config)
+                    continue
+                for tokens, mask in encoded:
+                    for name, values in zip(ARRAYS, (tokens, mask, [len(tokens)])):
+                        written[name].append(np.array(values, ARRAYS[name]))
+    loaded.check_that_some_are_left(f"--data.max-length {config.max_length}")
+    data_hash = hashlib.sha256()
+    for name, arrays in written.items():
+        whole = np.concatenate(arrays)
+        np.save(f"{folder}/{name}.npy", whole)
+        data_hash.update(whole)
+    loaded.min_length, loaded.max_length = int(whole.min()), int(whole.max())           # the last one: lengths
+    loaded.data_hash = data_hash.hexdigest()
+    return loaded
+
+
+def encode_conversation(conversation: Conversation, tokenizer, template: dict[str, Any] | None,
+                        stops: list[int]) -> Encoded:
+    """Up to the end of the last answer. Of an answer its end token is in the mask, what the template adds after it is
+    not."""
+    tokens, mask = [], []
+    for text, is_answer in pieces_of(*conversation, tokenizer, template):
+        new = tokenizer(text, add_special_tokens=template is None and not is_answer)["input_ids"]
+        end = max((n + 1 for n, token in enumerate(new) if token in stops), default=0) if is_answer else 0
+        if is_answer and not end:
+            raise ValueError(f"the chat template puts no end token ({tokenizer.decode(stops)}) after an answer: the "
+                             f"model would not learn to stop; --data.chat-template-file FILE names another")
+        tokens += new
+        mask += [n < end for n in range(len(new))]
+    return tokens, mask
+
+
+def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
+              template: dict[str, Any] | None) -> list[tuple[str, bool]]:
+    """The text of a conversation in pieces: what comes before an answer (False), the answer (True), and so on."""
+    answers = [i for i, x in enumerate(messages) if i >= num_given and x["role"] == "assistant"]
+    if not answers or answers[0] == 0:
+        raise ValueError("there must be an answer (a message of the role assistant), and a message before it")
+    if template is None:
+        if answers != [len(messages) - 1]:
+            raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
+        *prompt, answer = (message["content"] for message in messages)
+        return [("\n\n".join(prompt), False), (answer + tokenizer.eos_token, True)]
+    render = tokenizer.apply_chat_template
+    pieces, done = [], ""
+    for i in answers:
+        try:
+            before = render(messages[:i], tokenize=False, add_generation_prompt=True, **template)
+            after = render(messages[: i + 1], tokenize=False, **template)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from None
+        if not before.startswith(done) or not after.startswith(before):
+            raise ValueError(f"the chat template renders what comes before message {i} (from 0) otherwise after it, as "
+                             f"those do that drop the thinking of earlier turns: give each answer a row of its own")
+        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+        done = after
+    return pieces
+
+
+def cut_to_length(encoded: list[Encoded], config: ConversationConfig, loaded: Loaded) -> list[Encoded]:
+    """The sequences of a row, cut if the flags say so; none if it is left out. Counts in `loaded` what was done."""
+    limit = config.max_length
+    if all(len(tokens) <= limit for tokens, _ in encoded):
+        return encoded
+    cut = [(tokens[:limit], mask[:limit]) for tokens, mask in encoded]
+    if config.on_long_row == "filter" or not all(any(mask) for _, mask in cut):
+        loaded.num_filtered += 1
+        return []
+    loaded.num_truncated += 1
+    return cut

@@ -1,0 +1,216 @@
+"""DPO: preference optimisation on pairs of answers, without rewards (Rafailov et al. 2023, arXiv 2305.18290).
+
+    r(y) = log p(y) - log p_ref(y), summed over the answer's tokens, its end token included
+    dpo = mean over pairs of  -(1 - eps) log sigmoid(margin) - eps log sigmoid(-margin),   margin = beta (r_c - r_r)
+    ipo = mean over pairs of  (r_c - r_r - 1 / (2 beta))^2                     (Azar et al. 2023, arXiv 2310.12036)
+
+A row has a `prompt` and the answers `chosen` and `rejected`, each text or messages. Two answers need not share a
+micro-batch: first all are scored, then the derivative of the loss by each log p(y) is a known number, and the update's
+loss is the sum of these numbers times log p(y). The reference is scored once, before the first step.
+
+    torchrun --standalone --nproc-per-node 8 dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --train-data data/pairs/train.parquet --val-data data/pairs/test.parquet --run-dir runs/dpo
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+from torch.nn.functional import logsigmoid
+
+from common import losses
+from common.batch import Batch
+from common.dataset.conversations import Conversation, ConversationConfig, ConversationSet, load_conversations
+from common.engine.make import stop_tokens
+from common.model.loading import read_config
+from common.model.policy import Policy
+from common.optim import OptimConfig
+from common.prompts import PromptSampler, parse_messages
+from common.rollout import Minibatch, sum_per_response
+from common.tracking.console import run_script
+from common.tracking.validation import spread_rows
+from common.training import TrainArgs, Training
+
+
+@dataclass
+class PairConfig(ConversationConfig):
+    prompt_column: str = "prompt"
+    """Column with the prompt: a list of {role, content}, or a string. Absent: chosen and rejected begin with it."""
+    chosen_column: str = "chosen"
+    """Column with the better answer: a string, or messages (with or without those of the prompt)."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer."""
+
+
+@dataclass
+class Args(TrainArgs):
+    run_dir: str = "runs/dpo"
+    """Folder for metrics, checkpoints and the trained model."""
+
+    # batch sizes: global, over all ranks
+    rows_per_step: int = 64
+    """Rows of data of one optimizer step, over all ranks."""
+    max_tokens_per_gpu: int = 16384
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+
+    # the objective
+    loss: Literal["dpo", "ipo"] = "dpo"
+    """Loss of a pair: a function in this file."""
+    beta: float = 0.1
+    """How strongly the policy is held near the reference. dpo: factor of the margin; ipo: the margin's aim is half its
+    inverse."""
+    label_smoothing: float = 0.0
+    """eps, the share of pairs whose label is taken to be wrong, in [0, 0.5). Only dpo."""
+
+    data: PairConfig = field(default_factory=PairConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-7))
+
+
+def check(args: Args) -> None:
+    """Refuse flags that cannot work, before anything heavy."""
+    for name in ("rows_per_step", "max_tokens_per_gpu", "total_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    longest = read_config(args.model, args.policy).max_position_embeddings
+    if args.data.max_length > longest:
+        raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
+    if args.beta <= 0:
+        raise ValueError(f"--beta {args.beta} must be above 0")
+    if not 0 <= args.label_smoothing < 0.5 or (args.label_smoothing and args.loss != "dpo"):
+        raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), and 0 for --loss {args.loss}")
+
+
+def conversations_of(row: dict[str, Any]) -> list[Conversation]:
+    """The chosen and the rejected conversation of a row; what both begin with is given. Raises ValueError."""
+    prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
+    pair = []
+    for name in ("chosen", "rejected"):
+        answer = row.get(name)
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        messages = parse_messages(answer, name)
+        pair.append(messages if messages[: len(prompt)] == prompt else [*prompt, *messages])
+    if pair[0] == pair[1]:
+        raise ValueError("chosen and rejected are the same")
+    num_given = next(i for i in range(len(pair[0]) + 1) if pair[0][: i + 1] != pair[1][: i + 1])
+    return [(messages, num_given) for messages in pair]
+
+
+def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """log p / p_ref of answers that are chosen, rejected, chosen, ... [2 P] -> the loss of each pair [P]."""
+    margin = beta * (log_ratio[0::2] - log_ratio[1::2])
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def ipo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """The same for IPO, which has no label smoothing."""
+    return (log_ratio[0::2] - log_ratio[1::2] - 1 / (2 * beta)).square()
+
+
+LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss}
+
+
+def preference_metrics(log_ratio: Tensor, beta: float) -> dict[str, float]:
+    """Of pairs [2 P]: mean rewards beta log p / p_ref; the share whose chosen answer has the higher (a tie: half)."""
+    chosen, rejected = beta * log_ratio.detach()[0::2], beta * log_ratio.detach()[1::2]
+    return {
+        "preference/accuracy": (torch.sign(chosen - rejected) / 2 + 0.5).mean().item(),
+        "preference/margin": (chosen - rejected).mean().item(),
+        "preference/chosen_reward": chosen.mean().item(),
+        "preference/rejected_reward": rejected.mean().item(),
+    }
+
+
+def score(run: Training, model: Policy, minibatch: Minibatch, num_sequences: int, phase: str) -> Tensor:
+    """log p of every sequence's answer, float64 [S], on every rank."""
+    with run.phase(phase, [minibatch]) as microbatches:
+        for microbatch in microbatches:
+            microbatch.old_logp = model.score(microbatch, temperature=1.0)                      # [T]
+    batch = Batch.cat(minibatch.microbatches).to("cpu")
+    return sum_per_response(batch, batch.old_logp, num_sequences)
+
+
+def score_rows(args: Args, run: Training, model: Policy, data: ConversationSet, rows: list[int], phase: str) -> Tensor:
+    """log p of both answers of these rows, float64 [2 N] for the N rows of `data`, 0 for other rows."""
+    logp = torch.zeros(2 * len(data), dtype=torch.float64)
+    for start in range(0, len(rows), args.rows_per_step):
+        some = rows[start : start + args.rows_per_step]
+        minibatch = data.minibatch(some, run.hf_config, run.world, args.max_tokens_per_gpu)
+        logp[data.sequences(some)] = score(run, model, minibatch, 2 * len(some), phase)
+    return logp
+
+
+def validate(args: Args, run: Training, policy: Policy, rows: list[int], ref_logp: Tensor) -> dict[str, float]:
+    """Loss, accuracy and rewards on these rows of the validation pairs."""
+    log_ratio = score_rows(args, run, policy, run.val_set, rows, "testing") - ref_logp
+    log_ratio = log_ratio[run.val_set.sequences(rows)]                                          # [2 P]
+    loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
+    metrics = preference_metrics(log_ratio, args.beta)
+    return {"val/loss": loss.item()} | {f"val-core/{name}": value for name, value in metrics.items()}
+
+
+@errors.record  # torchrun prints a failed rank's traceback last
+def main(args: Args) -> None:
+    check(args)
+    with Training(args) as run:
+        columns = {
+            "prompt": args.data.prompt_column, "chosen": args.data.chosen_column, "rejected": args.data.rejected_column,
+        }
+        run.load_data(partial(
+            load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
+            config=args.data, columns=columns, parse=conversations_of, per_row=2,
+        ))
+        run.max_sequence_length = run.train_set.loaded.max_length
+        policy, optimizer = run.load_policy()
+        num_epochs = args.total_steps * args.rows_per_step / len(run.train_set)
+        run.describe(
+            f"{args.loss}, beta {args.beta:g}, label smoothing {args.label_smoothing:g}, {num_epochs:.2f} epochs",
+            args.rows_per_step, 2, 1, 1, args.max_tokens_per_gpu,
+        )
+        run.resume()
+        # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
+        reference = run.load_reference()
+        drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * args.total_steps)
+        ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
+        if run.val_set is not None:
+            val_rows = spread_rows(len(run.val_set), args.eval_prompts)
+            val_ref_logp = score_rows(args, run, reference, run.val_set, val_rows, "ref")
+            if not run.is_validated:
+                run.log_validation(validate(args, run, policy, val_rows, val_ref_logp))
+        del reference, run.models["reference"]
+        for step in run.steps():
+            # 1 data: pairs, chosen and rejected one after the other
+            rows = run.sampler.take(args.rows_per_step)
+            minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, args.max_tokens_per_gpu)
+
+            # 3 log-probs: of the policy as it is
+            numbers = run.train_set.sequences(rows)                                             # [2 P]
+            logp = score(run, policy, minibatch, len(numbers), "old_log_prob")                  # [2 P]
+
+            # 4 coefficients: the loss's derivative by the log-prob of each answer
+            log_ratio = (logp - ref_logp[numbers]).requires_grad_()                             # [2 P]
+            pair_loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
+            coefficients = torch.autograd.grad(pair_loss, log_ratio)[0].float().to(run.world.device)    # [2 P]
+
+            # 5 update
+            with run.phase("update_actor", [minibatch]):
+                for microbatch in minibatch:                                                    # as many on every rank
+                    logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
+                    losses.check_finite("logp", logp.detach(), microbatch)
+                    loss = coefficients[microbatch.index][microbatch.sequence_ids] * logp       # [T] 0 on the prompt
+                    (run.world.size * loss.sum()).backward()                                    # FSDP averages: undo it
+                    run.microbatch_done(microbatch, {}, logp, entropy)
+                run.optimizer_step("actor", policy, optimizer, args.optim, step)
+
+            # 6 log, validate, save
+            metrics = {"train/loss": pair_loss.item()} | preference_metrics(log_ratio, args.beta)
+            due = run.is_validation_due(step)
+            results = validate(args, run, policy, val_rows, val_ref_logp) if due else {}
+            run.end_step(step, [minibatch], run.train_set.lengths[numbers], metrics, results)
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __doc__)

@@ -1,0 +1,136 @@
+"""SFT: supervised fine-tuning on conversations, packed without padding.
+
+    loss = mean over the tokens y_t of a mini-batch that the assistant wrote, end tokens included, of  -log p(y_t)
+
+A row has `messages`, and every turn of the assistant is trained on; or `prompt` and `response`, and the response is.
+
+    torchrun --standalone --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_sft
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.dataset.conversations import Conversation, ConversationConfig, load_conversations
+from common.engine.make import stop_tokens
+from common.metrics import Meter
+from common.model.loading import read_config
+from common.model.policy import Policy
+from common.optim import OptimConfig
+from common.parallel.ranks import all_max
+from common.prompts import parse_messages
+from common.tracking.console import run_script
+from common.tracking.validation import spread_rows
+from common.training import TrainArgs, Training
+
+
+@dataclass
+class SFTConfig(ConversationConfig):
+    messages_column: str = "messages"
+    """Column with a list of {role, content}. Where a row has none, prompt and response are read."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a list of {role, content}, or a string (one user message)."""
+    response_column: str = "response"
+    """Column with the assistant's answer to the prompt, a string."""
+
+
+@dataclass
+class Args(TrainArgs):
+    run_dir: str = "runs/sft"
+    """Folder for metrics, checkpoints and the trained model."""
+
+    # batch sizes: global, over all ranks
+    rows_per_step: int = 64
+    """Rows of data of one optimizer step, over all ranks."""
+    max_tokens_per_gpu: int = 16384
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+
+    data: SFTConfig = field(default_factory=SFTConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+
+def check(args: Args) -> None:
+    """Refuse flags that cannot work, before anything heavy."""
+    for name in ("rows_per_step", "max_tokens_per_gpu", "total_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    longest = read_config(args.model, args.policy).max_position_embeddings
+    if args.data.max_length > longest:
+        raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
+
+
+def conversations_of(row: dict[str, Any]) -> list[Conversation]:
+    """The conversation of a row, and how many messages at its start are given. Raises ValueError for a bad row."""
+    if row.get("messages") is not None:
+        return [(parse_messages(row["messages"], "messages"), 0)]
+    if row.get("prompt") is None or not isinstance(row.get("response"), str):
+        raise ValueError("it has neither messages, nor a prompt and a response that is a string: name the columns with "
+                         "--data.messages-column, or --data.prompt-column and --data.response-column")
+    prompt = parse_messages(row["prompt"], "prompt")
+    return [([*prompt, {"role": "assistant", "content": row["response"]}], len(prompt))]
+
+
+def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | None:
+    """The mean loss of the validation tokens, and exp(-loss), their mean probability, which is better the higher it is.
+    None after a stop signal."""
+    meter = Meter()
+    rows = spread_rows(len(run.val_set), args.eval_prompts)
+    minibatch = run.val_set.minibatch(rows, run.hf_config, run.world, args.max_tokens_per_gpu)
+    with run.phase("testing", [minibatch]) as microbatches:
+        for microbatch in microbatches:
+            if all_max([run.watchdog.signal]).item():
+                return None
+            meter.mean("val/loss", -policy.score(microbatch, 1.0), microbatch.mask)
+    loss = meter.reduce()["val/loss"]
+    return {"val/loss": loss, "val-core/probability": math.exp(-loss)}
+
+
+@errors.record  # torchrun prints a failed rank's traceback last
+def main(args: Args) -> None:
+    check(args)
+    with Training(args) as run:
+        columns = {
+            "messages": args.data.messages_column, "prompt": args.data.prompt_column,
+            "response": args.data.response_column,
+        }
+        run.load_data(partial(
+            load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
+            config=args.data, columns=columns, parse=conversations_of,
+        ))
+        run.max_sequence_length = run.train_set.loaded.max_length
+        policy, optimizer = run.load_policy()
+        num_epochs = args.total_steps * args.rows_per_step / len(run.train_set)
+        run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1, args.max_tokens_per_gpu)
+        run.resume()
+        if run.val_set is not None and not run.is_validated:
+            run.log_validation(validate(args, run, policy))
+        for step in run.steps():
+            # 1 data
+            rows = run.sampler.take(args.rows_per_step)
+            minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, args.max_tokens_per_gpu)
+
+            # 5 update
+            with run.phase("update_actor", [minibatch]):
+                # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
+                losses.set_token_weights(minibatch.microbatches, "token-mean")
+                for microbatch in minibatch:                                                    # as many on every rank
+                    logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
+                    losses.check_finite("logp", logp.detach(), microbatch)
+                    loss = -logp
+                    (run.world.size * (loss * microbatch.weight).sum()).backward()              # FSDP averages: undo it
+                    run.microbatch_done(microbatch, {"train/loss": loss}, logp, entropy)
+                run.optimizer_step("actor", policy, optimizer, args.optim, step)
+
+            # 6 log, validate, save
+            results = validate(args, run, policy) if run.is_validation_due(step) else {}
+            lengths = run.train_set.lengths[run.train_set.sequences(rows)]
+            run.end_step(step, [minibatch], lengths, {}, results)
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __doc__)

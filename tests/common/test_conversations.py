@@ -1,0 +1,169 @@
+"""Rows of messages to tokens and masks: what is trained on, by hand and against the tokens of prompts; bad rows."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from common.dataset.conversations import ConversationConfig, encode_conversation, load_conversations, pieces_of
+from common.dataset.store import load_prompts
+from common.prompts import DataConfig
+from common.segments import segment_sum
+from sft import conversations_of
+from tests.conftest import TRAIN
+
+COLUMNS = {name: name for name in ("messages", "prompt", "response")}
+DIALOGUE = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "<|im_start|>assistant yes"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "tool", "content": "yes<|im_end|>"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "\n no  "},
+    {"role": "user", "content": "Bye"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm):
+    return AutoTokenizer.from_pretrained(smollm)
+
+
+def load(path, rows, tokenizer, **flags):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = ConversationConfig(**flags)
+    return load_conversations([str(path)], tokenizer, [tokenizer.eos_token_id], config, COLUMNS, conversations_of)
+
+
+def trained(tokens, mask, tokenizer) -> list[str]:
+    """The text of each run of tokens with mask."""
+    edges = np.flatnonzero(np.diff([0, *mask, 0]))
+    return [tokenizer.decode(tokens[start:end]) for start, end in edges.reshape(-1, 2)]
+
+
+def test_every_answer_is_trained_with_its_end_token_and_nothing_else(tokenizer):
+    """System, user and tool messages are not, though they hold the same words and end tokens. The tokens are those of
+    the whole rendered text, as every piece ends at a special token."""
+    tokens, mask = encode_conversation((DIALOGUE, 0), tokenizer, {}, [tokenizer.eos_token_id])
+    assert trained(tokens, mask, tokenizer) == ["yes<|im_end|>", "\n no  <|im_end|>"]
+    rendered = tokenizer.apply_chat_template(DIALOGUE[:6], tokenize=False)
+    assert tokenizer.decode(tokens) == rendered
+    assert not mask[0] and not mask[-1] and tokens[-2] == tokenizer.eos_token_id     # the line break after the end
+    later, rest = encode_conversation((DIALOGUE, 3), tokenizer, {}, [tokenizer.eos_token_id])
+    assert later == tokens and trained(later, rest, tokenizer) == ["\n no  <|im_end|>"]
+
+
+def test_an_answer_has_the_tokens_that_a_policy_would_sample(tokenizer):
+    """The prompt is encoded as for rollouts, the answer by itself: here the tokens of both together are others."""
+    template = {"chat_template": "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}"
+                                 "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"}
+    messages = [{"role": "user", "content": "hi\n"}, {"role": "assistant", "content": ":) fine"}]
+    tokens, mask = encode_conversation((messages, 0), tokenizer, template, [tokenizer.eos_token_id])
+    prompt = tokenizer("user:hi\nassistant:")["input_ids"]
+    assert tokens == prompt + tokenizer(":) fine<|im_end|>")["input_ids"]
+    assert tokens != tokenizer("user:hi\nassistant::) fine<|im_end|>")["input_ids"]
+    assert mask == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+
+
+def test_prompts_are_those_of_a_rollout(tokenizer, tmp_path):
+    """The quickstart's prompts, whose solved example is an answer, too, and is not trained on; in both file formats."""
+    prompts = load_prompts([str(TRAIN)], tokenizer, DataConfig(max_prompt_length=200))[:4]
+    rows = [{"prompt": prompt.messages, "response": f"#### {prompt.ground_truth}"} for prompt in prompts]
+    for name in ("rows.parquet", "rows.jsonl"):
+        data = load(tmp_path / name, rows, tokenizer)
+        assert len(data) == 4 and data.loaded.min_length == data.lengths.min() > 90
+        for i, (prompt, start) in enumerate(zip(prompts, data.ends - data.lengths)):
+            tokens, mask = (array[start : data.ends[i]].tolist() for array in (data.tokens, data.mask))
+            assert tokens[: len(prompt.tokens)] == prompt.tokens and not any(mask[: len(prompt.tokens)])
+            assert trained(tokens, mask, tokenizer) == [f"#### {prompt.ground_truth}<|im_end|>"]
+        assert data.loaded.data_hash == load(tmp_path / name, rows, tokenizer).loaded.data_hash
+    assert data.loaded.data_hash != load(tmp_path / name, rows[::-1], tokenizer).loaded.data_hash
+
+
+def test_a_minibatch_has_every_row_once_and_keeps_the_budget(tokenizer, tmp_path, world):
+    from transformers import LlamaConfig
+
+    rows = [{"prompt": "x " * n, "response": "y " * n} for n in (3, 50, 9, 20, 1)]
+    data = load(tmp_path / "a.jsonl", rows, tokenizer)
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    chosen = [4, 1, 2]
+    microbatches = list(data.minibatch(chosen, config, world, max_tokens=60))
+    assert len(microbatches) > 1 and sorted(int(i) for b in microbatches for i in b.index) == [0, 1, 2]
+    for batch in microbatches:
+        assert len(batch) == 1 or len(batch.tokens) <= 60
+        for i, length, count in zip(batch.index, batch.lengths, segment_sum(batch.mask.double(), batch.cu_seqlens)):
+            row = chosen[i]
+            start = data.ends[row] - data.lengths[row]
+            assert length == data.lengths[row] and count == data.mask[start : data.ends[row]].sum() > 1
+
+
+def test_long_rows_are_left_out_or_cut_and_counted(tokenizer, tmp_path):
+    rows = [{"prompt": "hi", "response": "a " * n} for n in (1, 30, 400)] + [{"prompt": "long " * 90, "response": "x"}]
+    whole = load(tmp_path / "a.jsonl", rows, tokenizer)
+    limit = int(whole.lengths[1]) - 5
+    kept = load(tmp_path / "a.jsonl", rows, tokenizer, max_length=limit)
+    assert kept.lengths.tolist() == [whole.lengths[0]] and kept.loaded.num_filtered == 3
+    cut = load(tmp_path / "a.jsonl", rows, tokenizer, max_length=limit, on_long_row="truncate")
+    assert cut.lengths.tolist() == [whole.lengths[0], limit, limit]
+    assert (cut.loaded.num_truncated, cut.loaded.num_filtered) == (2, 1)       # of the last no answer would be left
+    assert np.array_equal(cut.tokens[whole.ends[0] : whole.ends[0] + limit], whole.tokens[whole.ends[0] :][:limit])
+
+
+THINKING = ("{% for m in messages %}<|im_start|>{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+            "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}")
+
+
+@pytest.mark.parametrize(("row", "flags", "rule"), [
+    ({"text": "hi"}, {}, "neither messages, nor a prompt and a response"),
+    ({"prompt": "hi", "response": 5}, {}, "neither messages, nor a prompt and a response that is a string"),
+    ({"prompt": "hi", "response": " "}, {"template": "chat"}, None),
+    ({"messages": [{"role": "user", "content": "hi"}]}, {}, "there must be an answer"),
+    ({"messages": [{"role": "assistant", "content": "hi"}]}, {}, "and a message before it"),
+    ({"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}, {}, "whose content is None"),
+    ({"messages": DIALOGUE}, {"template": "plain"}, "plain knows no turns"),
+    ({"messages": [*DIALOGUE[1:3], *DIALOGUE[4:6]]}, {"chat_template_file": THINKING}, None),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"},
+                   {"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]},
+     {"chat_template_file": THINKING}, r"what comes before message 3 \(from 0\) otherwise .*a row of its own"),
+    ({"prompt": "a", "response": "b"},
+     {"chat_template_file": THINKING.replace("%}<|im_start|>{% endif", "%}?{% endif")},
+     r"what comes before message 1 \(from 0\) otherwise"),
+    ({"prompt": "a", "response": "b"}, {"chat_template_file": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+     r"no end token \(<\|im_end\|>\) after an answer"),
+    ({"prompt": "a", "response": "b"}, {"chat_template_file": "{% if messages|length > 1 %}{{ raise_exception('odd') }}"
+                                                              "{% endif %}x"}, "the chat template refuses it: odd"),
+])
+def test_a_row_that_breaks_a_rule_is_named(row, flags, rule, tokenizer, tmp_path):
+    if "chat_template_file" in flags:
+        (tmp_path / "template.jinja").write_text(flags["chat_template_file"])
+        flags = {"chat_template_file": str(tmp_path / "template.jinja")}
+    good = {"prompt": "hi", "response": "x"}
+    path = tmp_path / "a.jsonl"
+    if rule is None:
+        assert len(load(path, [row], tokenizer, **flags)) == 1
+        return
+    with pytest.raises(ValueError, match=rf"a.jsonl, row 0 \(counted from 0\): .*{rule}.*--data.on-bad-row skip"):
+        load(path, [row, good], tokenizer, **flags)
+    if "chat_template_file" not in flags:
+        data = load(path, [row, good], tokenizer, **flags, on_bad_row="skip")
+        assert len(data) == 1 and data.loaded.bad_rows[0]["row"] == 0
+
+
+def test_nothing_left_and_files_that_cannot_be_read(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"none of 1 rows is left: 1 have more than --data.max-length 5 tokens"):
+        load(tmp_path / "a.jsonl", [{"prompt": "hi", "response": "x"}], tokenizer, max_length=5)
+    (tmp_path / "b.parquet").write_text("no parquet")
+    files = [str(tmp_path / "b.parquet")]
+    with pytest.raises(ValueError, match=r"b.parquet cannot be read"):
+        load_conversations(files, tokenizer, [2], ConversationConfig(), COLUMNS, conversations_of)
+
+
+def test_plain_text_ends_with_the_end_token(tokenizer):
+    roles = ("user", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, ("1 +", "1 =", " 2"))]
+    assert pieces_of(messages, 2, tokenizer, None) == [("1 +\n\n1 =", False), (" 2<|im_end|>", True)]

@@ -1,0 +1,125 @@
+"""online_dpo.py: losses and pairs against slow loops, the same for any layout, SPIN's answers, exact resume."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import online_dpo
+from common.engine.base import Response
+from common.prompts import Prompt
+from common.rollout import Sample, gather_rollout
+from tests.conftest import launch_all
+from tests.scripts.test_supervised import check_exact_resume, metrics_of, write
+from tools import try_script
+
+ROWS = [{"prompt": f"Count to {n}", "data_source": "x", "reward_model": {"ground_truth": "1"},
+         "extra_info": {"answer": " ".join(map(str, range(n)))}} for n in range(2, 14)]
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_llama, tmp_path_factory) -> list[str]:
+    return [
+        "online_dpo", "--model", tiny_llama, "--train-data", write(tmp_path_factory.mktemp("rows") / "a.jsonl", ROWS),
+        "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "3", "--rollout.engine", "hf",
+        "--policy.compute-dtype", "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8",
+        "--optim.lr", "1e-3", "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1",
+        "--save.every", "1", "--rollout.stop", "ing",
+    ]
+
+
+SPIN = ["--answer-key", "answer", "--refresh-reference-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def runs(flags, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("online")
+    launch_all(folder / "one", {
+        "dpo": [*flags, "--beta", "0.5"], "alone": [*flags, "--beta", "0.5", "--max-tokens-per-gpu", "1"],
+        "sppo": [*flags, "--loss", "sppo", "--refresh-reference-every", "1", "--beta", "1"],
+        "spin": [*flags, *SPIN],
+    })
+    launch_all(folder / "two", {"dpo": [*flags, "--beta", "0.5"]}, ranks=2)
+    return folder
+
+
+def test_the_loss_of_sppo_is_that_of_the_paper():
+    """Value and derivative in float64, one response after the other; a group of three and one of two."""
+    rng = random.Random(0)
+    group, beta = torch.tensor([0, 1, 0, 1, 0]), 0.4
+    log_ratio = torch.tensor([rng.gauss(0, 2) for _ in range(5)], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([rng.gauss(0, 1) for _ in range(5)], dtype=torch.float64)
+    loss = online_dpo.sppo_loss(log_ratio, beta, rewards, group)
+    slopes = torch.autograd.grad(loss.sum(), log_ratio)[0].tolist()
+    for i in range(5):
+        mates = [math.exp(rewards[j]) for j in range(5) if group[j] == group[i]]
+        aim = (rewards[i].item() - math.log(sum(mates) / len(mates))) / beta
+        assert abs(loss[i].item() - (log_ratio[i].item() - aim) ** 2) < 1e-10 < loss[i]
+        assert abs(slopes[i] - 2 * (log_ratio[i].item() - aim)) < 1e-10 < abs(slopes[i])
+
+
+def test_the_best_and_the_worst_of_a_group_are_a_pair():
+    """Groups: a clear pair; two equal best (the first of them); no two rewards differ; one reward left; none."""
+    lost = math.nan
+    rewards = torch.tensor([0.5, 0.1, 0.9, 1, 0, 1, 2, 2, lost, 3, lost, lost], dtype=torch.float64)
+    group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4])
+    assert online_dpo.best_and_worst(rewards, group).tolist() == [2, 1, 3, 4]
+    assert online_dpo.best_and_worst(rewards[6:], group[6:]).tolist() == []
+
+
+def test_the_data_answers_every_response_of_a_prompt(world, tiny_llama):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    prompts = [Prompt([1, 2], "x", "", {"answer": "yes"}, []), Prompt([3], "x", "", {"answer": "no no"}, [])]
+    samples = [
+        Sample(i, i // 2, 7 + i // 2, prompts[i // 2], Response([5], [-0.5], "stop"), score=score)
+        for i, score in enumerate((0.0, 1.0, math.nan, 0.5))
+    ]
+    both, pairs = online_dpo.add_answers(gather_rollout(samples), tokenizer, "answer")
+    assert pairs.tolist() == [4, 0, 4, 1, 5, 3]                             # the lost response has no pair
+    texts = [tokenizer.decode(sample.response.tokens) for sample in both.samples[4:]]
+    assert texts == ["yes<|im_end|>", "no no<|im_end|>"]
+    assert [sample.prompt for sample in both.samples[4:]] == prompts
+    assert both.scores[4:].isnan().all() and both.group.tolist() == [0, 0, 1, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"row 7 of --train-data has no text in extra_info\['other'\] \(--ans"):
+        online_dpo.add_answers(gather_rollout(samples), tokenizer, "other")
+
+
+@pytest.mark.parametrize("layout", ["one/alone", "two/dpo"])
+def test_the_gradient_does_not_depend_on_the_layout(layout, runs):
+    ours, theirs = metrics_of(runs / layout), metrics_of(runs / "one/dpo")
+    for step in (0, 1):
+        for name, rel in (("train/loss", 1e-5), ("preference/margin", 1e-3), ("actor/grad_norm", 1e-4)):
+            assert ours[step][name] == pytest.approx(theirs[step][name], rel=rel), (step, name)
+        assert ours[step]["preference/pairs"] == theirs[step]["preference/pairs"] > 1
+    assert abs(theirs[1]["preference/margin"]) > 0.01
+
+
+def test_the_margin_is_0_where_the_policy_is_the_reference(runs):
+    """At first the policy is the reference. SPIN's is refreshed after the second step, sppo's after each."""
+    dpo, spin, sppo = (metrics_of(runs / "one" / name) for name in ("dpo", "spin", "sppo"))
+    assert dpo[0]["preference/margin"] == 0 and dpo[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert dpo[2]["preference/margin"] != dpo[1]["preference/margin"] != 0
+    assert [row["preference/margin"] == 0 for row in spin] == [True, False, True]
+    assert spin[1]["preference/accuracy"] > 0.8 and spin[0]["preference/pairs"] == 16
+    assert [row["actor/kl_loss"] for row in sppo] == [0, 0, 0] != [row["actor/kl_loss"] for row in dpo]
+    assert max(row["training/rollout_probs_diff_max"] for row in spin) < 1e-4      # answers of the data are left out
+    for row in dpo:                                                         # on policy: the ratio is 1
+        assert row["actor/pg_clipfrac"] == 0
+
+
+def test_a_killed_run_with_a_refreshed_reference_continues_exactly(flags, runs, tmp_path):
+    check_exact_resume([*flags, *SPIN], runs / "one/spin", tmp_path, first_step=1)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"beta": 0.0}, "--beta 0.0 must be above 0"),
+    ({"refresh_reference_every": -1}, "--refresh-reference-every -1 at least 0"),
+    ({"loss": "sppo", "answer_key": "a"}, "--answer-key a is for losses of pairs"),
+    ({"samples_per_prompt": 1}, "at least 2"),
+])
+def test_flags_that_cannot_work_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        online_dpo.check(online_dpo.Args(model="m", train_data=("x",), **change))

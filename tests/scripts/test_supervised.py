@@ -1,0 +1,270 @@
+"""sft.py and dpo.py: losses against float64 oracles, the same for any layout, exact resume, what they refuse."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dpo
+import sft
+from common.dataset.conversations import ConversationConfig, load_conversations
+from common.model.loading import load_policy
+from common.model.policy import ModelConfig
+from common.prompts import PromptSampler
+from common.segments import segment_sum
+from tests.conftest import launch, launch_all
+
+ROWS = [
+    {"messages": [
+        {"role": "user", "content": f"Count to {n}"}, {"role": "assistant", "content": " ".join(map(str, range(n)))},
+        {"role": "user", "content": "Again"}, {"role": "assistant", "content": "no " * (n % 3 + 1)},
+    ]}
+    for n in range(2, 14)
+]
+COMMON = ["--policy.compute-dtype", "float32", "--optim.lr", "1e-3", "--save.every", "1", "--total-steps", "3",
+          "--data.max-length", "256", "--eval-every", "2"]
+SFT = ["sft", "--rows-per-step", "5", *COMMON]
+DPO = ["dpo", "--rows-per-step", "4", "--beta", "0.5", "--label-smoothing", "0.1", *COMMON]
+PAIRS = [{"prompt": f"Count to {n}", "chosen": " ".join(map(str, range(n))), "rejected": "no " * (n % 3 + 1)}
+         for n in range(2, 14)]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, tiny_llama) -> list[str]:
+    folder = tmp_path_factory.mktemp("rows")
+    return ["--model", tiny_llama, "--train-data", write(folder / "train.jsonl", ROWS),
+            "--val-data", write(folder / "val.jsonl", ROWS[:3])]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory, tiny_llama) -> list[str]:
+    folder = tmp_path_factory.mktemp("pairs")
+    return ["--model", tiny_llama, "--train-data", write(folder / "train.jsonl", PAIRS),
+            "--val-data", write(folder / "val.jsonl", PAIRS[:3])]
+
+
+@pytest.fixture(scope="module")
+def runs(files, pairs, tmp_path_factory) -> Path:
+    """Of each script, `whole`: all in one micro-batch; `alone`: each sequence in its own; on two ranks: `ranks`."""
+    folder = tmp_path_factory.mktemp("supervised")
+    alone, budget = ["--max-tokens-per-gpu", "1"], ["--max-tokens-per-gpu", "100"]
+    launch_all(folder / "one", {"whole": [*SFT, *files], "alone": [*SFT, *files, *alone],
+                                "dpo_whole": [*DPO, *pairs], "dpo_alone": [*DPO, *pairs, *alone]})
+    launch_all(folder / "two", {"ranks": [*SFT, *files, *budget], "dpo_ranks": [*DPO, *pairs, *budget]}, ranks=2)
+    return folder
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((run / "model").glob("*.safetensors")))
+
+
+def check_same_training(run: Path, whole: Path, names: list[str]) -> None:
+    """Two layouts: the same first step but for rounding (torch sums the squares of a norm in float32, on two ranks in
+    another order). Of the weights after three steps only few may differ, as AdamW turns rounding into whole steps where
+    a gradient is nearly 0."""
+    ours, theirs = metrics_of(run), metrics_of(whole)
+    assert len(ours) == len(theirs) == 4
+    for name in names:
+        assert theirs[1][name] != 0
+        assert ours[1][name] == pytest.approx(theirs[1][name], rel=1e-4 if "norm" in name else 1e-6), name
+    expected = weights_of(whole)
+    for name, weight in weights_of(run).items():
+        assert ((weight - expected[name]).abs() > 1e-4).float().mean() < 0.01, name
+
+
+@pytest.mark.parametrize("layout", ["one/alone", "two/ranks"])
+def test_the_gradient_does_not_depend_on_the_layout(layout, runs):
+    check_same_training(runs / layout, runs / "one/whole", ["train/loss", "actor/grad_norm", "actor/entropy"])
+    for ours, theirs in zip(metrics_of(runs / layout), metrics_of(runs / "one/whole")):
+        assert ("val/loss" in ours) == ("val/loss" in theirs) == (ours["step"] in (0, 2, 3))
+        assert ours.get("val/loss", 0) == pytest.approx(theirs.get("val/loss", 0), rel=1e-4)
+
+
+def test_the_loss_and_its_gradient_are_those_of_transformers(runs, tiny_llama):
+    """The first step's rows, one at a time through the Hugging Face model in float64; and the validation rows."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+
+    def mean_loss(rows: list[dict]) -> torch.Tensor:
+        losses, count = torch.zeros((), dtype=torch.float64), 0
+        for row in rows:
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            encoded = tokenizer(text, return_offsets_mapping=True)
+            spans = [match.span(1) for match in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text)]
+            assert len(spans) == 2
+            where = [t for t, (start, end) in enumerate(encoded["offset_mapping"])
+                     if any(low <= start and end <= high for low, high in spans)]
+            logp = model(torch.tensor([encoded["input_ids"]])).logits[0].log_softmax(-1)
+            losses = losses - sum(logp[t - 1, encoded["input_ids"][t]] for t in where)
+            count += len(where)
+        return losses / count
+
+    with torch.no_grad():
+        assert metrics_of(runs / "one/whole")[0]["val/loss"] == pytest.approx(float(mean_loss(ROWS[:3])), rel=1e-6)
+    first = metrics_of(runs / "one/whole")[1]
+    loss = mean_loss([ROWS[i] for i in PromptSampler(len(ROWS), "", 0).take(5)])
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert first["train/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert first["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def check_exact_resume(command: list[str], whole: Path, tmp_path: Path, first_step: int = 0) -> None:
+    """kill -9 as the third step is logged, then the same command again: weights and metrics byte for byte.
+    `first_step`: of the first line in the log, 0 with validation."""
+    script, *flags = command
+    fault = f"log:{4 - first_step}:0:kill"
+    launch("tests/checkpoint/faulty.py", fault, f"{script}.py", *flags, "--run-dir", tmp_path, check=False)
+    assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1, 2][first_step:]
+    assert "resumed after step 2" in launch(f"{script}.py", *flags, "--run-dir", tmp_path, warm=True).stdout
+    theirs = weights_of(whole)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(tmp_path).items())
+    for ours, expected in zip(metrics_of(tmp_path), metrics_of(whole), strict=True):
+        compared = {name for name in expected if not re.match(r"timing|perf|sync|sleep|rollout/tokens_per_s", name)}
+        assert {name: ours[name] for name in compared} == {name: expected[name] for name in compared}
+
+
+def test_a_killed_sft_continues_exactly(files, runs, tmp_path):
+    check_exact_resume([*SFT, *files], runs / "one/whole", tmp_path)
+
+
+# --------------------------------------------------------------------------- dpo.py
+
+def test_the_losses_of_pairs_are_those_of_the_papers():
+    """Value and derivative, in float64, written again from the papers with numbers, one pair after the other."""
+    rng, P = random.Random(0), 40
+    log_ratio = torch.tensor([rng.gauss(0, 3) for _ in range(2 * P)], dtype=torch.float64, requires_grad=True)
+    r = log_ratio.tolist()
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))                                                      # noqa: E731
+    for name, beta, eps in (("dpo", 0.3, 0.0), ("dpo", 0.7, 0.2), ("ipo", 0.4, 0.0)):
+        total, slopes = 0.0, []
+        for i in range(P):
+            h = r[2 * i] - r[2 * i + 1]
+            if name == "ipo":
+                total += (h - 1 / (2 * beta)) ** 2
+                slope = 2 * (h - 1 / (2 * beta))
+            else:
+                total -= (1 - eps) * math.log(sigmoid(beta * h)) + eps * math.log(sigmoid(-beta * h))
+                slope = beta * (sigmoid(beta * h) - (1 - eps))
+            slopes += [slope / P, -slope / P]
+        loss = dpo.LOSSES[name](log_ratio, beta, eps).mean()
+        gradient = torch.autograd.grad(loss, log_ratio)[0]
+        assert abs(loss.item() - total / P) < 1e-10 < abs(total)
+        assert max(abs(a - b) for a, b in zip(gradient.tolist(), slopes)) < 1e-10 < max(map(abs, slopes))
+
+
+def test_what_is_said_of_pairs():
+    log_ratio = torch.tensor([1.0, -1, 2, 3, 0, 0, -2, -6], dtype=torch.float64)
+    assert dpo.preference_metrics(log_ratio, 0.5) == {
+        "preference/accuracy": (1 + 0 + 0.5 + 1) / 4, "preference/margin": (2 - 1 + 0 + 4) / 4 / 2,
+        "preference/chosen_reward": 1 / 8, "preference/rejected_reward": -4 / 8,
+    }
+
+
+def test_pairs_need_not_share_a_micro_batch(tiny_llama, world, tmp_path):
+    """The gradient of the coefficients times log-probs, every answer in a micro-batch of its own, is that of the loss
+    with all pairs in one graph. The policy is not the reference: the coefficients differ from pair to pair."""
+    config = ModelConfig(compute_dtype="float32")
+    policy, reference = load_policy(tiny_llama, config, world), load_policy(tiny_llama, config, world, frozen=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.to_local().add_(0.05 * torch.randn_like(parameter.to_local()))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    columns = {name: name for name in ("prompt", "chosen", "rejected")}
+    data = load_conversations([write(tmp_path / "a.jsonl", PAIRS)], tokenizer, [2], ConversationConfig(), columns,
+                              dpo.conversations_of, per_row=2)
+    rows = [5, 0, 9]
+    whole, = data.minibatch(rows, policy.lm.config, world, 10_000)
+    order = whole.index.argsort()
+    log_ratio = segment_sum((policy(whole, 1.0)[0] - reference.score(whole, 1.0)).double(), whole.cu_seqlens)[order]
+    dpo.dpo_loss(log_ratio, 0.5, 0.1).mean().backward()
+    direct = [p.grad.full_tensor().clone() for p in policy.parameters()]
+    policy.zero_grad()
+    leaf = log_ratio.detach().requires_grad_()
+    coefficients = torch.autograd.grad(dpo.dpo_loss(leaf, 0.5, 0.1).mean(), leaf)[0].float()
+    assert coefficients[::2].std() > 0.01
+    alone = data.minibatch(rows, policy.lm.config, world, 1)
+    assert len(alone) == 6
+    for batch in alone:
+        (coefficients[batch.index][batch.sequence_ids] * policy(batch, 1.0)[0]).sum().backward()
+    largest = max(g.abs().max().item() for g in direct)
+    for ours, theirs in zip((p.grad.full_tensor() for p in policy.parameters()), direct):
+        assert (ours - theirs).abs().max() < 1e-5 * largest
+
+
+@pytest.mark.parametrize("layout", ["one/dpo_alone", "two/dpo_ranks"])
+def test_the_gradient_of_pairs_does_not_depend_on_the_layout(layout, runs):
+    whole = runs / "one/dpo_whole"
+    check_same_training(runs / layout, whole, ["train/loss", "actor/grad_norm", "actor/entropy"])
+    ours, theirs = metrics_of(runs / layout), metrics_of(whole)
+    assert [row["preference/accuracy"] for row in ours[1:]] == [row["preference/accuracy"] for row in theirs[1:]]
+    for name in ("preference/margin", "preference/chosen_reward", "val-core/preference/margin"):
+        assert ours[3][name] == pytest.approx(theirs[3][name], rel=1e-3) and abs(theirs[3][name]) > 0.01
+
+
+def test_the_accuracy_on_pairs_rises(runs):
+    first, *_, last = metrics_of(runs / "one/dpo_whole")
+    assert first["val-core/preference/accuracy"] == 0.5 and first["val-core/preference/margin"] == 0   # the reference
+    assert first["val/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert last["val-core/preference/accuracy"] == 1 and last["val/loss"] < first["val/loss"]
+
+
+def test_a_killed_dpo_continues_exactly(pairs, runs, tmp_path):
+    check_exact_resume([*DPO, *pairs], runs / "one/dpo_whole", tmp_path)
+
+
+USER, GOOD, BAD = ({"role": role, "content": text} for role, text in
+                   (("user", "hi"), ("assistant", "yes"), ("assistant", "no")))
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+    {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+])
+def test_pairs_may_be_text_or_messages(row):
+    assert dpo.conversations_of(row) == [([USER, GOOD], 1), ([USER, BAD], 1)]
+
+
+@pytest.mark.parametrize(("row", "rule"), [
+    ({"prompt": "hi", "chosen": "yes", "rejected": "yes"}, "chosen and rejected are the same"),
+    ({"prompt": "hi", "chosen": "yes"}, "rejected is None"),
+    ({"prompt": 3, "chosen": "yes", "rejected": "no"}, "prompt is 3"),
+])
+def test_a_bad_pair_is_named(row, rule):
+    with pytest.raises(ValueError, match=rule):
+        dpo.conversations_of(row)
+
+
+@pytest.mark.parametrize(("script", "flags", "message"), [
+    ("sft", {"rows_per_step": 0}, "--rows-per-step 0 must be at least 1"),
+    ("dpo", {"total_steps": 0}, "--total-steps 0 must be at least 1"),
+    ("dpo", {"beta": 0.0}, "--beta 0.0 must be above 0"),
+    ("dpo", {"label_smoothing": 0.5}, r"--label-smoothing 0.5 must be in \[0, 0.5\)"),
+    ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "--label-smoothing 0.1 .*0 for --loss ipo"),
+    ("sft", {"max_length": 5000}, "--data.max-length 5000 exceeds the model's context of 1024 tokens"),
+])
+def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):
+    module = {"sft": sft, "dpo": dpo}[script]
+    args = module.Args(model=tiny_llama, train_data=("x",))
+    args.data.max_length = flags.pop("max_length", 512)
+    with pytest.raises(ValueError, match=message):
+        module.check(dataclasses.replace(args, **flags))
