@@ -48,8 +48,9 @@ class Args(RunArgs):
     """Optimizer steps per pass over the step's responses."""
     epochs_per_step: int = 1
     """Passes over the step's responses."""
-    max_tokens_per_gpu: int = 16384
-    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+    max_tokens_per_gpu: int = 0
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient. 0: the largest
+    that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
     loss: Literal["dpo", "ipo", "sppo"] = "dpo"
@@ -83,7 +84,8 @@ def check(args: Args) -> losses.LossSettings:
     """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
     check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
-        epochs_per_step=args.epochs_per_step, max_tokens_per_gpu=args.max_tokens_per_gpu, total_steps=args.total_steps,
+        epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
+        max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
@@ -137,7 +139,8 @@ def main(args: Args) -> None:
     num_updates = args.minibatches_per_step * args.epochs_per_step
     temperature = args.rollout.temperature
     with Run(args, correction.covers_cut_sampling) as run:
-        engine = run.start_engine(trained=1, frozen=True)
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu, reference=True)
+        engine = run.start_engine()
         policy, optimizer = run.load_policy()
         reference = run.load_reference()
         if args.refresh_reference_every:                            # it is in checkpoints; SGD has no state of its own
@@ -145,13 +148,13 @@ def main(args: Args) -> None:
         run.describe(
             f"{args.loss}, beta {args.beta:g}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef "
             f"{args.entropy_coef:g}",
-            P, G, args.minibatches_per_step, args.epochs_per_step, args.max_tokens_per_gpu,
+            P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
         for step in run.steps():
             # 1 rollout: each response is scored as it ends
             run.metrics |= engine.wake(policy)
-            pending = run.sample(run.sampler.take(P), G, run.sampling, step)
+            pending = run.sample(run.sampler.take(P), G, args.rollout, step)
             run.metrics |= engine.sleep()
 
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
@@ -165,9 +168,7 @@ def main(args: Args) -> None:
             in_update = torch.zeros(len(rollout), dtype=torch.bool).index_fill(0, numbers, True)    # [S]
             rollout.in_loss = in_update
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
-            minibatches = run.to_minibatches(
-                rollout, in_update, args.minibatches_per_step, args.max_tokens_per_gpu, step
-            )
+            minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
             # 3 log-probs: of the policy as it is, and of the reference
             if correction.needs_old_logp(True):

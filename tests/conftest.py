@@ -26,6 +26,9 @@ LONGEST_FILES = (
     "engine/test_engine_cuda.py", "parallel/test_exchange.py",
 )
 
+# Every 64th token ends a response, so that those of a random model differ in length.
+STOPS = ["--rollout.stop-token-ids", *map(str, range(0, 49152, 64))]
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

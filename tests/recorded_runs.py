@@ -47,13 +47,13 @@ RUNS = {
     "rloo_vllm": Run("rloo", VLLM16),
     "grpo_kl_epochs": Run("grpo", f"""{HF32} --kl-loss-coef 0.05 --minibatches-per-step 2 --epochs-per-step 2
         --entropy-coef 0.01 --correction.preset decoupled-token-is --optim.schedule cosine --optim.warmup-steps 1
-        --optim.weight-decay 0.1 --save.hf always"""),
+        --optim.weight-decay 0.1 --save.hf end"""),
     "grpo_clip_cov_shared": Run("grpo", f"""{HF32} --loss clip_cov --advantage passk --policy.share-prompt
         --minibatches-per-step 2 --policy.gradient-checkpointing True --reward.function reward.py:graded""", ranks=2),
     "grpo_rejection": Run("grpo", f"""{HF16} --correction.preset decoupled-k3-rs-token-tis
         --correction.reject-above 2e-5 --correction.rejected-leave-group --correction.batch-normalise --no-norm-by-std
         --aggregation seq-mean-token-mean"""),
-    "grpo_oversample": Run("grpo", f"""{HF16} --rollout.oversample 0.5 --rollout.top-p 0.9 --rollout.stop e
+    "grpo_oversample": Run("grpo", f"""{HF16} --rollout.oversample 0.5 --rollout.top-p 0.9
         --rollout.temperature 0.8 --correction.weights sequence --data.template plain --loss gspo --run-zero-advantage
         --offload.params --offload.optimizer"""),
     "grpo_two_rewards": Run("grpo", f"""{HF32} --reward.function reward.py:compute_score reward.py:graded

@@ -4,14 +4,35 @@
     python -m tools.checkpoints export RUN_OR_CHECKPOINT OUT        # no GPU, any number of ranks before
 """
 
+import warnings
 from pathlib import Path
 
+import torch
+import torch.distributed.checkpoint as dcp
 import tyro
+from torch import Tensor
 from tyro.conf import Positional
 
-from common.checkpoint.export import dtype_of, replace_hf, stored_weights
+from common.checkpoint.export import dtype_of, replace_hf
 from common.checkpoint.files import check_files, find, incomplete, read_manifest
+from common.checkpoint.state import Reader
 from common.tracking.console import exit_with_error
+
+WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
+"""A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
+
+
+def stored_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every policy weight, unsharded and in `dtype`, under its name in transformers; then the buffers that belong to a
+    checkpoint, as stored."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
+    reader = Reader(folder)
+    full = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith((WEIGHT, BUFFER)):
+            full[name] = torch.empty(entry.size, dtype=dtype if name.startswith(WEIGHT) else entry.properties.dtype)
+    dcp.load(full, storage_reader=reader, no_dist=True)         # It casts what it reads.
+    return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
 
 
 def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:

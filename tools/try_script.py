@@ -47,7 +47,7 @@ def run_script(script: str, flags: list[str], run_dir: Path) -> None:
         sys.executable, script, "--model", str(TINY), "--train-data", str(DATA), "--run-dir", str(run_dir),
         "--total-steps", str(STEPS), "--prompts-per-step", "4", "--samples-per-prompt", "4",
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "12", "--rollout.temperature", "0.7",
-        "--rollout.stop", "ing",
+        "--rollout.stop-token-ids", *map(str, range(0, 49152, 64)),
         "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--optim.lr", "1e-3",
         "--reward.function", f"{__file__}:compute_score", "--reward.num-workers", "1", "--log.rollouts-every", "1",
         "--save.resume", "none", "--save.hf", "never", *flags,

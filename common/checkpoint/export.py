@@ -1,14 +1,12 @@
-"""Hugging Face folders, of a run's policy or of a checkpoint."""
+"""The policy of a run as a Hugging Face folder. tools/checkpoints.py makes one of a checkpoint."""
 
 import json
 import shutil
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
@@ -23,25 +21,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from common.checkpoint.state import Reader
 from common.model.policy import Policy
 from common.parallel.ranks import World
-
-WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
-"""A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
-
-
-def stored_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every policy weight, unsharded and in `dtype`, under its name in transformers; then the buffers that belong to a
-    checkpoint, as stored."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
-    reader = Reader(folder)
-    full = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if name.startswith((WEIGHT, BUFFER)):
-            full[name] = torch.empty(entry.size, dtype=dtype if name.startswith(WEIGHT) else entry.properties.dtype)
-    dcp.load(full, storage_reader=reader, no_dist=True)         # It casts what it reads.
-    return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
 
 
 def hf_files(

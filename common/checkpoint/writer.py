@@ -12,7 +12,7 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common.checkpoint.export import dtype_of, stored_weights, write_hf
+from common.checkpoint.export import write_hf
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
 from common.parallel.ranks import World, collective_timeout, together
 
@@ -30,8 +30,8 @@ class SaveConfig:
     val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
-    hf: Literal["never", "end", "always"] = "end"
-    """Write the model as a Hugging Face folder. end: RUN_DIR/model, at the end; always: also in every checkpoint."""
+    hf: Literal["never", "end"] = "end"
+    """Write the model as a Hugging Face folder, RUN_DIR/model, at the end (tools/checkpoints.py: of a checkpoint)."""
     resume: str = "auto"
     """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
     folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
@@ -105,8 +105,7 @@ class Writer:
         """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            weights = stored_weights(partial, dtype_of(self.files)) if self.config.hf == "always" else {}
-            write_hf(partial / "hf", weights, self.files)
+            write_hf(partial / "hf", {}, self.files)
             mine += [partial / ".metadata", *(path for path in (partial / "hf").rglob("*") if path.is_file())]
         for path in mine:
             sync(path)

@@ -78,7 +78,7 @@ def load_conversations(
     file, row, rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
     return load_shared(
         lambda folder: tokenise(find_files(files), tokenizer, stops, config, columns, parse, folder),
-        lambda folder, loaded: ConversationSet(folder, loaded, per_row), config.cache_dir,
+        lambda folder, loaded: ConversationSet(folder, loaded, per_row),
     )
 
 

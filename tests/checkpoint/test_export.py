@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from common.batch import Batch
-from common.checkpoint import export, files
+from common.checkpoint import export
 from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
@@ -100,22 +100,21 @@ def test_export_brings_tokenizer_and_chat_template(exported):
     assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 7]
 
 
-def test_every_checkpoint_can_be_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
-    """--save.hf always: weights in the checkpoint itself, under its manifest; and what `list` shows of it."""
+def test_a_checkpoint_becomes_a_folder_for_hugging_face(trained, exported, model, world, watch, tmp_path, capsys):
+    """And what `list` shows of it."""
     hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
-    run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, hf="always", async_=True)
+    run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, async_=True)
     run.after_step(STATE, last=True, score=0.5)
     run.close()
     folder = tmp_path / "checkpoints/step_000002"
-    assert "hf/model.safetensors" in files.read_manifest(folder)["files"]
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
-    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32)}
-    assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
     checkpoints.list_checkpoints(str(tmp_path))
     assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
-    checkpoints.export_checkpoint(str(tmp_path), tmp_path / "again")        # once more, from the shards
+    checkpoints.export_checkpoint(str(tmp_path), tmp_path / "again")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32)}
+    assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
     names = sorted(path.name for path in (folder / "hf").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert sorted([*names, "model.safetensors"]) == sorted(path.name for path in (tmp_path / "again").iterdir())
     assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
     (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
     with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
@@ -154,10 +153,9 @@ def test_a_mixture_is_exported_as_it_was_published(kind, exported, world, watch,
     hf_files = export.hf_files(str(tmp_path / "source"), policy.lm.config, exported[1], "float32")
     export.export(policy, hf_files, tmp_path / "model", world)
     assert_same(weights_of(tmp_path / "model"), want)
-    run = checkpoints_of(tmp_path / "run", world, policy, optimizer, watch, hf_files, hf="always")
+    run = checkpoints_of(tmp_path / "run", world, policy, optimizer, watch, hf_files)
     run.after_step(STATE, last=True)
     run.close()
-    assert_same(weights_of(tmp_path / "run/checkpoints/step_000002/hf"), want)
     checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
     assert_same(weights_of(tmp_path / "again"), want)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto", output_loading_info=True)

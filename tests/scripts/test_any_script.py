@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT, STOPS, launch
 from tools import try_script
 
 SCRIPT = os.environ.get("SCRIPT", "grpo.py")
@@ -24,7 +24,7 @@ def flags(tiny_llama, smollm) -> list[str]:
         "--model", tiny_llama, "--train-data", data, *SIZES, "--rollout.engine", "hf", "--policy.compute-dtype",
         "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-3",
         "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", "--save.every", "1",
-        "--log.rollouts-every", "1", "--rollout.stop", "ing",
+        "--log.rollouts-every", "1", *STOPS,
     ]
 
 

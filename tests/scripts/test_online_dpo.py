@@ -12,7 +12,7 @@ import online_dpo
 from common.engine.base import Response
 from common.prompts import Prompt
 from common.rollout import Sample, gather_rollout
-from tests.conftest import launch_all
+from tests.conftest import STOPS, launch_all
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, write
 from tools import try_script
 
@@ -27,7 +27,7 @@ def flags(tiny_llama, tmp_path_factory) -> list[str]:
         "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "3", "--rollout.engine", "hf",
         "--policy.compute-dtype", "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8",
         "--optim.lr", "1e-3", "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1",
-        "--save.every", "1", "--rollout.stop", "ing",
+        "--save.every", "1", *STOPS,
     ]
 
 
