@@ -144,7 +144,7 @@ land on top of it and train on the CPU. Name another folder: make setup-gpu VENV
         step "1/2 virtual environment, Python $version" "$PYTHON" -m venv "$VENV"
         step "2/2 requirements.txt, several GB" pip install "${torch/==/===}" -r requirements.txt
     fi
-    "$VENV/bin/python" tools/check_gpus.py
+    "$VENV/bin/python" tools/doctor.py --only packages
     touch "$stamp"
     rm -f "$VENV/half-made"
 }
