@@ -23,8 +23,8 @@ from common.checkpoint.manager import Checkpoints, SaveConfig, validation_score
 from common.checkpoint.run_folder import is_finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
-from common.model.attention import choose_attention
 from common.model.flops import update_flops
+from common.model.liger import kernels_in_words
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
@@ -125,11 +125,10 @@ class Training:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
         samples a step, mini-batches, epochs, tokens of a micro-batch."""
         args, device = self.args, self.world.device
-        kernel, why = choose_attention(device, self.hf_config, args.policy)
         print_on_main(
             self.world, f"batch  {batch_line(*sizes, self.max_sequence_length, self.world.size)}\n"
             f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "
-            f"{device.type}, attention {kernel} ({why})"
+            f"{device.type}, {kernels_in_words(device, self.hf_config, args.policy)}"
         )
 
     def resume(self) -> None:

@@ -37,10 +37,10 @@ if [[ -n ${IMAGE:-} ]]; then
     torchrun=("${container[@]}" torchrun)
 fi
 if ((${SLURM_GPUS_ON_NODE:-0} > 0)); then
-    srun "${python[@]}" tools/check_gpus.py --gpus "$SLURM_GPUS_ON_NODE" || die "these packages cannot use the \
+    srun "${python[@]}" tools/doctor.py --only packages --gpus "$SLURM_GPUS_ON_NODE" || die "these packages cannot use the \
 $SLURM_GPUS_ON_NODE GPUs of a node"
 fi
-"${python[@]}" tools/check_model.py --model "$MODEL" "$@" || die "the model cannot be read"  # $@: the flags at the end
+"${python[@]}" tools/doctor.py --only model --model "$MODEL" "$@" || die "the model cannot be read"  # $@: the flags at the end
 
 # train COMMAND: on SIGUSR1, passed on by srun and torchrun, the ranks save and exit; then the job is queued again, and
 # continues from that checkpoint. A run that ends by itself, or fails, is not.

@@ -101,7 +101,7 @@ NEEDLESS = {  # patterns of keys -> why they need no flag here
     "actor_rollout_ref.ref.fsdp_config.param_offload": "--offload.params holds for the reference, too",
     "trainer.balance_batch": "responses are always spread evenly over the ranks",
     "*.use_fused_kernels": "log-probs and entropy never need all logits at once",
-    "*.use_liger": "log-probs and entropy never need all logits at once",
+    "*.use_liger": "--policy.liger, on by default on GPUs; log-probs have a kernel of this project",
     "*.use_torch_compile": "a matter of speed",
     "*.fsdp_config.entropy_*": "log-probs and entropy never need all logits at once",
     "*.enable_activation_offload": "a matter of memory: --policy.gradient-checkpointing",

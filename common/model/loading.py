@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
+from common.model.liger import choose_liger, use_liger
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.parallel.ranks import World
@@ -118,9 +119,12 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     attention, _ = choose_attention(world.device, hf_config, config)
     dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
     with torch.device("meta"), explain_failure(path, hf_config):
-        return auto_class.from_config(
+        model = auto_class.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
         )
+    if choose_liger(world.device, hf_config, config)[0]:
+        use_liger(model)
+    return model
 
 
 def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, world: World, frozen: bool) -> None:

@@ -17,6 +17,7 @@ from common.batch import Batch
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
+from common.model.liger import choose_liger
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
@@ -42,6 +43,7 @@ class Model:
             model = family.from_config(hf_config, trust_remote_code=config.trust_remote_code)
         self.config, self.ranks, self.is_critic = hf_config.get_text_config(), ranks, is_critic
         self.itemsize = getattr(torch, config.compute_dtype).itemsize
+        self.is_fused, _ = choose_liger(torch.device("cuda"), hf_config, config)
         self.mlp_width = max(mlp_widths(self.config))
         self.experts = self.config.to_dict().get("num_experts_per_tok") or 0    # that a token runs through
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
@@ -62,9 +64,10 @@ class Model:
         key_values = (self.config.to_dict().get("num_key_value_heads") or heads) * head_dim(self.config)
         widths = {"q_norm": queries, "k_norm": key_values}
         norms = [name.split(".")[-2] for name, _ in self.largest.named_parameters() if name.endswith("norm.weight")]
-        kept = (4 + size) * sum(widths.get(norm, hidden) for norm in norms)     # input in float32, normalised one
+        of_norm = size if self.is_fused else 4 + size                           # the input; in float32, and normalised
+        kept = of_norm * sum(widths.get(norm, hidden) for norm in norms)
         kept += size * (hidden + 2 * queries + (2 + 2 * keys) * key_values) + 4 * heads     # input, q, k, v, output
-        kept += size * (hidden + 4 * self.mlp_width)                    # input; gate, its activation, up, the product
+        kept += size * (hidden + (3 if self.is_fused else 4) * self.mlp_width)  # input; gate(s), up, product
         return kept + self.experts * (2 * size * hidden + 32)           # inputs and outputs of experts, their order
 
     def tiles(self, tokens: int) -> tuple[float, float]:
@@ -115,7 +118,10 @@ class MemoryPlan:
         if critic:
             config = read_config(critic, args.policy, "--critic-model", CAUSAL_LM + SCORED)
             self.trained.append(Model(config, args.policy, ranks, is_critic=True))
-        self.reward_model_gb = check_reward_model(args.reward_model, args.policy, ranks)
+        self.reward_model_gb = 0.0
+        if args.reward_model.path:
+            scorer = Model(check_reward_model(args.reward_model, args.policy), args.policy, ranks, is_critic=True)
+            self.reward_model_gb = 0.0 if args.reward_model.offload else scorer.itemsize * scorer.shard / GIB
         self.reserved_gb = RESERVED_GB + (0 if args.rollout.enforce_eager else GRAPHS_GB)
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB

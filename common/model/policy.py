@@ -21,6 +21,8 @@ class ModelConfig:
     """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
+    liger: bool | None = None
+    """Liger's fused kernels for norms, rotary embeddings and MLPs. None: on GPUs where the family has them."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
     Not with --policy.attention flash_attention_2; on GPUs auto then means packed_varlen."""

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from common.batch import Batch
 from common.model.loading import SCORED, load_critic, read_config
@@ -32,18 +31,12 @@ class RewardModelConfig:
             raise ValueError("--reward-model.alone needs --reward-model.path")
 
 
-def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, ranks: int) -> float:
-    """Refuse what cannot score. Returns the GiB that it keeps on each GPU while the engine is awake."""
-    if not config.path:
-        return 0.0
+def check_reward_model(config: RewardModelConfig, model_config: ModelConfig) -> PretrainedConfig:
+    """The config of the model at `config.path`. Raises ValueError for one that cannot score."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
     if not AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code).chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
-    if config.offload:
-        return 0.0
-    with torch.device("meta"):
-        model = AutoModel.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
-    return model.num_parameters() * getattr(torch, model_config.compute_dtype).itemsize / ranks / 2**30
+    return hf_config
 
 
 class RewardModel:

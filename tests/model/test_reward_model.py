@@ -10,6 +10,7 @@ from common.model import reward_model
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
 from common.prompts import Prompt
+from tests.model.test_memory_plan import plan_of
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 TEXTS = ["The answer is 4.", "I do not know", "#### 12", ""]
@@ -52,10 +53,9 @@ def test_what_it_keeps_on_a_gpu_by_hand(folder):
     block = hidden * head * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     block += 3 * hidden * config.intermediate_size + 2 * hidden
     weights = config.vocab_size * hidden + config.num_hidden_layers * block + hidden
-    got = [check_reward_model(RewardModelConfig(path=folder, offload=offload), model, ranks) * 2**30
+    got = [plan_of(config, ranks, policy=model, reward_model=RewardModelConfig(path=folder, offload=offload))
            for offload, model, ranks in [(False, FLOAT32, 1), (False, ModelConfig(), 2), (True, FLOAT32, 1)]]
-    assert got == [4 * weights, weights, 0]
-    assert check_reward_model(RewardModelConfig(), FLOAT32, 1) == 0
+    assert [plan.reward_model_gb * 2**30 for plan in got] == [4 * weights, weights, 0]
 
 
 def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path):
@@ -65,8 +65,8 @@ def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path):
     (tmp_path / "bare/chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"the tokenizer of .*bare \(--reward-model.path\) has no chat template"):
-        check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32, 1)
+        check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32)
     with pytest.raises(ValueError, match=r"must be a \*ForSequenceClassification: choose another --reward-model.path"):
-        check_reward_model(RewardModelConfig(path=tiny_llama), FLOAT32, 1)
+        check_reward_model(RewardModelConfig(path=tiny_llama), FLOAT32)
     with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):
         RewardModelConfig(alone=True)

@@ -36,8 +36,9 @@ SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300
 FILE_CEILING = 350                                                      # any file of common/ and below it
 READ_CEILING = 2100                                                     # all files that lie directly in common/
 PACKAGES_CEILING = 4300                                                 # the packages below common/, without ...
-PLANNED = {"common/model/memory_plan.py", "common/dataset/conversations.py"}        # ... what was planned for later
-WHOLE_CEILING = 5500                                                    # with that
+# What was planned for later, with which they have 5,500.
+PLANNED = {f"common/{name}.py" for name in ("model/memory_plan", "model/liger", "dataset/conversations")}
+WHOLE_CEILING = 5500
 MAKEFILE_CEILING = 59
 # Lines of `diff grpo.py SCRIPT`, added plus removed.
 CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 165}

@@ -1,0 +1,51 @@
+"""Liger's fused kernels for norms, rotary embeddings and gated MLPs of the trained model (arXiv 2410.10989).
+
+They compute what transformers' modules compute, in fewer passes over memory, and keep less for the backward pass: of a
+norm its input, of an MLP no activated gate. tests/model/test_liger.py proves values and gradients in Triton's
+interpreter. The log-probs stay those of common/kernels.py, whose logits are float32 and whose entropy has a gradient.
+"""
+
+import importlib.util
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from common.model.attention import choose_attention
+from common.model.policy import ModelConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Those that the test proves. Experts of mixtures keep transformers' grouped products."""
+
+
+def choose_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> tuple[bool, str]:
+    """Whether the model is trained with Liger's kernels, and the reason. Raises ValueError if they are asked for where
+    they cannot be used."""
+    family = hf_config.model_type
+    if device.type != "cuda":
+        is_possible, why = False, "no CUDA device"
+    elif importlib.util.find_spec("liger_kernel") is None:
+        is_possible, why = False, "liger-kernel is not installed"
+    else:
+        is_possible, why = family in FAMILIES, f"{family} is {'' if family in FAMILIES else 'not '}one of {FAMILIES}"
+    if config.liger and not is_possible:
+        raise ValueError(f"--policy.liger True: {why}; leave it out")
+    return is_possible and config.liger is not False, why if config.liger is None else "--policy.liger"
+
+
+def use_liger(transformer: nn.Module) -> None:
+    """Put the kernels in the place of the modules' own forward. The rotary embedding is a function of the family's
+    module in transformers, so it changes for all models of the family in this process."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[transformer.config.model_type]
+    apply(
+        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=transformer
+    )
+
+
+def kernels_in_words(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> str:
+    """Which attention and which fused kernels a run uses, and why, for its start screen."""
+    attention, why = choose_attention(device, hf_config, config)
+    is_fused, why_fused = choose_liger(device, hf_config, config)
+    return f"attention {attention} ({why}), Liger's kernels {'on' if is_fused else 'off'} ({why_fused})"

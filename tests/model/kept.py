@@ -1,0 +1,45 @@
+"""What autograd keeps of a model's forward pass."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+NUM_TOKENS = 16
+
+
+class Attention(torch.autograd.Function):
+    """Keeps what the variable-length kernels keep: queries, keys, values, the output, a float32 number a head."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = query[0].transpose(0, 1).clone()                          # [T, heads, D]
+        ctx.save_for_backward(query, key, value, out, torch.zeros(out.shape[:2]))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.transpose(0, 1)[None], None, None
+
+
+AttentionInterface.register("kept", lambda module, query, key, value, mask=None, **_: (
+    Attention.apply(query, key, value)[None], None))
+
+
+def kept_bytes(config, change: Callable = lambda model: None) -> float:
+    """Bytes a token of all storages that autograd keeps of a bfloat16 model, weights aside. `change`: what is done to
+    the model before."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="kept")
+    change(model)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor             # alive, so that no address is used twice
+        return tensor
+
+    tokens = torch.randint(0, 50, (1, NUM_TOKENS))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.base_model(input_ids=tokens, position_ids=torch.arange(NUM_TOKENS)[None], use_cache=False)
+    found.pop(out.last_hidden_state.untyped_storage().data_ptr(), None)
+    return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in weights) / NUM_TOKENS

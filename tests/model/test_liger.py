@@ -1,0 +1,76 @@
+"""Liger's kernels: where they are used, and that they compute what transformers computes, in Triton's interpreter."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from common.model import liger
+from common.model.liger import FAMILIES, choose_liger, kernels_in_words
+from common.model.memory_plan import Model
+from common.model.policy import ModelConfig
+from tests.conftest import launch
+
+# `tools/setup.sh extras` puts both packages there: beside the others, vLLM's CPU build would find a Triton
+SITE = Path(os.environ.get("LIGER", f"{sys.prefix}/liger"))
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+LLAMA, MIXTURE = AutoConfig.for_model("llama"), AutoConfig.for_model("qwen3_moe")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if liger-kernel were installed, or were not."""
+    find = importlib.util.find_spec
+    return lambda found: monkeypatch.setattr(
+        liger.importlib.util, "find_spec", lambda name: found if name == "liger_kernel" else find(name))
+
+
+def test_where_the_kernels_are_used(installed):
+    installed(object())
+    assert choose_liger(CUDA, LLAMA, ModelConfig())[0] and choose_liger(CUDA, LLAMA, ModelConfig(liger=True))[0]
+    assert choose_liger(CUDA, LLAMA, ModelConfig(liger=False)) == (False, "--policy.liger")
+    for device, config, why in ((CPU, LLAMA, "no CUDA device"), (CUDA, MIXTURE, "qwen3_moe is not one of")):
+        is_used, reason = choose_liger(device, config, ModelConfig())
+        assert not is_used and why in reason
+        with pytest.raises(ValueError, match=rf"--policy.liger True: {why}.*; leave it out"):
+            choose_liger(device, config, ModelConfig(liger=True))
+    assert "Liger's kernels on (llama is one of" in kernels_in_words(CUDA, LLAMA, ModelConfig())
+    installed(None)
+    assert choose_liger(CUDA, LLAMA, ModelConfig()) == (False, "liger-kernel is not installed")
+
+
+def test_the_plan_counts_what_they_keep(installed):
+    """A norm keeps 2 bytes of 6 (two norms and 4 of them a number), an MLP 3 of 4 tensors of 2 bytes."""
+    installed(None)
+    without = Model(LLAMA, ModelConfig(), 1).kept_by_block(keys=0)
+    installed(object())
+    saved = without - Model(LLAMA, ModelConfig(), 1).kept_by_block(keys=0)
+    assert saved == 2 * 4 * LLAMA.hidden_size + 2 * LLAMA.intermediate_size
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, float]]:
+    if not (SITE / "triton").is_dir() or not (SITE / "liger_kernel").is_dir():
+        pytest.skip(f"triton and liger-kernel are not in {SITE}: tools/setup.sh extras")
+    done = launch("-m", "tests.model.liger_worker", env={"TRITON_INTERPRET": "1", "PYTHONPATH": str(SITE)})
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_those_of_transformers(family, found):
+    """Of packed sequences: log-probs, entropies and the gradient of every weight. In float16 they round alike."""
+    ours = found[family]
+    assert ours["modules"] == (11 if family == "qwen3" else 7)          # norms and MLPs of two layers, the last norm
+    assert 0 < ours["float32 values"] < 1e-5 and ours["float32 gradients"] < 2e-5
+    assert ours["float16 values"] <= 1.1 * ours["own values"] > 1e-3
+    assert ours["float16 gradients"] <= 1.5 * ours["own gradients"] > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_less_is_kept_as_calculated(family, found):
+    assert found[family]["calculated"] == pytest.approx(found[family]["kept"], rel=0.03)
