@@ -25,7 +25,7 @@ from common import losses
 from common.batch import Batch
 from common.dataset.conversations import Conversation, ConversationConfig, ConversationSet, load_conversations
 from common.engine.make import stop_tokens
-from common.model.loading import read_config
+from common.model.loading import load_policy, read_config
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.prompts import PromptSampler, parse_messages
@@ -172,7 +172,7 @@ def main(args: Args) -> None:
         )
         run.resume()
         # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
-        reference = run.load_reference()
+        reference = load_policy(args.model, args.policy, run.world, frozen=True)
         drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * args.total_steps)
         ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
         if run.val_set is not None:
@@ -180,7 +180,7 @@ def main(args: Args) -> None:
             val_ref_logp = score_rows(args, run, reference, run.val_set, val_rows, "ref")
             if not run.is_validated:
                 run.log_validation(validate(args, run, policy, val_rows, val_ref_logp))
-        del reference, run.models["reference"]
+        del reference
         for step in run.steps():
             # 1 data: pairs, chosen and rejected one after the other
             rows = run.sampler.take(args.rows_per_step)
