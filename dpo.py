@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from common import losses
 from common.batch import Batch
-from common.dataset.conversations import Conversation, ConversationConfig, ConversationSet, load_conversations
+from common.dataset.conversations import ConversationConfig, ConversationSet, Piece, load_conversations
 from common.engine.make import stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import Policy
@@ -33,6 +33,7 @@ from common.rollout import Minibatch, sum_per_response
 from common.tracking.console import run_script
 from common.tracking.validation import spread_rows
 from common.training import TrainArgs, Training
+from sft import pieces_of
 
 
 @dataclass
@@ -83,8 +84,8 @@ def check(args: Args) -> None:
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), and 0 for --loss {args.loss}")
 
 
-def conversations_of(row: dict[str, Any]) -> list[Conversation]:
-    """The chosen and the rejected conversation of a row; what both begin with is given. Raises ValueError."""
+def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
+    """The pieces of the chosen and of the rejected conversation of a row. Raises ValueError for a bad row."""
     prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
     pair = []
     for name in ("chosen", "rejected"):
@@ -96,7 +97,7 @@ def conversations_of(row: dict[str, Any]) -> list[Conversation]:
     if pair[0] == pair[1]:
         raise ValueError("chosen and rejected are the same")
     num_given = next(i for i in range(len(pair[0]) + 1) if pair[0][: i + 1] != pair[1][: i + 1])
-    return [(messages, num_given) for messages in pair]
+    return [pieces_of(messages, num_given, tokenizer, template) for messages in pair]
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
@@ -161,7 +162,7 @@ def main(args: Args) -> None:
         }
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
-            config=args.data, columns=columns, parse=conversations_of, per_row=2,
+            config=args.data, columns=columns, parse=parse, per_row=2,
         ))
         run.max_sequence_length = run.train_set.loaded.max_length
         policy, optimizer = run.load_policy()
