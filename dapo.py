@@ -149,7 +149,7 @@ def main(args: Args) -> None:
                 )
             limits = (args.rollout.max_response_length, args.overlong_buffer, args.overlong_factor)
             penalty = torch.tensor([soft_overlong(n, *limits) for n in rollout.response_lengths.tolist()])  # [S]
-            rewards = rollout.scores + penalty                                                  # [S] NaN: no reward
+            rewards = args.reward_coef * rollout.scores + penalty                               # [S] NaN: no reward
             if args.mask_truncated:
                 rollout.in_loss &= ~rollout.truncated
             in_update = rollout.in_loss                                                         # [S]

@@ -23,9 +23,9 @@ from torch.nn.functional import logsigmoid
 
 from common import losses
 from common.batch import Batch
-from common.dataset.conversations import Conversation, ConversationConfig, ConversationSet, load_conversations
+from common.dataset.conversations import ConversationConfig, ConversationSet, Piece, load_conversations
 from common.engine.make import stop_tokens
-from common.model.loading import read_config
+from common.model.loading import load_policy, read_config
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.prompts import PromptSampler, parse_messages
@@ -33,6 +33,7 @@ from common.rollout import Minibatch, sum_per_response
 from common.tracking.console import run_script
 from common.tracking.validation import spread_rows
 from common.training import TrainArgs, Training
+from sft import pieces_of
 
 
 @dataclass
@@ -83,8 +84,8 @@ def check(args: Args) -> None:
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), and 0 for --loss {args.loss}")
 
 
-def conversations_of(row: dict[str, Any]) -> list[Conversation]:
-    """The chosen and the rejected conversation of a row; what both begin with is given. Raises ValueError."""
+def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
+    """The pieces of the chosen and of the rejected conversation of a row. Raises ValueError for a bad row."""
     prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
     pair = []
     for name in ("chosen", "rejected"):
@@ -96,7 +97,7 @@ def conversations_of(row: dict[str, Any]) -> list[Conversation]:
     if pair[0] == pair[1]:
         raise ValueError("chosen and rejected are the same")
     num_given = next(i for i in range(len(pair[0]) + 1) if pair[0][: i + 1] != pair[1][: i + 1])
-    return [(messages, num_given) for messages in pair]
+    return [pieces_of(messages, num_given, tokenizer, template) for messages in pair]
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
@@ -161,7 +162,7 @@ def main(args: Args) -> None:
         }
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
-            config=args.data, columns=columns, parse=conversations_of, per_row=2,
+            config=args.data, columns=columns, parse=parse, per_row=2,
         ))
         run.max_sequence_length = run.train_set.loaded.max_length
         policy, optimizer = run.load_policy()
@@ -172,7 +173,7 @@ def main(args: Args) -> None:
         )
         run.resume()
         # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
-        reference = run.load_reference()
+        reference = load_policy(args.model, args.policy, run.world, frozen=True)
         drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * args.total_steps)
         ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
         if run.val_set is not None:
@@ -180,7 +181,7 @@ def main(args: Args) -> None:
             val_ref_logp = score_rows(args, run, reference, run.val_set, val_rows, "ref")
             if not run.is_validated:
                 run.log_validation(validate(args, run, policy, val_rows, val_ref_logp))
-        del reference, run.models["reference"]
+        del reference
         for step in run.steps():
             # 1 data: pairs, chosen and rejected one after the other
             rows = run.sampler.take(args.rows_per_step)

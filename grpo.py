@@ -131,7 +131,7 @@ def main(args: Args) -> None:
 
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
-            rewards = rollout.scores                                                            # [S] NaN: no reward
+            rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             advantages = ADVANTAGES[args.advantage](rewards, rollout.group, args.norm_by_std)   # [S]
             all_run = args.run_zero_advantage or args.kl_loss_coef or args.entropy_coef
             all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED

@@ -159,7 +159,7 @@ def main(args: Args) -> None:
 
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
-            rewards = rollout.scores                                                            # [S] NaN: no reward
+            rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             sampled, numbers = rollout, rollout.in_loss.nonzero()[:, 0]                         # [N] those in the loss
             if args.answer_key:
                 rollout, numbers = add_answers(sampled, run.tokenizer, args.answer_key)

@@ -147,7 +147,7 @@ def main(args: Args) -> None:
 
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
-            rewards = rollout.scores                                                            # [S] NaN: no reward
+            rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             in_update = rollout.in_loss                                                         # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)

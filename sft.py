@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import jinja2
 from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
-from common.dataset.conversations import Conversation, ConversationConfig, load_conversations
+from common.dataset.conversations import ConversationConfig, Piece, load_conversations
 from common.engine.make import stop_tokens
 from common.metrics import Meter
 from common.model.loading import read_config
@@ -64,15 +65,45 @@ def check(args: Args) -> None:
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
 
 
-def conversations_of(row: dict[str, Any]) -> list[Conversation]:
-    """The conversation of a row, and how many messages at its start are given. Raises ValueError for a bad row."""
+def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
+    """The pieces of the one conversation of a row. Raises ValueError for a bad row."""
     if row.get("messages") is not None:
-        return [(parse_messages(row["messages"], "messages"), 0)]
+        return [pieces_of(parse_messages(row["messages"], "messages"), 0, tokenizer, template)]
     if row.get("prompt") is None or not isinstance(row.get("response"), str):
         raise ValueError("it has neither messages, nor a prompt and a response that is a string: name the columns with "
                          "--data.messages-column, or --data.prompt-column and --data.response-column")
     prompt = parse_messages(row["prompt"], "prompt")
-    return [([*prompt, {"role": "assistant", "content": row["response"]}], len(prompt))]
+    messages = [*prompt, {"role": "assistant", "content": row["response"]}]
+    return [pieces_of(messages, len(prompt), tokenizer, template)]
+
+
+def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
+              template: dict[str, Any] | None) -> list[Piece]:
+    """The text of a conversation in pieces: what comes before an answer (False), the answer (True), and so on. The
+    first `num_given` messages are not trained on. Only what is new is rendered and encoded, as in an episode: what
+    stands before an answer must be the beginning of what stands after it. So the tokens are as a model samples them."""
+    answers = [i for i, x in enumerate(messages) if i >= num_given and x["role"] == "assistant"]
+    if not answers or answers[0] == 0:
+        raise ValueError("there must be an answer (a message of the role assistant), and a message before it")
+    if template is None:
+        if answers != [len(messages) - 1]:
+            raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
+        *prompt, answer = (message["content"] for message in messages)
+        return [("\n\n".join(prompt), False), (answer + tokenizer.eos_token, True)]
+    render = tokenizer.apply_chat_template
+    pieces, done = [], ""
+    for i in answers:
+        try:
+            before = render(messages[:i], tokenize=False, add_generation_prompt=True, **template)
+            after = render(messages[: i + 1], tokenize=False, **template)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from None
+        if not before.startswith(done) or not after.startswith(before):
+            raise ValueError(f"the chat template renders what comes before message {i} (from 0) otherwise after it, as "
+                             f"those do that drop the thinking of earlier turns: give each answer a row of its own")
+        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+        done = after
+    return pieces
 
 
 def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | None:
@@ -100,7 +131,7 @@ def main(args: Args) -> None:
         }
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
-            config=args.data, columns=columns, parse=conversations_of,
+            config=args.data, columns=columns, parse=parse,
         ))
         run.max_sequence_length = run.train_set.loaded.max_length
         policy, optimizer = run.load_policy()

@@ -16,8 +16,10 @@ from common.engine.base import Engine, RolloutConfig, SamplingConfig
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
+from common.model.loading import load_policy
 from common.model.memory_plan import MemoryPlan
 from common.model.offload import Offload, OffloadConfig
+from common.model.policy import Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
@@ -38,6 +40,10 @@ class RunArgs(TrainArgs):
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy one; 0: greedy only."""
     eval_temperature: float = 1.0
     """Temperature of the sampled ones."""
+    teacher: str = ""
+    """Model that takes the reference's place in every KL: distillation on the policy's own samples. Same tokens."""
+    reward_coef: float = 1.0
+    """Factor of the scores in the rewards. 0: they are only reported, and the KL to a teacher alone is learned from."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -90,6 +96,12 @@ class Run(Training):
             args.seed, sum(self.plan.beside_engine().values()),
         )
         return self.engine
+
+    def load_reference(self) -> Policy:
+        """The teacher, or the policy's model as it is before training, frozen."""
+        path = self.args.teacher or self.args.model
+        self.models["reference"] = load_policy(path, self.args.policy, self.world, frozen=True)
+        return self.models["reference"]
 
     def resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""

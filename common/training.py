@@ -74,7 +74,6 @@ class Training:
         self.args = args
         self.models: dict[str, PackedModel] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.max_sequence_length = 0  # tokens; the script's or the engine's setup knows
         self.script_state: dict[str, Any] = {}
         """What the script adds to a checkpoint beside models and optimizers, plain JSON; it is back after `resume`."""
 
@@ -115,11 +114,6 @@ class Training:
         self.models["critic"] = load_critic(path, self.args.policy, self.world)
         self.optimizers["critic"] = make_optimizer(self.models["critic"], optim)
         return self.models["critic"], self.optimizers["critic"]
-
-    def load_reference(self) -> Policy:
-        """The policy's model as it is before training, frozen."""
-        self.models["reference"] = load_policy(self.args.model, self.args.policy, self.world, frozen=True)
-        return self.models["reference"]
 
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and

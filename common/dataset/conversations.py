@@ -1,7 +1,5 @@
-"""Conversations to tokens, and a mask that is True on what the assistant wrote: the rows of sft.py and dpo.py.
-
-Only what is new is rendered and encoded, answer by answer, as in an episode: what stands before an answer must be the
-beginning of what stands after it. So a model trains on tokens that it would have seen, and sampled.
+"""Conversations to tokens, and a mask that is True on what the assistant wrote: the rows of sft.py and dpo.py. The
+scripts say what a row's conversations are, and what of their text is trained on; here it is encoded, stored and packed.
 """
 
 import hashlib
@@ -10,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 import torch
 from transformers import PretrainedConfig
@@ -25,8 +22,10 @@ from common.parallel.ranks import World
 from common.prompts import TemplateConfig
 from common.rollout import Minibatch
 
-Conversation = tuple[list[dict[str, str]], int]
-"""Messages, and how many of them are given: not trained on, whoever wrote them."""
+Piece = tuple[str, bool]
+"""Text, and whether it is an answer that is trained on."""
+Parse = Callable[[dict[str, Any], Any, dict[str, Any] | None], list[list[Piece]]]
+"""A row, the tokenizer and the arguments of the chat template (None: plain) -> the pieces of each conversation."""
 Encoded = tuple[list[int], list[bool]]
 """Token ids, and which of them the assistant wrote."""
 ARRAYS = {"tokens": np.int32, "mask": np.bool_, "lengths": np.int64}
@@ -71,7 +70,7 @@ class ConversationSet:
 
 def load_conversations(
     files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig, columns: dict[str, str],
-    parse: Callable[[dict[str, Any]], list[Conversation]], per_row: int = 1,
+    parse: Parse, per_row: int = 1,
 ) -> ConversationSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `columns`: our name -> the name in the
     files. `parse`: the `per_row` conversations of a row. `stops`: ids that end an answer. Raises ValueError, naming
@@ -83,7 +82,7 @@ def load_conversations(
 
 
 def tokenise(files: Sequence[Path], tokenizer, stops: list[int], config: ConversationConfig, columns: dict[str, str],
-             parse: Callable[[dict[str, Any]], list[Conversation]], folder: str) -> Loaded:
+             parse: Parse, folder: str) -> Loaded:
     """Write the arrays of all rows into `folder`, one sequence after the other."""
     if config.max_length < 2:
         raise ValueError(f"--data.max-length {config.max_length} must be at least 2")
@@ -98,7 +97,7 @@ def tokenise(files: Sequence[Path], tokenizer, stops: list[int], config: Convers
                 try:
                     if isinstance(row, ValueError):
                         raise row
-                    encoded = [encode_conversation(x, tokenizer, template, stops) for x in parse(row)]
+                    encoded = [encode(x, tokenizer, template, stops) for x in parse(row, tokenizer, template)]
                     encoded = cut_to_length(encoded, config, loaded)
                 except ValueError as error:
                     loaded.leave_out(error, file, loaded.num_rows - 1 - first_row, config)
@@ -117,12 +116,10 @@ def tokenise(files: Sequence[Path], tokenizer, stops: list[int], config: Convers
     return loaded
 
 
-def encode_conversation(conversation: Conversation, tokenizer, template: dict[str, Any] | None,
-                        stops: list[int]) -> Encoded:
-    """Up to the end of the last answer. Of an answer its end token is in the mask, what the template adds after it is
-    not."""
+def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int]) -> Encoded:
+    """Each piece by itself. Of an answer its end token is in the mask, what the template adds after it is not."""
     tokens, mask = [], []
-    for text, is_answer in pieces_of(*conversation, tokenizer, template):
+    for text, is_answer in pieces:
         new = tokenizer(text, add_special_tokens=template is None and not is_answer)["input_ids"]
         end = max((n + 1 for n, token in enumerate(new) if token in stops), default=0) if is_answer else 0
         if is_answer and not end:
@@ -131,33 +128,6 @@ def encode_conversation(conversation: Conversation, tokenizer, template: dict[st
         tokens += new
         mask += [n < end for n in range(len(new))]
     return tokens, mask
-
-
-def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
-              template: dict[str, Any] | None) -> list[tuple[str, bool]]:
-    """The text of a conversation in pieces: what comes before an answer (False), the answer (True), and so on."""
-    answers = [i for i, x in enumerate(messages) if i >= num_given and x["role"] == "assistant"]
-    if not answers or answers[0] == 0:
-        raise ValueError("there must be an answer (a message of the role assistant), and a message before it")
-    if template is None:
-        if answers != [len(messages) - 1]:
-            raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
-        *prompt, answer = (message["content"] for message in messages)
-        return [("\n\n".join(prompt), False), (answer + tokenizer.eos_token, True)]
-    render = tokenizer.apply_chat_template
-    pieces, done = [], ""
-    for i in answers:
-        try:
-            before = render(messages[:i], tokenize=False, add_generation_prompt=True, **template)
-            after = render(messages[: i + 1], tokenize=False, **template)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
-        if not before.startswith(done) or not after.startswith(before):
-            raise ValueError(f"the chat template renders what comes before message {i} (from 0) otherwise after it, as "
-                             f"those do that drop the thinking of earlier turns: give each answer a row of its own")
-        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
-        done = after
-    return pieces
 
 
 def cut_to_length(encoded: list[Encoded], config: ConversationConfig, loaded: Loaded) -> list[Encoded]:

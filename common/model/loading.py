@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -61,6 +61,20 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
 def is_scored(hf_config: PretrainedConfig) -> bool:
     """Whether it is a reward model: a sequence classifier."""
     return any(name.endswith(SCORED) for name in hf_config.architectures or ())
+
+
+def read_teacher(path: str, model: str, config: ModelConfig, is_used: bool) -> PretrainedConfig:
+    """The config of --teacher. Raises ValueError if its tokens are not those of `model`, or if no KL is computed."""
+    hf_config = read_config(path, config, "--teacher")
+    if not is_used:
+        raise ValueError(f"--teacher {path} has no effect without a KL: set --kl-loss-coef (or --kl-reward-coef)")
+    theirs, ours = (
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_vocab().items()
+        for folder in (path, model)
+    )
+    for token, number in sorted(ours ^ theirs)[:1]:
+        raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")
+    return hf_config
 
 
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False) -> Policy:

@@ -18,7 +18,7 @@ from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
 from common.model.liger import choose_liger
-from common.model.loading import CAUSAL_LM, SCORED, read_config
+from common.model.loading import CAUSAL_LM, SCORED, read_config, read_teacher
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.parallel.ranks import all_max
@@ -112,8 +112,12 @@ class MemoryPlan:
     def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, reference: bool = False,
                  critic: str = ""):
         """`args`: a script's flags; `longest`: tokens of the longest prompt and response; `critic`: its folder."""
-        self.offload, self.longest, self.reference = args.offload, longest, reference
+        self.offload, self.longest = args.offload, longest
         self.policy = Model(hf_config, args.policy, ranks)
+        self.reference = self.policy if reference else None
+        if args.teacher:
+            config = read_teacher(args.teacher, args.model, args.policy, is_used=reference)
+            self.reference = Model(config, args.policy, ranks)
         self.trained = [self.policy]
         if critic:
             config = read_config(critic, args.policy, "--critic-model", CAUSAL_LM + SCORED)
@@ -132,7 +136,7 @@ class MemoryPlan:
     def resident(self) -> dict[str, float]:
         """What stays between the phases, by part."""
         shards = sum(model.shard for model in self.trained) / GIB
-        frozen = self.policy.itemsize * self.policy.shard / GIB if self.reference else 0
+        frozen = self.reference.itemsize * self.reference.shard / GIB if self.reference else 0
         return {"weights": 4 * shards, "moments": 8 * shards, "frozen models": frozen + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:

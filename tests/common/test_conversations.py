@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from common.dataset.conversations import ConversationConfig, encode_conversation, load_conversations, pieces_of
+from common.dataset.conversations import ConversationConfig, encode, load_conversations
 from common.dataset.store import load_prompts
 from common.prompts import DataConfig
 from common.segments import segment_sum
-from sft import conversations_of
+from sft import parse, pieces_of
 from tests.conftest import TRAIN
 
 COLUMNS = {name: name for name in ("messages", "prompt", "response")}
@@ -37,7 +37,7 @@ def load(path, rows, tokenizer, **flags):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = ConversationConfig(**flags)
-    return load_conversations([str(path)], tokenizer, [tokenizer.eos_token_id], config, COLUMNS, conversations_of)
+    return load_conversations([str(path)], tokenizer, [tokenizer.eos_token_id], config, COLUMNS, parse)
 
 
 def trained(tokens, mask, tokenizer) -> list[str]:
@@ -49,12 +49,12 @@ def trained(tokens, mask, tokenizer) -> list[str]:
 def test_every_answer_is_trained_with_its_end_token_and_nothing_else(tokenizer):
     """System, user and tool messages are not, though they hold the same words and end tokens. The tokens are those of
     the whole rendered text, as every piece ends at a special token."""
-    tokens, mask = encode_conversation((DIALOGUE, 0), tokenizer, {}, [tokenizer.eos_token_id])
+    tokens, mask = encode(pieces_of(DIALOGUE, 0, tokenizer, {}), tokenizer, {}, [tokenizer.eos_token_id])
     assert trained(tokens, mask, tokenizer) == ["yes<|im_end|>", "\n no  <|im_end|>"]
     rendered = tokenizer.apply_chat_template(DIALOGUE[:6], tokenize=False)
     assert tokenizer.decode(tokens) == rendered
     assert not mask[0] and not mask[-1] and tokens[-2] == tokenizer.eos_token_id     # the line break after the end
-    later, rest = encode_conversation((DIALOGUE, 3), tokenizer, {}, [tokenizer.eos_token_id])
+    later, rest = encode(pieces_of(DIALOGUE, 3, tokenizer, {}), tokenizer, {}, [tokenizer.eos_token_id])
     assert later == tokens and trained(later, rest, tokenizer) == ["\n no  <|im_end|>"]
 
 
@@ -63,7 +63,7 @@ def test_an_answer_has_the_tokens_that_a_policy_would_sample(tokenizer):
     template = {"chat_template": "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}"
                                  "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"}
     messages = [{"role": "user", "content": "hi\n"}, {"role": "assistant", "content": ":) fine"}]
-    tokens, mask = encode_conversation((messages, 0), tokenizer, template, [tokenizer.eos_token_id])
+    tokens, mask = encode(pieces_of(messages, 0, tokenizer, template), tokenizer, template, [tokenizer.eos_token_id])
     prompt = tokenizer("user:hi\nassistant:")["input_ids"]
     assert tokens == prompt + tokenizer(":) fine<|im_end|>")["input_ids"]
     assert tokens != tokenizer("user:hi\nassistant::) fine<|im_end|>")["input_ids"]
@@ -160,7 +160,7 @@ def test_nothing_left_and_files_that_cannot_be_read(tokenizer, tmp_path):
     (tmp_path / "b.parquet").write_text("no parquet")
     files = [str(tmp_path / "b.parquet")]
     with pytest.raises(ValueError, match=r"b.parquet cannot be read"):
-        load_conversations(files, tokenizer, [2], ConversationConfig(), COLUMNS, conversations_of)
+        load_conversations(files, tokenizer, [2], ConversationConfig(), COLUMNS, parse)
 
 
 def test_plain_text_ends_with_the_end_token(tokenizer):

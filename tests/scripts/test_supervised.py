@@ -189,7 +189,7 @@ def test_pairs_need_not_share_a_micro_batch(tiny_llama, world, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     columns = {name: name for name in ("prompt", "chosen", "rejected")}
     data = load_conversations([write(tmp_path / "a.jsonl", PAIRS)], tokenizer, [2], ConversationConfig(), columns,
-                              dpo.conversations_of, per_row=2)
+                              dpo.parse, per_row=2)
     rows = [5, 0, 9]
     whole, = data.minibatch(rows, policy.lm.config, world, 10_000)
     order = whole.index.argsort()
@@ -241,7 +241,11 @@ USER, GOOD, BAD = ({"role": role, "content": text} for role, text in
     {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
 ])
 def test_pairs_may_be_text_or_messages(row):
-    assert dpo.conversations_of(row) == [([USER, GOOD], 1), ([USER, BAD], 1)]
+    class Tokenizer:
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+            return "".join(f"{x['role'][0]}:{x['content']};" for x in messages) + "a:" * add_generation_prompt
+
+    assert dpo.parse(row, Tokenizer(), {}) == [[("u:hi;a:", False), (f"{x};", True)] for x in ("yes", "no")]
 
 
 @pytest.mark.parametrize(("row", "rule"), [
@@ -251,7 +255,7 @@ def test_pairs_may_be_text_or_messages(row):
 ])
 def test_a_bad_pair_is_named(row, rule):
     with pytest.raises(ValueError, match=rule):
-        dpo.conversations_of(row)
+        dpo.parse(row, None, {})
 
 
 @pytest.mark.parametrize(("script", "flags", "message"), [

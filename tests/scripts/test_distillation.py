@@ -1,0 +1,88 @@
+"""Distillation on the student's own samples: grpo.py --teacher MODEL --reward-coef 0."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+from common.model.loading import read_teacher
+from common.model.memory_plan import MemoryPlan
+from common.model.policy import ModelConfig
+from tests.conftest import TRAIN, launch_all, make_tiny_llama
+from tests.scripts.test_supervised import metrics_of
+from tools import try_script
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_llama, tmp_path_factory) -> str:
+    """The student's weights with noise: it has the same tokens."""
+    folder = tmp_path_factory.mktemp("teacher")
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama, teacher, tmp_path_factory) -> Path:
+    flags = [
+        "grpo", "--model", tiny_llama, "--train-data", str(TRAIN), "--prompts-per-step", "4", "--samples-per-prompt",
+        "4", "--total-steps", "8", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+        "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "3e-3",
+        "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", "--rollout.stop",
+        "ing", "--kl-loss-coef", "1", "--kl-estimator", "k1+", "--save.hf", "never",
+    ]
+    folder = tmp_path_factory.mktemp("runs")
+    launch_all(folder, {
+        "distilled": [*flags, "--teacher", teacher, "--reward-coef", "0"],
+        "mixed": [*flags, "--teacher", teacher, "--total-steps", "1"],
+        "own": [*flags, "--reward-coef", "0", "--total-steps", "1"],
+    })
+    return folder
+
+
+def test_the_kl_to_the_teacher_falls_without_any_reward(runs):
+    rows = metrics_of(runs / "distilled")
+    kl = [row["actor/kl_loss"] for row in rows]
+    assert kl[0] > 0.1 and kl[-1] < 0.7 * kl[0] and sum(kl[4:]) < sum(kl[:4])
+    for row in rows:
+        assert row["actor/pg_loss"] == 0 and row["critic/rewards/max"] == 0
+    assert max(row["critic/score/max"] for row in rows) > 0                 # scored, and not learned from
+
+
+def test_rewards_may_be_mixed_in(runs):
+    """The same samples and the same KL in the first step, and another gradient. Against itself there is none at all."""
+    mixed, distilled, own = (metrics_of(runs / name)[0] for name in ("mixed", "distilled", "own"))
+    assert mixed["actor/kl_loss"] == distilled["actor/kl_loss"] and mixed["critic/rewards/max"] > 0
+    assert mixed["actor/grad_norm"] != pytest.approx(distilled["actor/grad_norm"], rel=0.01)
+    assert own["actor/kl_loss"] == 0 and own["actor/grad_norm"] == 0 < distilled["actor/grad_norm"]
+
+
+def test_a_teacher_that_cannot_be_one_is_refused(tiny_llama, teacher, tmp_path):
+    config = ModelConfig()
+    assert read_teacher(teacher, tiny_llama, config, is_used=True).hidden_size == 32
+    with pytest.raises(ValueError, match=r"--teacher .* has no effect without a KL: set --kl-loss-coef"):
+        read_teacher(teacher, tiny_llama, config, is_used=False)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must have the tokens of --model: only one has '<extra>' as 49152"):
+        read_teacher(teacher, str(tmp_path), config, is_used=True)
+
+
+def test_the_teachers_size_is_in_the_memory_plan(tiny_llama, tmp_path):
+    """A wider teacher: its weights in two bytes each stand in the reference's place."""
+    wide = make_tiny_llama(tmp_path, hidden_size=64)
+    policy, theirs = (AutoConfig.from_pretrained(path) for path in (tiny_llama, wide))
+    count = AutoModelForCausalLM.from_config(theirs).num_parameters()
+    args = grpo.Args(model=tiny_llama, train_data=("x",), teacher=wide)
+    assert MemoryPlan(args, policy, 1, 64, reference=True).resident()["frozen models"] * 2**30 == 2 * count
+    own = MemoryPlan(dataclasses.replace(args, teacher=""), policy, 1, 64, reference=True).resident()["frozen models"]
+    assert 0 < own * 2**30 < 2 * count
