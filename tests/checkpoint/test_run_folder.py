@@ -82,7 +82,7 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])
-def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path):
+def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path, capsys):
     log = LogConfig()
     tracker = Tracker(log, str(tmp_path), Flags(SaveConfig()), world, {})
     for step in (1, 2):
@@ -90,8 +90,11 @@ def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_
     metrics = tmp_path / "metrics.jsonl"
     want, state = metrics.read_text(), tracker.state_dict(2)
     metrics.write_bytes(want.encode() + damage)
-    Tracker(log, str(tmp_path), Flags(SaveConfig()), world, state)
-    assert metrics.read_text() == want
+    capsys.readouterr()
+    for said in (f"{metrics}: its last {len(damage)} bytes, later than the checkpoint, are dropped\n", ""):
+        Tracker(log, str(tmp_path), Flags(SaveConfig()), world, state)
+        assert metrics.read_text() == want
+        assert capsys.readouterr().out == said
 
 
 def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkeypatch):
