@@ -4,17 +4,21 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from common.engine import scoring
 from common.engine.base import Response
+from common.metrics import Meter
 from common.prompts import Prompt
 from common.rollout import Rollout, Sample, check_skipped, gather_rollout
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import constant_group_frac
 from common.tracking.validation import best_at, majority, validation_metrics
+from rewards.runtime.pool import Scores
 
 DATA = [Prompt([1] * (3 + row), f"source{row % 2}", str(row), {"row": row}, []) for row in range(6)]
 
@@ -44,6 +48,26 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.truncated.tolist() == [False, False, True, False]
     assert rollout.in_loss.tolist() == [True, False, True, True]
     assert rollout.lengths.tolist() == [4, 5, 7, 8]
+
+
+def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
+    """3 of 4 scores are lost here and none of the other rank's 4: 3 of 8, the run goes on. 5 of 8 are too many. Of
+    2 x 40 names in reward dicts, the first 64 become metrics."""
+    lost_elsewhere = 0
+    names = sorted(f"{name}_{rank}" for name in range(40) for rank in range(2))
+    scores = Scores([*range(4)], [float("nan")] * 3 + [1.0], [{f"{n}_0": 1.0 for n in range(40)}] * 4,
+                    ["crash"] * 3 + [None])
+    pool = SimpleNamespace(results=lambda: scores, max_error_frac=0.5)
+    monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
+    monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
+    pending = scoring.PendingRollout(SimpleNamespace(pool=pool, model=None), make_samples([0.0] * 4))
+    meter = Meter()
+    assert pending.collect(meter).in_loss.tolist() == [False] * 3 + [True]
+    assert meter.reduce()["reward/error_frac"] == 3 / 4
+    assert meter.sums.keys() - {"reward/timeout_frac", "reward/error_frac"} == {f"reward/{n}" for n in names[:64]}
+    lost_elsewhere = 2
+    with pytest.raises(RuntimeError, match=r"62% of the samples have no reward \(5 of 8 on all ranks\)"):
+        pending.collect(Meter())
 
 
 def test_groups_are_joined_taken_and_numbered_anew(world):
