@@ -77,7 +77,7 @@ def start():
 @pytest.fixture(scope="module")
 def in_one_go(flags, start, tmp_path_factory):
     run = tmp_path_factory.mktemp("in_one_go")
-    logs = {"REWARD_LOG": str(run / "texts"), "DRAWS": str(run / "draws")}
+    logs = {"REWARD_LOG": str(run / "texts"), "DRAWS": str(run / "draws"), "PHASES": str(run / "phases")}
     code = start(run / "log", "none", "grpo.py", *flags, "--run-dir", run, env=logs)
     assert code == 0, (run / "log").read_text()[-6000:]
     return run
@@ -95,6 +95,14 @@ def test_the_run_learns_something(in_one_go, tiny_llama):
     end = AutoModelForCausalLM.from_pretrained(in_one_go / "model").state_dict()["model.embed_tokens.weight"]
     assert (start - end.float()).abs().max() > 0.005
     assert files.read_manifest(in_one_go / "checkpoints/step_000004")["score"] == rows[-1]["val-core/sums/acc/mean@1"]
+
+
+def test_what_takes_long_before_the_first_step_is_a_phase_of_its_own(in_one_go):
+    """Each of them has the whole of --save.timeout-s."""
+    phases = [name for name in (in_one_go / "phases").read_text().splitlines() if not name.startswith("after ")]
+    assert phases[:5] == ["setup", "start of the engine", "loading models", "validation", "gen"]
+    assert phases[5 : phases.index("gen", 5)] == ["reward", "old_log_prob", "ref", "update_actor"]
+    assert phases[-3:] == ["update_actor", "testing", "save_checkpoint"]
 
 
 def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
@@ -116,8 +124,11 @@ def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
     draws = (in_one_go / "draws").read_text().splitlines()              # of a fork, from the global generators
     assert (tmp_path / "draws").read_text().splitlines() == draws[-2:]
     assert draws[-1].split()[1:] != draws[-2].split()[1:]
-    assert start(log, "none", "grpo.py", *flags) == 0
+    config = (run / "config.json").read_bytes()
+    assert start(log, "none", "grpo.py", *flags, "--optim.lr", "0.5") == 0
     assert f"is finished: step_{TOTAL:06d} is its last checkpoint" in log.read_text()
+    assert "other flags now: --optim.lr was 0.01, is 0.5" in log.read_text()
+    assert (run / "config.json").read_bytes() == config and not (run / "start_3").exists()
     assert_same_run(run, in_one_go)
 
 

@@ -12,6 +12,7 @@ import pytest
 from common.checkpoint import files, run_folder
 from common.checkpoint.manager import SaveConfig
 from common.tracking.logger import LogConfig, Tracker
+from tests.checkpoint.faulty import server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_faults import note
 from tests.conftest import ROOT
@@ -56,6 +57,14 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, w
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     run_folder.open_run_folder(str(tmp_path), world)                    # its child does not hold the lock
+
+
+def test_a_second_run_ends_before_it_loads_anything(holder, tiny_llama, tmp_path):
+    log = tmp_path / "log"
+    flags = ("--model", tiny_llama, "--train-data", "none.parquet", "--run-dir", tmp_path)
+    assert server()(log, "none", "grpo.py", *flags) == 2
+    assert log.read_text().startswith(f"error: --run-dir {tmp_path} is in use by process {holder.pid} on ")
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys):
