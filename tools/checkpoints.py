@@ -41,7 +41,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:
     if damage := check_files(folder):
         raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
     files = {}
-    for path in (folder / "hf").rglob("*"):
+    for path in [folder / "hf", *(folder / "hf").rglob("*")]:
         if path.is_symlink():
             raise ValueError(f"{path} is a symbolic link, which no run writes: its target would be copied to {out}")
         if path.is_file() and not path.name.startswith("model"):

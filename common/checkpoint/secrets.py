@@ -34,6 +34,9 @@ def redacted(value: Any, named_secret: bool = False) -> Any:
     if isinstance(nested, dict | list):
         hidden = redacted(nested)
         return value if hidden == nested else json.dumps(hidden)
+    flag, equals, given = value.partition("=")
+    if flag.startswith("--"):
+        return flag + equals + redacted(given)
     return FORMS.sub(HIDDEN, value)
 
 

@@ -73,7 +73,10 @@ class Tracker:
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
         record_start(self.run_dir, flags, world.size)
         with self.jsonl.open("a") as file:
-            file.truncate(min(state["size"], file.tell()) if state else 0)
+            size = min(state["size"], file.tell()) if state else 0
+            if size < file.tell():
+                print(f"{self.jsonl}: its last {file.tell() - size} bytes, later than the checkpoint, are dropped")
+            file.truncate(size)
         for file in sorted((self.run_dir / "rollouts").glob("*_*.parquet")):
             if int(file.stem.partition("_")[2]) > state.get("step", -1):
                 file.unlink()

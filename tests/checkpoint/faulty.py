@@ -105,9 +105,24 @@ def record_draws(path: str) -> None:
     tracker.log = logged
 
 
+def record_phases(path: str) -> None:
+    """A line for each phase that the watchdog is told of."""
+    watchdog = importlib.import_module("common.checkpoint.signals").Watchdog
+    begin = watchdog.phase
+
+    def phase(self, name: str) -> None:
+        begin(self, name)
+        with open(path, "a") as file:
+            file.write(f"{name}\n")
+
+    watchdog.phase = phase
+
+
 def run(fault: str, script: str, *flags: str) -> None:
     if "DRAWS" in os.environ:
         record_draws(os.environ["DRAWS"])
+    if "PHASES" in os.environ:
+        record_phases(os.environ["PHASES"])
     if fault != "none":
         point, count, rank, action, delay_s = [*fault.split(":"), "0"][:5]
         set_fault(point, int(count), int(rank), action, float(delay_s))

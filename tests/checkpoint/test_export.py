@@ -186,6 +186,11 @@ def test_a_link_in_an_untrusted_checkpoint_is_not_followed(trained, world, watch
     (folder / "hf/notes.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"hf/notes.txt is a symbolic link"):
         checkpoints.export_checkpoint(str(folder), tmp_path / "out")
+    (folder / "hf/notes.txt").unlink()
+    (folder / "hf").rename(tmp_path / "elsewhere")
+    (folder / "hf").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"step_000002/hf is a symbolic link"):
+        checkpoints.export_checkpoint(str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -245,9 +245,9 @@ lock.acquire()                                     # waits for ever, as in a col
 """
 
 
-def program(timeout_s: float = 0) -> subprocess.Popen:
+def program(timeout_s: float = 0, **environment: str) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(root=str(ROOT), timeout_s=timeout_s)], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment)
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -264,6 +264,20 @@ def test_a_signal_is_noted_and_a_second_interrupt_ends_it(number):
             process.wait(1)
         process.kill()
     assert process.wait(20) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 999])
+def test_a_rank_that_is_left_says_that_another_one_ended(num_ranks):
+    """torchrun, here this process, sends SIGTERM to the ranks that are left. With fewer children than ranks, one has
+    ended with an error; with as many, somebody asks the run to stop."""
+    process = program(TORCHELASTIC_RUN_ID="none", LOCAL_WORLD_SIZE=str(num_ranks), RANK="1")
+    process.send_signal(signal.SIGTERM)
+    if num_ranks == 1:
+        assert process.stdout.readline() == f"signal {int(signal.SIGTERM)}\n"
+        process.kill()
+    _, stderr = process.communicate(timeout=60)
+    said = "[rank 1] another rank ended, in phase 'update'\n"
+    assert (process.returncode, stderr) == ((1, said) if num_ranks > 1 else (-signal.SIGKILL, ""))
 
 
 def test_a_phase_without_end_is_reported():

@@ -77,7 +77,7 @@ def start():
 @pytest.fixture(scope="module")
 def in_one_go(flags, start, tmp_path_factory):
     run = tmp_path_factory.mktemp("in_one_go")
-    logs = {"REWARD_LOG": str(run / "texts"), "DRAWS": str(run / "draws")}
+    logs = {"REWARD_LOG": str(run / "texts"), "DRAWS": str(run / "draws"), "PHASES": str(run / "phases")}
     code = start(run / "log", "none", "grpo.py", *flags, "--run-dir", run, env=logs)
     assert code == 0, (run / "log").read_text()[-6000:]
     return run
@@ -95,6 +95,14 @@ def test_the_run_learns_something(in_one_go, tiny_llama):
     end = AutoModelForCausalLM.from_pretrained(in_one_go / "model").state_dict()["model.embed_tokens.weight"]
     assert (start - end.float()).abs().max() > 0.005
     assert files.read_manifest(in_one_go / "checkpoints/step_000004")["score"] == rows[-1]["val-core/sums/acc/mean@1"]
+
+
+def test_what_takes_long_before_the_first_step_is_a_phase_of_its_own(in_one_go):
+    """Each of them has the whole of --save.timeout-s."""
+    phases = [name for name in (in_one_go / "phases").read_text().splitlines() if not name.startswith("after ")]
+    assert phases[:5] == ["setup", "start of the engine", "loading models", "validation", "gen"]
+    assert phases[5 : phases.index("gen", 5)] == ["reward", "old_log_prob", "ref", "update_actor"]
+    assert phases[-3:] == ["update_actor", "testing", "save_checkpoint"]
 
 
 def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
@@ -116,8 +124,11 @@ def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
     draws = (in_one_go / "draws").read_text().splitlines()              # of a fork, from the global generators
     assert (tmp_path / "draws").read_text().splitlines() == draws[-2:]
     assert draws[-1].split()[1:] != draws[-2].split()[1:]
-    assert start(log, "none", "grpo.py", *flags) == 0
+    config = (run / "config.json").read_bytes()
+    assert start(log, "none", "grpo.py", *flags, "--optim.lr", "0.5") == 0
     assert f"is finished: step_{TOTAL:06d} is its last checkpoint" in log.read_text()
+    assert "other flags now: --optim.lr was 0.01, is 0.5" in log.read_text()
+    assert (run / "config.json").read_bytes() == config and not (run / "start_3").exists()
     assert_same_run(run, in_one_go)
 
 
@@ -197,15 +208,22 @@ def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, t
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_with_vllm_a_killed_run_continues_exactly(ranks, tmp_path, smollm):
+@pytest.mark.parametrize(("ranks", "fault", "code"), [
+    (0, "reward:4:0:term", 128 + signal.SIGTERM),
+    pytest.param(2, "log after:3:0:kill", 1, marks=pytest.mark.slow),
+])
+def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, fault, code, tmp_path, smollm):
+    """In step 2: by SIGTERM, where the engine must be closed before the process group, or by kill -9."""
     model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
     flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
              "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3"]
     launch("grpo.py", *flags, "--run-dir", tmp_path / "whole", ranks=ranks)
     flags += ["--run-dir", tmp_path / "again"]
-    launch("tests/checkpoint/faulty.py", "log after:3:0:kill", "grpo.py", *flags, ranks=ranks, check=False)
-    assert steps_on_disk(tmp_path / "again") == [1]
+    done = launch("tests/checkpoint/faulty.py", fault, "grpo.py", *flags, ranks=ranks, check=False)
+    assert done.returncode == code and steps_on_disk(tmp_path / "again") == [1], done.stderr[-6000:]
+    if "term" in fault:
+        assert "stopped by SIGTERM after step 1, which is saved" in done.stdout
+        assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr[-6000:]
     assert "resumed after step 1" in launch("grpo.py", *flags, ranks=ranks).stdout
     assert_same_run(tmp_path / "again", tmp_path / "whole", 3)
 

@@ -12,6 +12,7 @@ import pytest
 from common.checkpoint import files, run_folder
 from common.checkpoint.manager import SaveConfig
 from common.tracking.logger import LogConfig, Tracker
+from tests.checkpoint.faulty import server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_faults import note
 from tests.conftest import ROOT
@@ -58,6 +59,14 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, w
     run_folder.open_run_folder(str(tmp_path), world)                    # its child does not hold the lock
 
 
+def test_a_second_run_ends_before_it_loads_anything(holder, tiny_llama, tmp_path):
+    log = tmp_path / "log"
+    flags = ("--model", tiny_llama, "--train-data", "none.parquet", "--run-dir", tmp_path)
+    assert server()(log, "none", "grpo.py", *flags) == 2
+    assert log.read_text().startswith(f"error: --run-dir {tmp_path} is in use by process {holder.pid} on ")
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys):
     finished = run_folder.is_finished
     flags = Flags(SaveConfig(keep=4), run_dir=str(tmp_path))
@@ -82,7 +91,7 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])
-def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path):
+def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_path, capsys):
     log = LogConfig()
     tracker = Tracker(log, str(tmp_path), Flags(SaveConfig()), world, {})
     for step in (1, 2):
@@ -90,8 +99,11 @@ def test_damaged_lines_of_metrics_do_not_block_a_resumed_run(damage, world, tmp_
     metrics = tmp_path / "metrics.jsonl"
     want, state = metrics.read_text(), tracker.state_dict(2)
     metrics.write_bytes(want.encode() + damage)
-    Tracker(log, str(tmp_path), Flags(SaveConfig()), world, state)
-    assert metrics.read_text() == want
+    capsys.readouterr()
+    for said in (f"{metrics}: its last {len(damage)} bytes, later than the checkpoint, are dropped\n", ""):
+        Tracker(log, str(tmp_path), Flags(SaveConfig()), world, state)
+        assert metrics.read_text() == want
+        assert capsys.readouterr().out == said
 
 
 def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkeypatch):

@@ -44,6 +44,8 @@ def test_secrets_are_replaced_by_name_and_by_form_and_nothing_else_is():
     }
     unchanged = {"kwargs": '{"method":"flexible"}', "n": None, "token": "", "tokens": 3, "text": "a {broken json"}
     assert redacted(unchanged) == unchanged
+    command = ["grpo.py", '--reward.kwargs={"api_key": "hunter2", "n": 1}', "--model=a/b", "--log.to", "--a==b"]
+    assert redacted(command) == [command[0], '--reward.kwargs={"api_key": "***", "n": 1}', *command[2:]]
 
 
 def test_no_secret_is_in_manifest_config_or_report(tmp_path):

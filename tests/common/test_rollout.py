@@ -4,18 +4,24 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from common.engine import scoring
 from common.engine.base import Response
+from common.metrics import Meter
 from common.prompts import Prompt
-from common.rollout import Rollout, Sample, check_skipped, gather_rollout
+from common.rollout import Rollout, Sample, check_skipped, gather_rollout, to_minibatches
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import constant_group_frac
 from common.tracking.validation import best_at, majority, validation_metrics
+from rewards.runtime.pool import Scores
 
+LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
 DATA = [Prompt([1] * (3 + row), f"source{row % 2}", str(row), {"row": row}, []) for row in range(6)]
 
 
@@ -44,6 +50,38 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.truncated.tolist() == [False, False, True, False]
     assert rollout.in_loss.tolist() == [True, False, True, True]
     assert rollout.lengths.tolist() == [4, 5, 7, 8]
+
+
+def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
+    """3 of 4 scores are lost here and none of the other rank's 4: 3 of 8, the run goes on. 5 of 8 are too many. Of
+    2 x 40 names in reward dicts, the first 64 become metrics."""
+    lost_elsewhere = 0
+    names = sorted(f"{name}_{rank}" for name in range(40) for rank in range(2))
+    scores = Scores([*range(4)], [float("nan")] * 3 + [1.0], [{f"{n}_0": 1.0 for n in range(40)}] * 4,
+                    ["crash"] * 3 + [None])
+    pool = SimpleNamespace(results=lambda: scores, max_error_frac=0.5)
+    monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
+    monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
+    pending = scoring.PendingRollout(SimpleNamespace(pool=pool, model=None), make_samples([0.0] * 4))
+    meter = Meter()
+    assert pending.collect(meter).in_loss.tolist() == [False] * 3 + [True]
+    assert meter.reduce()["reward/error_frac"] == 3 / 4
+    assert meter.sums.keys() - {"reward/timeout_frac", "reward/error_frac"} == {f"reward/{n}" for n in names[:64]}
+    lost_elsewhere = 2
+    with pytest.raises(RuntimeError, match=r"62% of the samples have no reward \(5 of 8 on all ranks\)"):
+        pending.collect(Meter())
+
+
+def test_responses_that_run_nowhere_count_if_they_are_in_the_loss(world):
+    """Responses of 1 to 8 tokens in two mini-batches: 2 and 7 have no score, 3 and 8 have one and need not run."""
+    scores = torch.tensor([1, torch.nan, 1, 1, 1, 1, torch.nan, 1])
+    rollout = gather_rollout(make_samples(scores.tolist(), rows=[0, 1, 2, 3]))
+    in_update = rollout.in_loss & torch.tensor([1, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
+    minibatches = to_minibatches(rollout, in_update, LLAMA, world, num_minibatches=2, max_tokens=99, seed=0)
+    ran = [int(batch.mask.sum()) for minibatch in minibatches for batch in minibatch]
+    assert sum(ran) == 1 + 4 + 5 + 6
+    assert sorted(torch.cat([minibatch.skipped_lengths for minibatch in minibatches]).tolist()) == [0, 0, 3, 8]
+    assert min(len(minibatch.skipped_lengths) for minibatch in minibatches) > 0
 
 
 def test_groups_are_joined_taken_and_numbered_anew(world):

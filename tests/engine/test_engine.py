@@ -261,6 +261,7 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     engine = make_engine(model, read_config(model, model_config), config, model_config, world, prompts, [2], 12, 0)
     engine.wake(load_policy(model, model_config, world))
     assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], config)] == [3, 3]
+    assert engine._sample_probe().lengths.tolist() == [9 + 3, 4 + 3]
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 

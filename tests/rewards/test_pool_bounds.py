@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rewards import lookup
-from rewards.runtime.pool import RewardPool, check_error_frac
+from rewards.runtime.pool import RewardConfig, RewardPool, check_error_frac
 from rewards.runtime.worker import MAX_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,6 +25,7 @@ def test_pool_leaves_lost_rewards_out_unless_told_otherwise():
             return pool.results()
 
     lost = results()
+    assert RewardConfig().on_error == "drop"                            # what users get
     assert [math.isnan(score) for score in lost.scores] == [True, False, True, True]
     assert lost.scores[1] == 1.0
     assert lost.first_failure.strip().endswith("KeyError: 'no such answer'")

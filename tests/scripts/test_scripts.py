@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 from itertools import chain
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 import dapo
 import rloo
+from common.batch import Batch
+from common.model.flops import microbatch_flops
 from tests.conftest import ROOT, TRAIN, launch, launch_all
 from tests.scripts.test_grpo import metrics_of, weights_of
 
@@ -23,6 +26,8 @@ BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.c
         "--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score"]
 TWO_UPDATES = ["--minibatches-per-step", "2"]
 LOSSES = ["grpo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"]
+LOST = ["--reward.function", f"{ROOT / 'tests/scripts/reward_that_is_lost.py'}:compute_score",
+        "--reward.max-error-frac", "1", *TWO_UPDATES]
 BASELINES = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg"]
 VARIANTS = {
     **{f"grpo {loss}": ["--loss", loss, *TWO_UPDATES] for loss in LOSSES},
@@ -61,6 +66,10 @@ VARIANTS = {
     **{f"rloo {name}": ["--baseline", name] for name in BASELINES},
     **{f"rloo {name} kl clip": ["--baseline", name, "--kl-reward-coef", "0.1", "--loss", "ppo", "--gamma", "0.9",
                                 "--clip-low", "0.2", "--clip-high", "0.2", *TWO_UPDATES] for name in BASELINES},
+    "grpo lost": ["--run-zero-advantage", *LOST],
+    "rloo lost": ["--run-zero-advantage", *LOST],
+    "ppo lost": LOST,
+    "dapo lost": LOST,
 }
 
 
@@ -186,6 +195,31 @@ def test_truncated_responses_that_are_masked_run_nowhere(runs):
     assert 0 < max(found) < 1
 
 
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo", "dapo"])
+def test_responses_without_a_reward_run_nowhere(folders, runs, script):
+    """All others do: no number of the trainer is recorded of a lost one, and no other token ran."""
+    rows = pq.read_table(folders[1] / f"{script} lost/rollouts/step_000001.parquet").to_pylist()
+    lost = [math.isnan(row["score"]) for row in rows]
+    assert True in lost and False in lost
+    assert [row["entropy"] is None for row in rows] == lost
+    num_tokens = sum(row["prompt_length"] + row["response_length"] for row in rows if not math.isnan(row["score"]))
+    assert first(runs, f"{script} lost", "global_seqlen/balanced_max") == num_tokens
+    assert first(runs, f"{script} lost", "reward/error_frac") > 0
+
+
+@pytest.mark.parametrize(("name", "num_epochs"), [("token-mean", 1), ("share prompt", 1), ("epochs", 2)])
+def test_the_flops_are_those_of_what_ran(folders, runs, tiny_llama, name, num_epochs):
+    """A backward costs two forwards. Summed over the ranks; a prompt counts once where its group shares it."""
+    rows = pq.read_table(folders[1] / f"grpo {name}/rollouts/step_000001.parquet").to_pylist()
+    ran = [row for row in rows if row["entropy"] is not None]
+    batch = Batch.build([[row["group"]] * row["prompt_length"] for row in ran], [[1] * 6 for _ in ran])
+    config = LlamaConfig.from_pretrained(tiny_llama)
+    want = 3 * num_epochs * microbatch_flops(batch, config, share_prompt=name == "share prompt")
+    for ranks in (1, 2):
+        row = runs[ranks][f"grpo {name}"][0]
+        assert 1e12 * row["perf/update_tflops"] * row["timing_s/update_actor"] * ranks == pytest.approx(want, rel=1e-9)
+
+
 def test_adaptive_controller_moves_the_coefficient(runs):
     """Step 1 has KL 0, below the target: coef * (1 - 0.2 * 12 / 10000). Then the KL is far above: * (1 + ...)."""
     coefs = [row["actor/kl_coef"] for row in runs[1]["ppo kl"]]
@@ -197,6 +231,9 @@ def test_adaptive_controller_moves_the_coefficient(runs):
 def test_dapo_samples_until_enough_groups_differ(runs):
     rows = [row for row in runs[1]["dapo"] if row["rollout/gen_batches"] > 1]
     assert rows and all(0 < row["reward/constant_group_frac"] < 1 for row in rows)
+    for row in runs[1]["dapo"]:                                 # of all rollouts: 12 responses of 6 tokens in each
+        num_tokens = row["rollout/tokens_per_s"] * row["timing_s/gen"]
+        assert num_tokens == pytest.approx(72 * row["rollout/gen_batches"], rel=1e-9)
     assert max(row["rollout/surplus_groups"] for row in runs[1]["dapo surplus"]) > 0
     one = runs[1]["dapo one batch"][0]
     assert one["rollout/gen_batches"] == 1 and one["rollout/surplus_groups"] == 0

@@ -284,6 +284,13 @@ def function(tree: ast.Module, name: str) -> ast.FunctionDef:
     return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
+@pytest.mark.parametrize("script", ["grpo.py", "dapo.py", "rloo.py", "online_dpo.py"])
+def test_what_was_left_out_of_the_update_is_checked_by_its_last_advantages(script):
+    """ppo.py leaves out nothing that is in the loss."""
+    before, call, after = SCRIPTS[script].partition("check_skipped(advantages, in_update, rollout)")
+    assert call and " advantages = " in before and " advantages = " not in after
+
+
 @pytest.mark.parametrize("script", SCRIPTS | OFFLINE)
 def test_main_is_flat(script):
     nested = [node for node in ast.walk(function(ast.parse(SOURCES[script]), "main"))

@@ -38,6 +38,11 @@ class Args:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+@dataclass
+class ArgsWithSecret(Args):
+    kwargs: str = '{"api_key": "hunter2"}'
+
+
 # --------------------------------------------------------------------------- meter and timer
 
 def test_meter_on_one_rank_by_hand():
@@ -183,7 +188,7 @@ def test_wandb_offline_and_resumed_under_the_same_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = LogConfig(to=("wandb",), wandb_project="tests")
-    tracker = Tracker(config, str(tmp_path), Args(log=config), WORLD, {})
+    tracker = Tracker(config, str(tmp_path), ArgsWithSecret(log=config), WORLD, {})
     record(tmp_path, [0, 1, 2, 3], [2, 0, 1], config)
     tracker.log(1, {"reward": 0.30517578125}, "")             # no number of the system's looks like it
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/rollouts/step_*.table.json")
@@ -193,7 +198,7 @@ def test_wandb_offline_and_resumed_under_the_same_id(tmp_path, monkeypatch):
     state = tracker.state_dict(1)
     assert len(state["wandb_id"]) >= 8
     assert tracker.wandb.offline
-    assert tracker.wandb.config["lr"] == 0.5
+    assert tracker.wandb.config["lr"] == 0.5 and tracker.wandb.config["kwargs"] == '{"api_key": "***"}'
     tracker.close()
     wandb.teardown()                                                    # as in a fresh process
     tracker = Tracker(config, str(tmp_path), Args(log=config), WORLD, json.loads(json.dumps(state)))
@@ -206,6 +211,7 @@ def test_wandb_offline_and_resumed_under_the_same_id(tmp_path, monkeypatch):
     assert [file.name for file in files] == 2 * [f"run-{state['wandb_id']}.wandb"]
     assert all(b"reward" in file.read_bytes() for file in files)
     assert sum(b"0.30517578125" in file.read_bytes() for file in files) == 1
+    assert not any(b"hunter2" in file.read_bytes() for file in (tmp_path / "wandb").rglob("*") if file.is_file())
 
 
 def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
