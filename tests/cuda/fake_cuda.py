@@ -222,6 +222,12 @@ def _check_matrix_products(device: "Device", func, args: tuple) -> None:
             raise KernelRefuses(f"{func}: out_dtype {args[2]} of {args[0].dtype} operands")
 
 
+def _check_fp8(device: "Device", func, args: tuple) -> None:
+    """Tensor cores multiply 8-bit numbers from Ada and Hopper on (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    if func is aten._scaled_mm.default and device.capability < (8, 9):
+        raise KernelRefuses("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9")
+
+
 def _check_nccl(device: "Device", func, args: tuple) -> None:
     """NCCL moves tensors of CUDA devices only; the backend "cpu:gloo,cuda:nccl" sends the others to gloo."""
     name = func._schema.name
@@ -231,7 +237,7 @@ def _check_nccl(device: "Device", func, args: tuple) -> None:
             raise KernelRefuses(f"{name}: tensors on {sorted(kinds)} in one collective")
 
 
-CONTRACTS = (_check_varlen_attention, _check_matrix_products, _check_nccl)
+CONTRACTS = (_check_varlen_attention, _check_matrix_products, _check_fp8, _check_nccl)
 
 
 # --------------------------------------------------------------------------- kernels that the CPU does not have

@@ -108,6 +108,7 @@ def read(path: str) -> Iterator[Case]:
 
 
 if __name__ == "__main__":
+    gc.freeze()
     if sys.argv[1] == "cuda":
         print(json.dumps([on_stand_in(case) for case in read(sys.argv[2])]))
     else:

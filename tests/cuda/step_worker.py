@@ -41,6 +41,15 @@ def attend(device, dtype="bfloat16", key_dtype=None, head_dim=16, kv_heads=2, of
     return out.double().cpu().flatten().tolist()
 
 
+def multiply_in_8_bits(device, capability: tuple[int, int]) -> list[float]:
+    import torch
+
+    device.capability = capability
+    a, b = (torch.ones(16, 16, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+    return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16).float().cpu()[0].tolist()
+
+
 def kernel_error() -> float:
     """The largest difference between log-probs and entropies of bfloat16 operands on the device and in float64."""
     import torch
@@ -68,6 +77,8 @@ def contracts(device) -> dict[str, str]:
         "products of two dtypes": lambda: half @ single,
         "out_dtype float64": lambda: torch.mm(single, single, out_dtype=torch.float64),
         "out_dtype of two dtypes": lambda: torch.mm(half, single, out_dtype=torch.float32),
+        "8 bits accepted": lambda: multiply_in_8_bits(device, (8, 9)),
+        "8 bits on compute capability 8.6": lambda: multiply_in_8_bits(device, (8, 6)),
         "a tensor on the host": lambda: half + torch.ones(2, 2),
         "numpy": lambda: half.float().numpy(),
         "pinned on the device": lambda: torch.empty(2, device="cuda", pin_memory=True),

@@ -1,10 +1,14 @@
 """The simulator of memory against the memory that the same step takes on the CPU, and its allocator against numbers
 worked by hand."""
 
+import dataclasses
+
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.model.policy import ModelConfig
-from tests.cuda import memory
+from tests.cuda import memory, shapes
 from tests.cuda.allocator import MIB, Allocator
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import PHASES, Case, Peak, peaks_of, simulate
@@ -24,6 +28,7 @@ def case(model: str, shares: bool, recomputes: bool, **others) -> Case:
                 policy=policy, **others)
 
 
+MODELS_OF_NOTE = {name: shapes.MODELS[name] for name in ("Qwen2.5-7B", "Qwen3-30B-A3B")}
 CASES = {
     "dense": case("dense", shares=False, recomputes=True),
     "dense, shared prompts": case("dense", shares=True, recomputes=False),
@@ -50,6 +55,44 @@ def test_peaks_are_those_of_the_cpu(name, peaks):
         assert simulated[phase].after_gb == pytest.approx(measured[phase].after_gb, rel=0.004), phase
         assert simulated[phase].reserved_gb >= simulated[phase].allocated_gb
     assert simulated["backward"].allocated_gb > 2 * simulated["save"].after_gb                 # activations count
+
+
+# Real shapes, of two layers: with 8 and with 64 ranks, whatever divides.
+
+SHARDED = {
+    (name, gpus): Case(MODELS_OF_NOTE[name] | {"num_hidden_layers": 2}, gpus, tokens=512, prompt_length=128,
+                       response_length=128, num_microbatches=1)
+    for name in MODELS_OF_NOTE for gpus in (8, 64)
+}
+
+
+@pytest.fixture(scope="module")
+def sharded() -> dict[tuple[str, int], dict[str, Peak]]:
+    return dict(zip(SHARDED, simulate(*SHARDED.values(), warm=True), strict=True))
+
+
+def bytes_of_a_shard(case: Case, each: int) -> int:
+    """`each` bytes for every number of the first rank's shards: FSDP2 cuts rows into equal chunks, the last one
+    shorter. The allocator rounds up to 512."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case.model))
+    sizes = (-(-p.shape[0] // case.gpus) * p[0].numel() * each for p in model.parameters())
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+@pytest.mark.parametrize(("name", "gpus"), SHARDED)
+def test_a_step_of_real_shapes_on_many_ranks(name, gpus, sharded):
+    """At rest a rank holds its shards of weights and two moments, in float32; after the backward pass gradients, too,
+    and numbers of the batch. A layer is whole while it runs: the peak is above that by at least one in 16 bits."""
+    case, peaks = SHARDED[name, gpus], sharded[name, gpus]
+    rest, gradients = bytes_of_a_shard(case, 12), bytes_of_a_shard(case, 4)
+    at_rest = peaks["save"].after_gb * 2**30
+    assert at_rest == pytest.approx(rest, abs=2**20)
+    assert peaks["backward"].after_gb * 2**30 - at_rest == pytest.approx(gradients, abs=2**22)
+    layer = bytes_of_a_shard(dataclasses.replace(case, gpus=1), 2) - bytes_of_a_shard(
+        dataclasses.replace(case, gpus=1, model=case.model | {"num_hidden_layers": 1}), 2)
+    assert peaks["forward"].allocated_gb * 2**30 > at_rest + layer
+    assert peaks["backward"].allocated_gb < peaks["backward"].reserved_gb < 80
 
 
 def test_a_deep_model_lies_on_the_line_through_two_depths():

@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Peak]]:
-    return dict(zip(CASES, simulate(*CASES.values()), strict=True))
+    return dict(zip(CASES, simulate(*CASES.values(), warm=True), strict=True))
 
 
 def plan_of(case: Case) -> MemoryPlan:

@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -18,14 +19,15 @@ SIZES = {"vocab_size": 49152, "hidden_size": 16, "intermediate_size": 32, "num_h
          "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 MIXTURE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FLAGS = [
-    "--train-data", str(TRAIN), "--prompts-per-step", "2", "--samples-per-prompt", "4", "--total-steps", "2",
+    "--prompts-per-step", "2", "--samples-per-prompt", "4", "--total-steps", "2",
     "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--rollout.max-probe-diff", "0",
     "--reward.function", f"{ROOT}/tests/scripts/reward_by_length.py:compute_score", "--reward.num-workers", "1",
     "--save.every", "0", "--save.hf", "never", "--optim.lr", "1e-3",
 ]
-UPDATES = ["--minibatches-per-step", "2", "--epochs-per-step", "2"]
+UPDATES = ["--epochs-per-step", "2"]
 TERMS = ["--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
 MEMORY = ["--offload.params", "--offload.optimizer", "--policy.gradient-checkpointing", "True"]
+CHANGES_NOTHING = {"memory": "terms", "offload.params": "grpo", "offload.optimizer": "grpo"}   # name -> without them
 JOBS = {                                                                # name -> script, model, flags
     "grpo": ("grpo", "tied", []),
     "dapo": ("dapo", "tied", ["--save.async"]),
@@ -34,9 +36,11 @@ JOBS = {                                                                # name -
     "mixture": ("grpo", "mixture", []),
     "terms": ("grpo", "untied", [*TERMS, *UPDATES]),
     "memory": ("grpo", "untied", [*TERMS, *UPDATES, *MEMORY]),
+    "offload.params": ("grpo", "tied", ["--offload.params"]),
+    "offload.optimizer": ("grpo", "tied", ["--offload.optimizer"]),
     "shared": ("grpo", "tied", ["--policy.share-prompt"]),
     "float32": ("grpo", "tied", ["--policy.compute-dtype", "float32"]),
-    "many micro-batches": ("grpo", "tied", ["--max-tokens-per-gpu", "1"]),
+    "many micro-batches": ("grpo", "tied", ["--max-tokens-per-gpu", "220"]),
     "resumed": ("grpo", "tied", ["--total-steps", "1"]),
 }
 
@@ -55,8 +59,12 @@ def runs(tmp_path_factory, smollm) -> Path:
     for name, model in models.items():
         model.save_pretrained(folder / name)
         AutoTokenizer.from_pretrained(smollm).save_pretrained(folder / name)
-    jobs = [[script, str(folder / "runs" / name), ["--model", str(folder / model), *FLAGS, *flags]]
-            for name, (script, model, flags) in JOBS.items()]
+    pq.write_table(pq.read_table(TRAIN).slice(length=32), folder / "train.parquet")
+    jobs = [
+        [script, str(folder / "runs" / name),
+         ["--model", str(folder / model), "--train-data", str(folder / "train.parquet"), *FLAGS, *flags]]
+        for name, (script, model, flags) in JOBS.items()
+    ]
     jobs.append([*jobs[-1][:2], [*jobs[-1][2], "--total-steps", "2"]])
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (folder / "said.txt").write_text(launch("-m", "tests.cuda.worker", folder / "jobs.json").stdout)
@@ -100,9 +108,10 @@ def test_the_attention_is_the_one_for_gpus(runs):
     assert said == ["packed_sdpa" if i == float32 else "packed_varlen" for i in range(len(JOBS) + 1)]
 
 
-def test_offloading_and_checkpointing_change_nothing(runs):
+@pytest.mark.parametrize("name", CHANGES_NOTHING)
+def test_offloading_and_checkpointing_change_nothing(name, runs):
     """Weights, moments and gradients of the device go to the host and back, bit by bit."""
-    assert metrics_of(runs, "memory") == metrics_of(runs, "terms")
+    assert metrics_of(runs, name) == metrics_of(runs, CHANGES_NOTHING[name])
 
 
 def close(a: list[dict[str, float]], b: list[dict[str, float]], tolerance: float) -> None:
@@ -113,7 +122,7 @@ def close(a: list[dict[str, float]], b: list[dict[str, float]], tolerance: float
 
 @pytest.mark.parametrize(("name", "tolerance"), [("shared", 0.02), ("many micro-batches", 0.02), ("float32", 0.05)])
 def test_layouts_and_kernels_agree(name, tolerance, runs):
-    """A shared prompt, a response in each micro-batch, and float32 with another attention: the same first step. In
+    """A shared prompt, two responses in each micro-batch, and float32 with another attention: the same first step. In
     bfloat16 every difference is of rounding."""
     close(metrics_of(runs, name)[:1], metrics_of(runs, "grpo")[:1], tolerance)
 
@@ -128,15 +137,15 @@ def test_a_resumed_run_is_the_same_run(runs):
 
 # Host reads: the host waits until the device has done all it was given, and the device then waits for the host.
 
-# What the host knew when it planned the micro-batches moves to the device with them. What is left: whether the
-# log-probs are finite, and in steps whose rollouts are recorded what is written of them.
+# What the host knew when it planned the micro-batches moves to the device with them. Left are: whether the log-probs
+# are finite, and what is written of them in steps whose rollouts are recorded.
 
 A_MICROBATCH = "common/losses.py:check_finite"
 MAX_READS_OF_A_MICROBATCH = 6
 
 
 def test_a_forward_reads_nothing(runs):
-    """But for the layouts of shared prompts that only the check of a new model and the probe use: three lists each."""
+    """But for layouts of shared prompts that only the check of a new model and the probe use: three lists each."""
     for name in ("grpo", "shared", "mixture", "terms"):
         read = seen_of(runs, name)["reads"]
         parts = "model/(policy|attention|flops)|kernels|segments|batch|metrics.py:mean|correction"

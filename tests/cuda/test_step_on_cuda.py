@@ -82,7 +82,8 @@ CONTRACTS = {
     "head_dim 264": "at most 256", "heads that do not divide": "multiple of kv heads", "int64 offsets": "int32",
     "offsets on the host": "on CUDA, not torch.int32 on cpu", "strided last dimension": "contiguous last dimension",
     "compute capability 7.5": "Ampere", "products of two dtypes": "same dtype", "out_dtype float64": "out_dtype",
-    "out_dtype of two dtypes": "same dtype", "a tensor on the host": "cuda:0 and cpu", "numpy": "Tensor.cpu()",
+    "out_dtype of two dtypes": "same dtype", "8 bits on compute capability 8.6": "9.0 or 8.9",
+    "a tensor on the host": "cuda:0 and cpu", "numpy": "Tensor.cpu()",
     "pinned on the device": "host can be pinned",
 }
 
@@ -94,5 +95,5 @@ def test_what_kernels_refuse_is_refused(name, found):
 
 def test_what_kernels_take_is_taken(found):
     accepted = {name for name, said in found[1]["contracts"].items() if not said}
-    assert accepted == {"accepted", "products accepted"}
+    assert accepted == {"accepted", "products accepted", "8 bits accepted"}
     assert set(REFUSED) < set(CONTRACTS)

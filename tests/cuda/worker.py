@@ -2,6 +2,7 @@
 for all jobs, each a [script, run folder, flags]; what was seen of each is written to seen.json in its run folder."""
 
 import dataclasses
+import gc
 import importlib
 import json
 import random
@@ -120,6 +121,7 @@ def main(jobs: list[list]) -> None:
     world = ranks.init()
     ranks.init = lambda timeout_s: world                                # one process group for all runs
     ranks.shutdown = torch.distributed.barrier
+    gc.freeze()                                                         # an engine collects garbage at every turn
     for script, run_dir, flags in jobs:
         StandIn.log.clear()
         device.reads.clear()
