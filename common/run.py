@@ -89,11 +89,10 @@ class Run(Training):
         """Start the engine before the models, because it reads how much memory is free."""
         args = self.args
         self.watchdog.phase("start of the engine")
-        probe = [prompt.tokens for prompt in self.train_set[:4]]
-        stops = stop_tokens(args.model, self.tokenizer)
         self.engine = make_engine(
-            args.model, self.hf_config, args.rollout, args.policy, self.world, probe, stops, self.max_sequence_length,
-            args.seed, sum(self.plan.beside_engine().values()),
+            args.model, self.hf_config, args.rollout, args.policy, self.world,
+            [prompt.tokens for prompt in self.train_set[:4]], stop_tokens(args.model, self.tokenizer),
+            self.max_sequence_length, args.seed, sum(self.plan.beside_engine().values()),
         )
         return self.engine
 

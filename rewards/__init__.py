@@ -57,7 +57,7 @@ def lookup(data_sources: Iterable[str], kwargs: str = "{}") -> dict[str, Callabl
     if unknown:
         raise ValueError(f"no reward for data_source {', '.join(map(repr, unknown))}; the table in rewards/__init__.py "
                          f"knows {', '.join(sorted(TABLE))}; give your own with --reward.function path/to/file.py:name")
-    prepare(functions.values(), resolve(parse_kwargs(kwargs)))
+    prepare(functions.values(), resolve(json_object("--reward.kwargs", kwargs)))
     return functions
 
 
@@ -79,14 +79,15 @@ def takes(function: Callable, keyword: str) -> bool:
     return keyword in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def parse_kwargs(text: str) -> dict[str, Any]:
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """The arguments that a flag gives as JSON."""
     try:
-        kwargs = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
-        kwargs = None
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"--reward.kwargs {text} must be a JSON object, e.g. '{{\"method\": \"flexible\"}}'")
-    return kwargs
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{flag} {text} must be a JSON object, e.g. '{{\"name\": 1, \"other\": \"text\"}}'")
+    return arguments
 
 
 def resolve(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The flags of the chat template, checked once before any prompt is encoded."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jinja2
 
 from common.prompts import TemplateConfig
+from rewards import json_object
 
 RENDER_S = 2.0  # CPU seconds for a prompt of one short message: usual templates need a few ms
 
@@ -17,13 +17,7 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
     that does not end. Must be called in the main thread, which gets the signal of the timer."""
     if config.template == "plain":
         return None
-    try:
-        arguments = json.loads(config.chat_template_kwargs)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"--data.chat-template-kwargs {config.chat_template_kwargs} must be a JSON object, "
-                         f"e.g. '{{\"enable_thinking\": false}}'")
+    arguments = json_object("--data.chat-template-kwargs", config.chat_template_kwargs)
     if config.chat_template_file:
         if not Path(config.chat_template_file).is_file():
             raise ValueError(f"--data.chat-template-file {config.chat_template_file} does not exist")

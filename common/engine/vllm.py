@@ -7,7 +7,6 @@ ones anyway. On CPUs the memory of the cache is freed and the weights stay.
 import contextlib
 import gc
 import importlib.util
-import json
 import logging
 import os
 import warnings
@@ -24,6 +23,7 @@ from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Held, Sent, differing, held_checksums
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names, seed_everything, seed_of
+from rewards import json_object
 
 RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the unsharded tensors of the weight sync."""
@@ -91,7 +91,7 @@ class VLLMEngine(Engine):
                 stack.enter_context(vllm_cpu.own_segment_name())
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = {} if self.on_cpu else {"moe_backend": "triton"}
-            extra |= parse_extra(config.extra)
+            extra |= json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)
         self._sleep()
 
@@ -237,17 +237,6 @@ class VLLMEngine(Engine):
         # vLLM's shutdown would destroy the trainer's process group too, on each rank at another time
         with mock.patch.object(parallel_state, "destroy_distributed_environment"):
             self.llm.llm_engine.engine_core.shutdown()
-
-
-def parse_extra(extra: str) -> dict[str, Any]:
-    """The arguments of LLM(...) in a JSON object. vLLM refuses unknown ones, Python those that are given twice."""
-    try:
-        arguments = json.loads(extra)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"--rollout.extra {extra} must be a JSON object, e.g. '{{\"max_num_batched_tokens\": 4096}}'")
-    return arguments
 
 
 def gpu_share(trainer_gb: float, reserved_gb: float) -> float:

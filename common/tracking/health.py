@@ -55,9 +55,6 @@ class HealthCheck:
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
              "weights if sync/probe_prob_diff jumped too, else precision; correct for it (--correction.preset) or run "
              "both in float32 (--policy.compute-dtype float32)")
-        over("skipped", "actor/skipped_steps", 0.0,
-             "{:.0f} optimizer step(s) skipped, the gradient norm was not finite: lower --optim.lr; look at "
-             "actor/ppo_kl and at the rewards for huge values")
         failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
         if failed > 0:
             found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "

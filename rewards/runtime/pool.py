@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rewards import parse_kwargs
+from rewards import json_object
 from rewards.runtime.process import WorkerProcess
 from rewards.runtime.worker import MAX_NAMES, Scorer
 
@@ -92,7 +92,8 @@ class RewardPool:
         for spec in function:
             if not Path(spec.rpartition(":")[0] if ":" in spec else spec).is_file():
                 raise ValueError(f"--reward.function {spec}: no such file; the form is path/to/file.py:name")
-        self.scorer_args = (function, tuple(weights), parse_kwargs(kwargs), timeout_s if num_workers else None)
+        arguments = json_object("--reward.kwargs", kwargs)
+        self.scorer_args = (function, tuple(weights), arguments, timeout_s if num_workers else None)
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.on_error = on_error

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
-from common.engine.vllm import parse_extra
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
+from rewards import json_object
 from tests.conftest import TRAIN
 from tests.engine.engine_models import make_model
 
@@ -209,10 +209,10 @@ def test_validation_samples_by_its_own_flags():
 
 def test_extra_arguments_reach_vllm_as_json():
     given = {"max_logprobs": 3, "kv_cache_dtype": "auto"}
-    assert parse_extra(json.dumps(given)) == given
+    assert json_object("--rollout.extra", json.dumps(given)) == given
     for extra in ("max_logprobs=3", "[1]"):
         with pytest.raises(ValueError, match="must be a JSON object"):
-            parse_extra(extra)
+            json_object("--rollout.extra", extra)
 
 
 @pytest.mark.parametrize(
