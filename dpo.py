@@ -163,10 +163,10 @@ def main(args: Args) -> None:
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, columns=columns, parse=parse, per_row=2,
-        ))
+        ), args.rows_per_step)
         run.max_sequence_length = run.train_set.loaded.max_length
         policy, optimizer = run.load_policy()
-        num_epochs = args.total_steps * args.rows_per_step / len(run.train_set)
+        num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(
             f"{args.loss}, beta {args.beta:g}, label smoothing {args.label_smoothing:g}, {num_epochs:.2f} epochs",
             args.rows_per_step, 2, 1, 1, args.max_tokens_per_gpu,
@@ -174,7 +174,7 @@ def main(args: Args) -> None:
         run.resume()
         # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
         reference = load_policy(args.model, args.policy, run.world, frozen=True)
-        drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * args.total_steps)
+        drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * run.total_steps)
         ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
         if run.val_set is not None:
             val_rows = spread_rows(len(run.val_set), args.eval_prompts)

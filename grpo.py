@@ -113,7 +113,7 @@ def main(args: Args) -> None:
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
     temperature = args.rollout.temperature
-    with Run(args, correction.covers_cut_sampling) as run:
+    with Run(args, P, correction.covers_cut_sampling) as run:
         max_tokens = run.plan_memory(args.max_tokens_per_gpu, reference=args.kl_loss_coef > 0)
         engine = run.start_engine()
         policy, optimizer = run.load_policy()

@@ -125,7 +125,7 @@ def main(args: Args) -> None:
     num_updates = args.minibatches_per_step * args.epochs_per_step
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
-    with Run(args, correction.covers_cut_sampling) as run:
+    with Run(args, P, correction.covers_cut_sampling) as run:
         max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference, args.critic_model or args.model)
         engine = run.start_engine()
         policy, optimizer = run.load_policy()

@@ -132,10 +132,10 @@ def main(args: Args) -> None:
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, columns=columns, parse=parse,
-        ))
+        ), args.rows_per_step)
         run.max_sequence_length = run.train_set.loaded.max_length
         policy, optimizer = run.load_policy()
-        num_epochs = args.total_steps * args.rows_per_step / len(run.train_set)
+        num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1, args.max_tokens_per_gpu)
         run.resume()
         if run.val_set is not None and not run.is_validated:

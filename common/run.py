@@ -56,14 +56,13 @@ class RunArgs(TrainArgs):
 class Run(Training):
     """One run of a script that samples, from `with Run(args) as run:` to the end of that block."""
 
-    def __init__(self, args: RunArgs, is_corrected: bool = False):
+    def __init__(self, args: RunArgs, prompts_per_step: int, is_corrected: bool = False):
         """`is_corrected`: see `check_rollout`."""
         super().__init__(args)
         self.args = args
+        self.prompts_per_step = prompts_per_step
         self.is_corrected = is_corrected
         self.num_sampled_tokens = 0.0  # in this step
-
-    # ---- setup
 
     def __enter__(self) -> Self:
         """Also check the flags of the engine, read the prompts, start the reward workers."""
@@ -72,7 +71,7 @@ class Run(Training):
         self.max_sequence_length = check_rollout(
             args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected
         )
-        self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data))
+        self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data), self.prompts_per_step)
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
         self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
         return self
@@ -112,8 +111,6 @@ class Run(Training):
         if self.val_set is not None and not self.is_validated:
             self.watchdog.phase("validation")
             self.log_validation(self._validate(self.first_step))
-
-    # ---- the loop
 
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: SamplingConfig, *seed: int | str

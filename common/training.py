@@ -54,8 +54,9 @@ class TrainArgs:
     """Random seed of the order of the data, sampling and mini-batches."""
     total_steps: int = 100
     """Training steps; where the policy is sampled from, rollout-and-update rounds."""
+    total_epochs: float = 0.0
+    """Passes over the training data. Above 0 they decide the number of steps, and --total-steps does not."""
 
-    # validation
     eval_every: int = 10
     """Steps between validations; also before the first and after the last step. 0: only these two."""
     eval_prompts: int = 512
@@ -77,8 +78,6 @@ class Training:
         self.script_state: dict[str, Any] = {}
         """What the script adds to a checkpoint beside models and optimizers, plain JSON; it is back after `resume`."""
 
-    # ---- setup
-
     def __enter__(self) -> Self:
         """Join the ranks, check the flags, take the run folder."""
         args = self.args
@@ -92,10 +91,12 @@ class Training:
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
         return self
 
-    def load_data(self, load: Callable[[Sequence[str]], Any]) -> None:
+    def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int) -> None:
         """Read the training and validation files, each with `load(files)`, and say what is in them."""
         args = self.args
         self.train_set = load(args.train_data)
+        epochs_in_steps = int(args.total_epochs * len(self.train_set) / rows_per_step)
+        self.total_steps = max(epochs_in_steps, 1) if args.total_epochs else args.total_steps
         self.val_set = load(args.val_data) if args.val_data else None
         self.sampler = PromptSampler(len(self.train_set), self.train_set.loaded.data_hash, args.seed)
         for name, rows in {"train": self.train_set, "val": self.val_set}.items():
@@ -149,7 +150,7 @@ class Training:
         """The numbers of the steps, from 0. After the last one the trained model is written."""
         args = self.args
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
-        for step in range(self.first_step, args.total_steps):
+        for step in range(self.first_step, self.total_steps):
             ranks.seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
             self.tracker.profiler.start(step + 1)
             self.timer = Timer(self.watchdog.phase)
@@ -192,17 +193,15 @@ class Training:
                        step: int, first_step: int = 0) -> None:
         """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
         gradient norm and skipped steps are logged."""
-        lr = learning_rate(config, step - first_step, self.args.total_steps - first_step)
+        lr = learning_rate(config, step - first_step, self.total_steps - first_step)
         self.metrics[f"{name}/lr"] = lr
         grad_norm = optimizer_step(model, optimizer, lr, config)
         self.meter.mean(f"{name}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
         self.meter.total(f"{name}/skipped_steps", not math.isfinite(grad_norm), per=self.world.size)
 
-    # ---- validation, the end of a step
-
     def is_validation_due(self, step: int) -> bool:
         args, done = self.args, step + 1
-        is_last = done == args.total_steps
+        is_last = done == self.total_steps
         return self.val_set is not None and (is_last or (args.eval_every > 0 and done % args.eval_every == 0))
 
     def log_validation(self, results: dict[str, float]) -> None:
@@ -211,7 +210,7 @@ class Training:
         self.checkpoints.check()
         line = val_line("before training", results)
         if self.metrics:
-            line = step_line(self.first_step, self.args.total_steps, self.metrics | results)
+            line = step_line(self.first_step, self.total_steps, self.metrics | results)
         self.tracker.log(self.first_step, self.metrics | results, line)
 
     def end_step(self, step: int, minibatches: list[Minibatch], lengths: np.ndarray, metrics: dict[str, float],
@@ -227,15 +226,16 @@ class Training:
         )
         self.metrics |= metrics
         self.metrics |= {"training/global_step": done, "training/epoch": self.sampler.epoch}
-        state: dict[str, Any] = {"step": done, "sampler": self.sampler.state_dict(), "script": self.script_state}
+        state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
+        state |= {"sampler": self.sampler.state_dict(), "script": self.script_state}
         if results is None:
             state["not_validated"] = self.metrics
         else:
             self.metrics |= results
-            self.tracker.log(done, self.metrics, step_line(done, args.total_steps, self.metrics))
+            self.tracker.log(done, self.metrics, step_line(done, self.total_steps, self.metrics))
         state["tracker"] = self.tracker.state_dict(done)
         self.checkpoints.after_step(
-            state, done == args.total_steps, validation_score(self.metrics, args.save.best_metric)
+            state, done == self.total_steps, validation_score(self.metrics, args.save.best_metric)
         )
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:

@@ -59,6 +59,7 @@ class Flags:
     lr: float = 0.01
     run_dir: str = "run"
     total_steps: int = 2
+    total_epochs: float = 0.0
 
 
 def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> manager.Checkpoints:

@@ -192,7 +192,7 @@ def flat(tree: dict, prefix: str = "") -> dict[str, str]:
 # --------------------------------------------------------------------------- translation
 
 def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -> Translation:
-    """Our flags for verl's keys. `rows`: rows of the training files, to turn epochs into steps."""
+    """Our flags for verl's keys. `rows`: rows of the training files, to turn a share of the steps into steps."""
     verl = Settings(given)
     ours = Translation(choose_script(verl, program))
     for key, flag in SAME.items():
@@ -500,18 +500,17 @@ def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
     """Steps, which verl may give as epochs; a learning rate's warm-up, which it may give as a share of them."""
     steps = verl.number("trainer.total_training_steps", 0)
     epochs, prompts = verl.number("trainer.total_epochs", 30), verl.number("data.train_batch_size", 1024)
-    if not steps:
-        rows = rows or count_rows(ours.flags.get("--train-data", []))
-        steps = rows // prompts * epochs
-        ours.notes.append(
-            f"--total-steps {steps}: {epochs} epochs of {rows} rows, {prompts} a step, the rest of an epoch dropped"
-            if steps else f"--total-steps must be given: verl trains {epochs} epochs, each of one step per {prompts} "
-            f"rows, and the training files are not here to be counted; --rows N counts for them")
     if steps:
         ours.add("--total-steps", steps)
+    else:
+        ours.add("--total-epochs", epochs)
+        steps = (rows or count_rows(ours.flags.get("--train-data", []))) * epochs // prompts
     for model, flag in ((ACTOR, "--optim.warmup-steps"), ("critic", "--critic-optim.warmup-steps")):
         share = verl.number(f"{model}.optim.lr_warmup_steps_ratio", 0)
         warmup = verl.number(f"{model}.optim.lr_warmup_steps", -1)
+        if warmup < 0 < share and not steps:
+            ours.notes.append(f"{flag} must be given: {share:g} of the steps, and the training files are not here to "
+                              f"be counted; --rows N counts for them")
         warmup = int(share * steps) if warmup < 0 else warmup
         if warmup > 0:
             ours.add(flag, warmup)
@@ -553,7 +552,7 @@ class Args:
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """NAME=VALUE for a variable of the script, some.key=VALUE for a setting."""
     rows: int = 0
-    """Rows of the training files, where they are not on this machine: turns epochs into --total-steps."""
+    """Rows of the training files, where they are not on this machine: turns a share of the steps into steps."""
 
 
 def by_reason(found: dict[str, str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The run folder as such: one folder for all ranks, writable, used by one run at a time, perhaps of a finished run."""
 
 import fcntl
+import math
 import os
 import socket
 from pathlib import Path
@@ -65,12 +66,16 @@ def is_finished(args: Any, world: World) -> bool:
     if not checkpoints or args.save.resume != "auto" or (args.save.hf != "never" and not exported):
         return False
     manifest = on_main(world, lambda: read_manifest(checkpoints[-1]))
-    if manifest["step"] < args.total_steps or manifest["state"].get("not_validated"):       # its last validation
+    total_steps = args.total_steps
+    if args.total_epochs:
+        is_same = manifest["flags"]["--total-epochs"] == args.total_epochs
+        total_steps = manifest["state"]["total_steps"] if is_same else math.inf
+    if manifest["step"] < total_steps or manifest["state"].get("not_validated"):            # its last validation
         return False
     changed = differences(manifest["flags"], flags_of(args))
     print_on_main(
         world,
-        f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, --total-steps is "
-        f"{args.total_steps}. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}",
+        f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, of {total_steps} "
+        f"steps. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}",
     )
     return True

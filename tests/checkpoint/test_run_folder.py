@@ -79,8 +79,9 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
     assert not finished(replace(flags, save=SaveConfig(resume="none")), world)
     assert capsys.readouterr().out == ""
     assert finished(flags, world)
-    said = f"{tmp_path} is finished: step_000002 is its last checkpoint, --total-steps is 2. Nothing was changed"
+    said = f"{tmp_path} is finished: step_000002 is its last checkpoint, of 2 steps. Nothing was changed"
     assert capsys.readouterr().out == said + "\n"
+    assert not finished(replace(flags, total_epochs=0.5), world)        # other lengths
     assert finished(replace(flags, lr=0.5), world)
     text = capsys.readouterr().out
     assert text == f"{said}; other flags now: --lr was 0.01, is 0.5\n"

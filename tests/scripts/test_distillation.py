@@ -11,7 +11,7 @@ import grpo
 from common.model.loading import read_teacher
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
-from tests.conftest import TRAIN, launch_all, make_tiny_llama
+from tests.conftest import STOPS, TRAIN, launch_all, make_tiny_llama
 from tests.scripts.test_supervised import metrics_of
 from tools import try_script
 
@@ -36,8 +36,8 @@ def runs(tiny_llama, teacher, tmp_path_factory) -> Path:
         "grpo", "--model", tiny_llama, "--train-data", str(TRAIN), "--prompts-per-step", "4", "--samples-per-prompt",
         "4", "--total-steps", "8", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "3e-3",
-        "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", "--rollout.stop",
-        "ing", "--kl-loss-coef", "1", "--kl-estimator", "k1+", "--save.hf", "never",
+        "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", *STOPS,
+        "--kl-loss-coef", "1", "--kl-estimator", "k1+", "--save.hf", "never",
     ]
     folder = tmp_path_factory.mktemp("runs")
     launch_all(folder, {

@@ -55,7 +55,7 @@ VARIANTS = {
                "--minibatches-per-step", "2"],
     "ppo kl loss": ["--kl-loss-coef", "0.1", "--minibatches-per-step", "2", "--epochs-per-step", "2"],
     "ppo gae": ["--gamma", "0.99", "--lam", "0.95", "--value-clip", "0.2", "--critic-optim.lr", "1e-2",
-                "--total-steps", "2", "--policy.share-prompt"],
+                "--total-epochs", "0.25", "--policy.share-prompt"],
     "ppo warmup": ["--critic-warmup-steps", "1", "--total-steps", "2", "--minibatches-per-step", "2",
                    "--optim.warmup-steps", "2"],
     "dapo": ["--total-steps", "3"],

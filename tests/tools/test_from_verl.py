@@ -338,18 +338,19 @@ def test_rollout_correction(monkeypatch):
     assert found.bypass and found.weights == "none"
 
 
-def test_epochs_become_steps_where_rows_can_be_counted(tmp_path):
+def test_a_share_of_the_steps_becomes_steps_where_rows_can_be_counted(tmp_path):
     for name, rows in (("a", 70), ("b", 35)):
         pq.write_table(pa.table({"x": list(range(rows))}), tmp_path / f"{name}.parquet")
     keys = given(f"data.train_files=['{tmp_path}/a.parquet','{tmp_path}/b.parquet'] data.train_batch_size=50 "
                  "trainer.total_epochs=3 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5")
     del keys["trainer.total_training_steps"]
     ours = from_verl.translate(keys)
-    assert ours.flags["--total-steps"] == ["6"] and ours.flags["--optim.warmup-steps"] == ["3"]  # 105 // 50 * 3
+    assert ours.flags["--total-epochs"] == ["3"] and ours.flags["--optim.warmup-steps"] == ["3"]   # of 105 * 3 // 50
     ours = from_verl.translate(keys | {"data.train_files": "elsewhere.parquet"})
-    assert "--total-steps" not in ours.flags
-    assert [note for note in ours.notes if "3 epochs" in note and "--rows N" in note]
-    assert from_verl.translate(keys | {"data.train_files": "x.parquet"}, rows=149).flags["--total-steps"] == ["6"]
+    assert ours.flags["--total-epochs"] == ["3"] and "--optim.warmup-steps" not in ours.flags
+    assert [note for note in ours.notes if "0.5 of the steps" in note and "--rows N" in note]
+    ours = from_verl.translate(keys | {"data.train_files": "x.parquet"}, rows=149)
+    assert ours.flags["--optim.warmup-steps"] == ["4"]                                             # of 149 * 3 // 50
 
 
 @pytest.mark.parametrize(("words", "resume"), [

@@ -399,7 +399,7 @@ def test_a_warning_is_not_repeated_for_some_steps(tmp_path, capsys):
     for step in (1, 2):
         tracker.log(step, {"response_length/clip_ratio": 1.0}, f"line {step}")
     first, warning, second = capsys.readouterr().out.splitlines()
-    assert (first, second) == ("line 1", "line 2") and warning.startswith("warning, step 1: 1 optimizer step(s)")
+    assert (first, second) == ("line 1", "line 2") and warning.startswith("warning, step 1: 100% of the responses")
 
 
 # --------------------------------------------------------------------------- messages for people
