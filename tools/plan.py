@@ -27,7 +27,7 @@ from common.engine import make
 from common.engine.base import RolloutConfig
 from common.model.flops import head_dim
 from common.model.loading import read_config
-from common.model.memory_plan import FRAGMENTS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
+from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
@@ -91,7 +91,7 @@ class Command:
         }
         for phase, parts in found.items():
             if phase != "rollout":
-                parts["between blocks"] = (FRAGMENTS - 1) * sum(parts.get(part, 0.0) for part in IN_PASSES)
+                parts["between blocks"] = sum(share * parts.get(part, 0.0) for part, share in FREE_BLOCKS.items())
             parts["CUDA, NCCL, graphs"] = plan.reserved_gb
         return found
 
@@ -235,7 +235,10 @@ def load(script: str) -> ModuleType:
     if not Path(script).is_file():
         raise ValueError(f"{script} is no file: name a training script, as in python -m tools.plan grpo.py --model ...")
     sys.path.insert(0, str(Path(script).parent))
-    return importlib.import_module(Path(script).stem)
+    module = importlib.import_module(Path(script).stem)
+    if not hasattr(module, "Run"):
+        raise ValueError(f"{script} has no `Run`: only scripts that sample from their policy are planned")
+    return module
 
 
 def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool:

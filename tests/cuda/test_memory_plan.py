@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from common.engine.base import RolloutConfig
-from common.model.memory_plan import MemoryPlan, Model
+from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from tests.cuda.fake_cuda import WHY_NOT
@@ -26,7 +26,6 @@ CASES = {
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
-    "critic and reference": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, critic=True, reference=True),
     "7B": Case(MODELS["Qwen2.5-7B"], gpus=8, tokens=16384),                         # from 4 and from 8 layers
 }
 
@@ -40,10 +39,7 @@ def plan_of(case: Case) -> MemoryPlan:
     args = SimpleNamespace(policy=case.policy, rollout=RolloutConfig(max_response_length=case.response_length),
                            offload=case.offload, reward_model=RewardModelConfig())
     config = AutoConfig.for_model(**case.model)
-    plan = MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length, case.reference)
-    if case.critic:
-        plan.trained.append(Model(config, case.policy, case.gpus, is_critic=True))
-    return plan
+    return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length)
 
 
 @pytest.mark.parametrize("name", CASES)
