@@ -1,14 +1,12 @@
 """The arithmetic of common/model/memory_plan.py against a simulation of the same step with the project's own code."""
 
-from types import SimpleNamespace
-
 import pytest
 from transformers import AutoConfig
 
 from common.engine.base import RolloutConfig
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
-from common.model.reward_model import RewardModelConfig
+from common.run import RunArgs
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import Case, Peak, simulate
 from tests.cuda.shapes import MODELS, dense, mixture
@@ -36,8 +34,8 @@ def simulated() -> dict[str, dict[str, Peak]]:
 
 
 def plan_of(case: Case) -> MemoryPlan:
-    args = SimpleNamespace(policy=case.policy, rollout=RolloutConfig(max_response_length=case.response_length),
-                           offload=case.offload, reward_model=RewardModelConfig())
+    rollout = RolloutConfig(max_response_length=case.response_length)
+    args = RunArgs(model="", train_data=(), policy=case.policy, rollout=rollout, offload=case.offload)
     config = AutoConfig.for_model(**case.model)
     return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length)
 
