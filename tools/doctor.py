@@ -129,16 +129,12 @@ class Doctor:
     def memory(self) -> str:
         import psutil
 
-        from common.engine.base import RolloutConfig
         from common.model.loading import read_config
         from common.model.memory_plan import GIB, MemoryPlan
-        from common.model.offload import OffloadConfig
-        from common.model.policy import ModelConfig
-        from common.model.reward_model import RewardModelConfig
+        from common.run import RunArgs
 
-        args = argparse.Namespace(policy=ModelConfig(), rollout=RolloutConfig(), offload=OffloadConfig(),
-                                  reward_model=RewardModelConfig())
-        plan = MemoryPlan(args, read_config(self.options.model, args.policy), self.world.size, longest=2048)
+        args = RunArgs(model=self.options.model, train_data=())
+        plan = MemoryPlan(args, read_config(args.model, args.policy), self.world.size, longest=2048)
         if self.world.device.type == "cpu":
             needed, free = 18 * plan.policy.shard / GIB, psutil.virtual_memory().available / GIB
             if free < needed:

@@ -24,16 +24,11 @@ import tyro
 from transformers import AutoConfig
 
 from common.engine import make
-from common.engine.base import RolloutConfig
 from common.model.flops import head_dim
 from common.model.loading import read_config
-from common.model.memory_plan import FRAGMENTS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
-from common.model.offload import OffloadConfig
-from common.model.policy import ModelConfig
-from common.model.reward_model import RewardModelConfig
+from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.parallel.ranks import World
-from common.prompts import DataConfig
-from common.run import Run
+from common.run import Run, RunArgs
 
 VISIBLE = 0.99
 """GiB that CUDA reports for each GB in a GPU's name."""
@@ -91,7 +86,7 @@ class Command:
         }
         for phase, parts in found.items():
             if phase != "rollout":
-                parts["between blocks"] = (FRAGMENTS - 1) * sum(parts.get(part, 0.0) for part in IN_PASSES)
+                parts["between blocks"] = sum(share * parts.get(part, 0.0) for part, share in FREE_BLOCKS.items())
             parts["CUDA, NCCL, graphs"] = plan.reserved_gb
         return found
 
@@ -235,7 +230,10 @@ def load(script: str) -> ModuleType:
     if not Path(script).is_file():
         raise ValueError(f"{script} is no file: name a training script, as in python -m tools.plan grpo.py --model ...")
     sys.path.insert(0, str(Path(script).parent))
-    return importlib.import_module(Path(script).stem)
+    module = importlib.import_module(Path(script).stem)
+    if not hasattr(module, "Run"):
+        raise ValueError(f"{script} has no `Run`: only scripts that sample from their policy are planned")
+    return module
 
 
 def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool:
@@ -278,8 +276,7 @@ HOMES = [(1, 80.0), (1, 141.0), (8, 80.0), (16, 80.0), (64, 80.0)]              
 
 def cell(hf_config: Any, gpus: int, gpu_gb: float) -> str:
     """The budget and the flags with which a GRPO run without a reference fits, or a dash."""
-    args = SimpleNamespace(policy=ModelConfig(), rollout=RolloutConfig(), offload=OffloadConfig(), data=DataConfig(),
-                           reward_model=RewardModelConfig())
+    args = RunArgs(model="", train_data=())
     command = Command(args, hf_config, gpus, VISIBLE * gpu_gb, 0)
     for flags, more in changes(command, min(gpus, 8)):
         if more > gpus:

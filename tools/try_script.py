@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from common.model.memory_plan import TOKENS_ON_CPU
+
 ROOT = Path(__file__).parent.parent
 TOKENIZER = ROOT / "models/SmolLM2-135M-Instruct"
 TINY = ROOT / "models/tiny"
@@ -88,7 +90,8 @@ def describe(run_dir: Path) -> str:
         "updates per rollout": str(updates),
         "temperature": f"{flags['rollout']['temperature']}; log-probs of engine and trainer differ by at most "
                        f"{max(differences, default=0.0):.2g} nats",
-        "tokens of a micro-batch": f"up to {flags.get('max_tokens_per_gpu', '?')} on one rank; other counts are global",
+        "tokens of a micro-batch": f"up to {flags.get('max_tokens_per_gpu') or TOKENS_ON_CPU} on one rank; other counts"
+                                   " are global",
     }
     return "\n".join(f"{question:28}  {answer}" for question, answer in answers.items())
 

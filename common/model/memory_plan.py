@@ -29,8 +29,9 @@ MAX_TOKENS = 32768
 TOKENS_ON_CPU = 16384
 IN_PASSES = "unsharded weights", "activations", "log-prob tiles"
 """The parts that come and go in a forward and backward pass."""
-FRAGMENTS = 1.25
-"""Bytes that torch's allocator holds for each of their bytes (simulated: 1.1 to 1.35)."""
+FREE_BLOCKS = {"gradients": 0.5, **dict.fromkeys(IN_PASSES, 0.15)}
+"""Bytes that torch's allocator holds between the blocks in use, for each of a part's bytes (as simulated: gradients
+arrive one by one between what comes and goes)."""
 
 
 class Model:
@@ -157,7 +158,7 @@ class MemoryPlan:
     def update_gb(self, tokens: int) -> float:
         """All that the update takes of a GPU, with what lies free between the blocks in use."""
         parts = self.update(tokens)
-        return self.reserved_gb + sum(x * (FRAGMENTS if part in IN_PASSES else 1) for part, x in parts.items())
+        return self.reserved_gb + sum(x * (1 + FREE_BLOCKS.get(part, 0.0)) for part, x in parts.items())
 
     def largest_budget(self, gpu_gb: float) -> int:
         """The most tokens, up to MAX_TOKENS, that fit; 0: not even the longest sequence does."""

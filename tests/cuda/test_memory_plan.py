@@ -1,14 +1,12 @@
 """The arithmetic of common/model/memory_plan.py against a simulation of the same step with the project's own code."""
 
-from types import SimpleNamespace
-
 import pytest
 from transformers import AutoConfig
 
 from common.engine.base import RolloutConfig
-from common.model.memory_plan import MemoryPlan, Model
+from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
-from common.model.reward_model import RewardModelConfig
+from common.run import RunArgs
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import Case, Peak, simulate
 from tests.cuda.shapes import MODELS, dense, mixture
@@ -26,7 +24,6 @@ CASES = {
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
-    "critic and reference": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, critic=True, reference=True),
     "7B": Case(MODELS["Qwen2.5-7B"], gpus=8, tokens=16384),                         # from 4 and from 8 layers
 }
 
@@ -37,13 +34,10 @@ def simulated() -> dict[str, dict[str, Peak]]:
 
 
 def plan_of(case: Case) -> MemoryPlan:
-    args = SimpleNamespace(policy=case.policy, rollout=RolloutConfig(max_response_length=case.response_length),
-                           offload=case.offload, reward_model=RewardModelConfig())
+    rollout = RolloutConfig(max_response_length=case.response_length)
+    args = RunArgs(model="", train_data=(), policy=case.policy, rollout=rollout, offload=case.offload)
     config = AutoConfig.for_model(**case.model)
-    plan = MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length, case.reference)
-    if case.critic:
-        plan.trained.append(Model(config, case.policy, case.gpus, is_critic=True))
-    return plan
+    return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -71,6 +71,5 @@ def test_values_and_gradients_are_those_of_transformers(family, found):
     assert ours["float16 gradients"] <= 1.5 * ours["own gradients"] > 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_less_is_kept_as_calculated(family, found):
-    assert found[family]["calculated"] == pytest.approx(found[family]["kept"], rel=0.03)
+def test_less_is_kept_as_calculated(found):
+    assert found["kept"]["calculated"] == pytest.approx(found["kept"]["kept"], rel=0.03)

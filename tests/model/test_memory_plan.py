@@ -11,7 +11,7 @@ from common.model import memory_plan
 from common.model.memory_plan import GIB, MemoryPlan, Model
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
-from common.model.reward_model import RewardModelConfig
+from common.run import RunArgs
 from tests.model.kept import kept_bytes
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 208, "num_attention_heads": 8,
@@ -25,11 +25,10 @@ FAMILIES = {
 
 
 def plan_of(config, ranks=1, longest=96, **flags) -> MemoryPlan:
-    args = {"policy": ModelConfig(), "rollout": RolloutConfig(max_response_length=32), "offload": OffloadConfig(),
-            "reward_model": RewardModelConfig()}
     names = ("reference", "critic")
     others = {name: flags.pop(name) for name in names if name in flags}
-    return MemoryPlan(SimpleNamespace(**args | flags), config, ranks, longest, **others)
+    flags = {"rollout": RolloutConfig(max_response_length=32)} | flags
+    return MemoryPlan(RunArgs(model="", train_data=(), **flags), config, ranks, longest, **others)
 
 
 # --------------------------------------------------------------------------- what autograd keeps

@@ -63,23 +63,24 @@ def test_a_fork_is_planned(run, tmp_path):
     assert numbers(said, "frozen models") == pytest.approx([7.6156e9 * 2 / 16 / 2**30] * 4, abs=0.01)
 
 
-@pytest.mark.parametrize(("flags", "gpus", "change"), [
-    (["--max-tokens-per-gpu", "131072"], "4", "--max-tokens-per-gpu 0"),
-    (["--rollout.max-response-length", "18000"], "2", "--offload.optimizer"),
-    ([], "1", "2 GPUs"),
+@pytest.mark.parametrize(("flags", "home", "change"), [
+    (["--max-tokens-per-gpu", "131072"], {"gpus": "4"}, "--max-tokens-per-gpu 0"),
+    (["--rollout.max-response-length", "4000"], {"gpus": "8", "gb": "36"}, "--offload.optimizer"),
+    ([], {"gpus": "1", "gb": "141"}, "2 GPUs"),
 ])
-def test_the_smallest_change(flags, gpus, change, run):
-    said, code = run(str(ROOT / "grpo.py"), *flags, gpus=gpus)
+def test_the_smallest_change(flags, home, change, run):
+    said, code = run(str(ROOT / "grpo.py"), *flags, **home)
     assert code == 1 and "it does not fit" in said
     assert said.splitlines()[-1] == f"change   the smallest that makes it fit: {change}"
     if change.startswith("--"):
-        _, code = run(str(ROOT / "grpo.py"), *flags, *change.split(), gpus=gpus)
+        _, code = run(str(ROOT / "grpo.py"), *flags, *change.split(), **home)
         assert code == 0                                                # as it said
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"gpus": "8y2"}, "--gpus 8y2 must be a number of GPUs, or GPUs and machines as 8x2"),
     ({"script": "nothing.py"}, "nothing.py is no file"),
+    ({"script": str(ROOT / "tools/runs.py")}, "runs.py has no `Run`"),
     ({"flags": ["--rollout.tp", "3"]}, "must be multiples of --rollout.tp 3"),
 ])
 def test_mistakes_are_one_line(arguments, message, run):
