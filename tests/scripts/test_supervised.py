@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.prompts import PromptSampler
 from common.segments import segment_sum
+from tests.checkpoint.faulty import server
 from tests.conftest import launch, launch_all
 
 ROWS = [
@@ -129,8 +131,8 @@ def check_exact_resume(command: list[str], whole: Path, tmp_path: Path, first_st
     """kill -9 as the third step is logged, then the same command again: weights and metrics byte for byte.
     `first_step`: of the first line in the log, 0 with validation."""
     script, *flags = command
-    fault = f"log:{4 - first_step}:0:kill"
-    launch("tests/checkpoint/faulty.py", fault, f"{script}.py", *flags, "--run-dir", tmp_path, check=False)
+    log, fault = tmp_path.with_suffix(".log"), f"log:{4 - first_step}:0:kill"
+    assert server()(log, fault, f"{script}.py", *flags, "--run-dir", str(tmp_path)) == -signal.SIGKILL, log.read_text()
     assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1, 2][first_step:]
     assert "resumed after step 2" in launch(f"{script}.py", *flags, "--run-dir", tmp_path, warm=True).stdout
     theirs = weights_of(whole)
