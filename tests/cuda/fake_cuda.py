@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from tests.cuda.allocator import Allocator, Block
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DYNAMO = str(Path(torch.__file__).parent / "_dynamo")                   # its wrapper is around every dispatch
+WRAPPERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_dynamo", "_compile.py"))   # of every dispatch
 aten = torch.ops.aten
 WRITE_INTO_ZEROS = (aten.index_put.default, aten.scatter.src, aten.scatter_add.default)
 
@@ -555,7 +555,7 @@ def _pushed(device: Device):
 def _is_called_by_the_engine() -> bool:
     """Whether no Python code stands between this operation and autograd's engine, which has a thread of its own."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((__file__, DYNAMO)):
+    while frame is not None and frame.f_code.co_filename.startswith((__file__, *WRAPPERS)):
         frame = frame.f_back
     return frame is None
 

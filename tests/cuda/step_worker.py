@@ -64,6 +64,19 @@ def kernel_error() -> float:
     return max(float((mine.cpu() - want).abs().max()) for mine, want in zip(ours, exact))
 
 
+def peak_of_gradients(device) -> float:
+    """MiB above what is there while autograd adds up three gradients of 4 MiB each."""
+    import torch
+
+    x = torch.ones(2**20, device="cuda", requires_grad=True)
+    total = (2 * x + 3 * x + 4 * x).sum()
+    device.allocator.reset_peaks()
+    before = device.allocator.allocated
+    total.backward()
+    assert x.grad.cpu().unique().tolist() == [9.0]
+    return (device.allocator.peak_allocated - before) / 2**20
+
+
 def contracts(device) -> dict[str, str]:
     """What is said of each call that a kernel refuses; empty where it is accepted."""
     import torch
@@ -142,6 +155,7 @@ def main(folder: str, rank: str, world_size: str) -> None:
     with device:
         result = {"step": step(folder, world), "kernel_error": kernel_error()}
         result["contracts"] = contracts(device) if world.size == 1 else {}
+        result["gradients"] = peak_of_gradients(device)
     print(json.dumps(result))
 
 

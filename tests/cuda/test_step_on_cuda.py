@@ -59,6 +59,11 @@ def test_logits_of_16_bit_operands_are_float32(found):
     assert found[1]["kernel_error"] < 1e-4
 
 
+def test_gradients_are_added_up_in_place(found):
+    """Two of the three exist at once: the sum and the one that comes next. Not three, as with any mode of torch's."""
+    assert found[1]["gradients"] == pytest.approx(8, abs=0.01)
+
+
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_eight_ranks_shard_step_and_gather(name, found):
     """Rows are cut into 8 equal chunks, the last ones shorter. All ranks hold the first one's chunk, so the numbers are
