@@ -27,6 +27,7 @@ from common.engine import make
 from common.model.flops import head_dim
 from common.model.loading import read_config
 from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
+from common.model.policy import ModelConfig
 from common.parallel.ranks import World
 from common.run import Run, RunArgs
 
@@ -276,7 +277,7 @@ HOMES = [(1, 80.0), (1, 141.0), (8, 80.0), (16, 80.0), (64, 80.0)]              
 
 def cell(hf_config: Any, gpus: int, gpu_gb: float) -> str:
     """The budget and the flags with which a GRPO run without a reference fits, or a dash."""
-    args = RunArgs(model="", train_data=())
+    args = RunArgs(model="", train_data=(), policy=ModelConfig(liger=False))        # the same on every machine
     command = Command(args, hf_config, gpus, VISIBLE * gpu_gb, 0)
     for flags, more in changes(command, min(gpus, 8)):
         if more > gpus:

@@ -37,7 +37,7 @@ def plan_of(config, ranks=1, longest=96, **flags) -> MemoryPlan:
 def test_bytes_kept_by_a_block_are_those_that_autograd_keeps(family):
     build, others = FAMILIES[family]
     shallow, deep = (kept_bytes(build(**SIZES, **others, num_hidden_layers=n)) for n in (2, 4))
-    model = Model(build(**SIZES, **others, num_hidden_layers=2), ModelConfig(), 1)
+    model = Model(build(**SIZES, **others, num_hidden_layers=2), ModelConfig(liger=False), 1)
     assert model.kept_by_block(keys=0) == pytest.approx((deep - shallow) / 2, rel=0.02)
 
 
