@@ -12,8 +12,9 @@ import torch
 from transformers import LlamaConfig
 
 from common.engine import scoring
-from common.engine.base import Response
+from common.engine.base import Response, SamplingConfig
 from common.metrics import Meter
+from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.rollout import Rollout, Sample, check_skipped, gather_rollout, to_minibatches
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
@@ -50,6 +51,29 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.truncated.tolist() == [False, False, True, False]
     assert rollout.in_loss.tolist() == [True, False, True, True]
     assert rollout.lengths.tolist() == [4, 5, 7, 8]
+
+
+def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own():
+    """The second of two engines samples prompts 1 and 3 of four, three responses each; all are scored as they end."""
+    seen = {}
+
+    def generate(prompts, seeds, sampling, on_finish, stop):
+        seen.update(prompts=prompts, seeds=seeds)
+        for i in reversed(range(len(prompts))):
+            on_finish(i, Response([i], [-0.5], "stop"))
+
+    engine = SimpleNamespace(local_prompts=lambda count: range(1, count, 2), generate=generate)
+    submitted = []
+    pool = SimpleNamespace(submit=lambda *given: submitted.append(given))
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"text {tokens[0]}")
+    judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None)
+    pending = scoring.start_rollout(engine, judge, DATA, [5, 4, 3, 2], 3, SamplingConfig(), (7, "x"))
+    assert [(s.index, s.group, s.row) for s in pending.samples] == [
+        (3, 1, 4), (4, 1, 4), (5, 1, 4), (9, 3, 2), (10, 3, 2), (11, 3, 2)]
+    assert seen["prompts"] == [[1] * 7] * 3 + [[1] * 5] * 3
+    assert seen["seeds"] == [seed_of(7, "x", group, number) for group in (1, 3) for number in range(3)]
+    assert submitted[0] == (5, "source0", "text 5", "2", {"row": 2})
+    assert [given[0] for given in submitted] == [5, 4, 3, 2, 1, 0]
 
 
 def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
