@@ -82,14 +82,14 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     lost_elsewhere = 0
     names = sorted(f"{name}_{rank}" for name in range(40) for rank in range(2))
     scores = Scores([*range(4)], [float("nan")] * 3 + [1.0], [{f"{n}_0": 1.0 for n in range(40)}] * 4,
-                    ["crash"] * 3 + [None])
+                    ["timeout", "crash", "crash", None])
     pool = SimpleNamespace(results=lambda: scores, max_error_frac=0.5)
     monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
     monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
     pending = scoring.PendingRollout(SimpleNamespace(pool=pool, model=None), make_samples([0.0] * 4))
     meter = Meter()
     assert pending.collect(meter).in_loss.tolist() == [False] * 3 + [True]
-    assert meter.reduce()["reward/error_frac"] == 3 / 4
+    assert meter.reduce()["reward/error_frac"] == 2 / 4 and meter.reduce()["reward/timeout_frac"] == 1 / 4
     assert meter.sums.keys() - {"reward/timeout_frac", "reward/error_frac"} == {f"reward/{n}" for n in names[:64]}
     lost_elsewhere = 2
     with pytest.raises(RuntimeError, match=r"62% of the samples have no reward \(5 of 8 on all ranks\)"):
