@@ -12,8 +12,9 @@ import torch
 from transformers import LlamaConfig
 
 from common.engine import scoring
-from common.engine.base import Response
+from common.engine.base import Response, SamplingConfig
 from common.metrics import Meter
+from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.rollout import Rollout, Sample, check_skipped, gather_rollout, to_minibatches
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
@@ -52,20 +53,43 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.lengths.tolist() == [4, 5, 7, 8]
 
 
+def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own():
+    """The second of two engines samples prompts 1 and 3 of four, three responses each; all are scored as they end."""
+    seen = {}
+
+    def generate(prompts, seeds, sampling, on_finish, stop):
+        seen.update(prompts=prompts, seeds=seeds)
+        for i in reversed(range(len(prompts))):
+            on_finish(i, Response([i], [-0.5], "stop"))
+
+    engine = SimpleNamespace(local_prompts=lambda count: range(1, count, 2), generate=generate)
+    submitted = []
+    pool = SimpleNamespace(submit=lambda *given: submitted.append(given))
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"text {tokens[0]}")
+    judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None)
+    pending = scoring.start_rollout(engine, judge, DATA, [5, 4, 3, 2], 3, SamplingConfig(), (7, "x"))
+    assert [(s.index, s.group, s.row) for s in pending.samples] == [
+        (3, 1, 4), (4, 1, 4), (5, 1, 4), (9, 3, 2), (10, 3, 2), (11, 3, 2)]
+    assert seen["prompts"] == [[1] * 7] * 3 + [[1] * 5] * 3
+    assert seen["seeds"] == [seed_of(7, "x", group, number) for group in (1, 3) for number in range(3)]
+    assert submitted[0] == (5, "source0", "text 5", "2", {"row": 2})
+    assert [given[0] for given in submitted] == [5, 4, 3, 2, 1, 0]
+
+
 def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     """3 of 4 scores are lost here and none of the other rank's 4: 3 of 8, the run goes on. 5 of 8 are too many. Of
     2 x 40 names in reward dicts, the first 64 become metrics."""
     lost_elsewhere = 0
     names = sorted(f"{name}_{rank}" for name in range(40) for rank in range(2))
     scores = Scores([*range(4)], [float("nan")] * 3 + [1.0], [{f"{n}_0": 1.0 for n in range(40)}] * 4,
-                    ["crash"] * 3 + [None])
+                    ["timeout", "crash", "crash", None])
     pool = SimpleNamespace(results=lambda: scores, max_error_frac=0.5)
     monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
     monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
     pending = scoring.PendingRollout(SimpleNamespace(pool=pool, model=None), make_samples([0.0] * 4))
     meter = Meter()
     assert pending.collect(meter).in_loss.tolist() == [False] * 3 + [True]
-    assert meter.reduce()["reward/error_frac"] == 3 / 4
+    assert meter.reduce()["reward/error_frac"] == 2 / 4 and meter.reduce()["reward/timeout_frac"] == 1 / 4
     assert meter.sums.keys() - {"reward/timeout_frac", "reward/error_frac"} == {f"reward/{n}" for n in names[:64]}
     lost_elsewhere = 2
     with pytest.raises(RuntimeError, match=r"62% of the samples have no reward \(5 of 8 on all ranks\)"):
