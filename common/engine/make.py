@@ -70,12 +70,10 @@ def check_rollout(
 def check_hf(config: RolloutConfig) -> None:
     """Refuse flags that only vLLM has."""
     defaults = RolloutConfig()
-    for field in ("tp", "stop", "batch_invariant", "quantization", "extra"):
+    for field in ("tp", "stop", "seeds", "batch_invariant", "quantization", "extra"):
         value = getattr(config, field)
         if value != getattr(defaults, field):
             raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")
-    if config.seeds == "engine":
-        raise ValueError("--rollout.seeds engine needs --rollout.engine vllm: hf always seeds each response")
 
 
 def check_vllm(config: RolloutConfig, world: World) -> None:

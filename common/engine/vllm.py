@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -214,12 +215,10 @@ class VLLMEngine(Engine):
             return stop
         from vllm.distributed import get_tp_group
 
-        num_calls = 0
+        calls = count(1)
 
         def agreed() -> bool:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls % STOP_EVERY:
+            if next(calls) % STOP_EVERY:
                 return False
             is_stopping = torch.tensor(int(stop()))
             dist.all_reduce(is_stopping, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
@@ -256,8 +255,7 @@ def unchanged_process() -> Iterator[None]:
     """Restore what the construction of `LLM()` changes in the trainer's process.
 
     It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads and pins the process to cores;
-    with --rollout.batch-invariant it replaces torch.bmm by a function without a backward. It also seeds every global
-    random generator: the trainer does that again, at each step.
+    with --rollout.batch-invariant it replaces torch.bmm by a function without a backward.
     """
     num_threads = torch.get_num_threads()
     cores = os.sched_getaffinity(0)

@@ -17,7 +17,6 @@ PEAK_FLOPS = {
     "B300": 2.25e15, "B200": 2.25e15, "B100": 1.75e15, "H200": 9.89e14, "H100 PCIe": 7.56e14, "H100 NVL": 8.35e14,
     "H100": 9.89e14, "H800": 9.89e14, "H20": 1.48e14, "A100": 3.12e14, "A800": 3.12e14, "A40": 1.50e14,
     "A30": 1.65e14, "A10G": 7.0e13, "A10": 1.25e14, "L40S": 3.62e14, "L40": 1.81e14, "L4": 1.21e14,
-    "RTX 4090": 1.65e14, "RTX 3090": 7.1e13,
 }
 
 OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization
