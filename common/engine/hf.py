@@ -72,7 +72,7 @@ class HFEngine(Engine):
                 cache.batch_repeat_interleave(ROWS)
                 blocks.append((requests[start : start + ROWS], cache))
             yield from self._sample(requests, logits.expand(len(requests), -1), sampling)
-            while self.running:
+            while self.running and not self.stop():
                 for block, cache in blocks:
                     yield from self._decode(block, cache, sampling)
 

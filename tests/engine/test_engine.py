@@ -265,6 +265,16 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 
+def test_the_hf_engine_stops_between_tokens(tiny_llama, world, prompts):
+    engine = start("hf", tiny_llama, world, prompts)
+    engine.wake(load_policy(tiny_llama, ModelConfig(), world))
+    answers = iter([False] * 3 + [True] * 100)
+    sampling = SamplingConfig(1.0, 40)
+    assert engine.generate(prompts[:1] * 2, [0, 1], sampling, stop=lambda: next(answers)) == [None, None]
+    assert [len(r.tokens) for r in engine.generate(prompts[:1] * 2, [0, 1], sampling)] == [40, 40]
+    engine.sleep()
+
+
 def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prompts):
     policy = load_policy(tiny_llama, ModelConfig(), world)
     engine = start("hf", tiny_llama, world, prompts)
