@@ -153,7 +153,7 @@ def test_a_run_stopped_in_its_last_validation_makes_up_for_it(flags, start, in_o
     """The step is saved at once, without its validation; the next start validates, and logs the step as a whole."""
     run, log = tmp_path / "run", tmp_path / "log"
     flags = [*flags, "--run-dir", run]
-    assert start(log, "rollout:280:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
+    assert start(log, "rollout:268:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
     assert f"stopped by SIGTERM after step {TOTAL}, which is saved" in log.read_text()
     assert [row["step"] for row in metrics(run)] == list(range(TOTAL)) and not (run / "model").exists()
     assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
