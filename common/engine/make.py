@@ -130,7 +130,7 @@ def make_engine(
     probe: Sequence[Sequence[int]], stop_token_ids: list[int], max_model_len: int, seed: int, trainer_gb: float = 0.0,
 ) -> Engine:
     """Start the engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from
-    it. `trainer_gb`: memory that the trainer keeps on each GPU while the engine is awake (`MemoryPlan.beside_engine`)."""
+    it. `trainer_gb`: GiB that the trainer keeps on each GPU while the engine is awake (`MemoryPlan.beside_engine`)."""
     if config.engine == "hf":
         return HFEngine(hf_config, config, model_config, world, probe, stop_token_ids)
     return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)
