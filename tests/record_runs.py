@@ -79,7 +79,7 @@ def collect(run_dir: Path) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[s
     for number, line in enumerate((run_dir / "metrics.jsonl").read_text().splitlines()):
         row = {key: repr(value) for key, value in json.loads(line).items() if not key.startswith(NOT_RECORDED)}
         found["metrics"][f"line {number}, step {row['step']}"] = row
-    for path in sorted((run_dir / "rollouts").glob("*.parquet")):
+    for path in sorted((run_dir / "rollouts").glob("step_*.parquet")):
         table = pq.read_table(path)
         found["rollouts"][path.stem] = {
             name: {"type": str(table.schema.field(name).type), "rows": [repr(x) for x in table[name].to_pylist()]}
