@@ -105,22 +105,28 @@ def resolve(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_reward(spec: str) -> Callable:
-    """The function named by "path/to/file.py:name" (":compute_score" if no name is given). The file may import its
-    neighbours; what it raises at import is raised here."""
-    file, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "compute_score")
+    """The reward function named by "path/to/file.py:name" (":compute_score" if no name is given)."""
+    return load_function(spec, "--reward.function", "compute_score")
+
+
+def load_function(spec: str, flag: str, default_name: str) -> Callable:
+    """The function that a flag names as "path/to/file.py:name". The file may import its neighbours; what it raises at
+    import is raised here."""
+    file, _, name = spec.rpartition(":") if ":" in spec else (spec, "", default_name)
     path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"--reward.function {spec}: {path} is not a Python file; the form is path/to/file.py:name")
-    if path.parent == Path(__file__).resolve().parent:  # one of ours
-        module = importlib.import_module(f"rewards.{path.stem}")
+        raise ValueError(f"{flag} {spec}: {path} is not a Python file; the form is path/to/file.py:name")
+    package = Path(__file__).resolve().parent
+    if path.parent in (package, package.parent / "envs"):  # one of ours
+        module = importlib.import_module(f"{path.parent.name}.{path.stem}")
     else:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
-        module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+        module_spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_spec.name] = module  # pickle and dataclasses look it up there
         module_spec.loader.exec_module(module)
     if not callable(vars(module).get(name)):
         known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(f"--reward.function {spec}: no function {name} in {path}; it has {', '.join(known) or 'none'}")
+        raise ValueError(f"{flag} {spec}: no function {name} in {path}; it has {', '.join(known) or 'none'}")
     return vars(module)[name]

@@ -1,0 +1,114 @@
+"""The conversation that an episode has with the model. It lives in the episode's own process; the model, the tokens and
+the chat template are the trainer's, at the other end of a connection."""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+from unittest import mock
+
+from transformers.utils import chat_template_utils
+
+MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
+
+
+class Chat:
+    """What `async def episode(chat, row)` gets."""
+
+    def __init__(self, messages: list[dict[str, Any]], tokens_left: int, timeout_s: float,
+                 ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]):
+        self.messages = messages
+        """The conversation so far: the row's prompt, then what was added and what the model replied."""
+        self.tokens_left = tokens_left
+        """How many tokens the episode may still have, of the model, of users and of tools."""
+        self.turns = 0
+        """Number of replies so far."""
+        self.finish_reason = ""
+        """How the last reply ended. stop: by itself; length: it was cut. If there was no reply any more, why: length
+        (no tokens left) or turns (--rollout.max-turns)."""
+        self.tools: list[Callable] = []
+        """Functions with type hints and a docstring that the model may call. Set them before the first reply."""
+        self.tool_calls: list[dict[str, Any]] = []
+        """The calls in the last reply, for `tool_call`."""
+        self.num_tool_calls = 0
+        self.num_tool_errors = 0
+        self._timeout_s = timeout_s
+        self._ask = ask
+
+    async def reply(self, *messages: dict[str, Any], max_tokens: int | None = None) -> str | None:
+        """Add these messages, then let the model write its next turn. Returns its text; None if there is no room or no
+        turn left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left."""
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise TypeError(f"chat.reply takes messages like {{'role': 'user', 'content': '...'}}, not {message!r:.80}")
+        if self.turns and not messages:
+            raise ValueError("chat.reply() without messages: after the first reply the model must be given something")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"chat.reply(max_tokens={max_tokens}) must be at least 1")
+        question: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens}
+        if not self.turns:
+            question["tools"] = [schema_of(tool) for tool in self.tools]
+        answer = await self._ask(question)
+        self.messages += messages
+        self.finish_reason = answer["finish_reason"]
+        self.tokens_left = answer["tokens_left"]
+        self.tool_calls = answer.get("tool_calls", [])
+        if answer["text"] is None:
+            return None
+        self.turns += 1
+        reply = {"role": "assistant", "content": answer["text"]}
+        self.messages.append(reply)
+        return answer["text"]
+
+    async def tool_call(self, call: dict[str, Any]) -> dict[str, str]:
+        """Run one of `tool_calls`. Returns the message for the model: the result, or what went wrong."""
+        self.num_tool_calls += 1
+        name = call.get("name") or ""
+        try:
+            content = await self._run_tool(name, call)
+        except Exception as error:  # any error of a tool is told to the model, and counted
+            self.num_tool_errors += 1
+            content = f"Error: {type(error).__name__}: {error}"
+        return {"role": "tool", "name": name, "content": content[:MAX_RESULT]}
+
+    async def _run_tool(self, name: str, call: dict[str, Any]) -> str:
+        if call.get("error"):
+            raise ValueError(call["error"])
+        tools = {tool.__name__: tool for tool in self.tools}
+        if name not in tools:
+            raise ValueError(f"there is no tool {name!r}; there are {', '.join(tools) or 'none'}")
+        arguments = json.loads(call["arguments"])
+        inspect.signature(tools[name]).bind(**arguments)
+        with _alarm(self._timeout_s):
+            result = tools[name](**arguments)
+            if inspect.isawaitable(result):
+                result = await asyncio.wait_for(result, self._timeout_s)
+        return result if isinstance(result, str) else json.dumps(result)
+
+
+def schema_of(tool: Callable) -> dict[str, Any]:
+    """The JSON schema of a tool, from its type hints and docstring. Raises ValueError, naming what is missing there."""
+    # without torch, which takes seconds to import and is only asked for the type of audio
+    with mock.patch.object(chat_template_utils, "is_torch_available", lambda: False):
+        try:
+            return chat_template_utils.get_json_schema(tool)
+        except chat_template_utils.DocstringParsingException as error:
+            raise ValueError(f"the tool {tool.__name__} needs a docstring with its arguments: {error}") from None
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float):
+    """Raise TimeoutError in Python code that runs longer. Code that hangs in C ends with the episode's deadline."""
+    def expire(*_) -> None:
+        raise TimeoutError(f"it took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,151 @@
+"""The trainer's end of the processes that run episodes: starts them, tells them the model's replies, hears their
+questions, and ends those that take too long."""
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from rewards.runtime.process import ROOT, START_S, find_processes
+from rewards.runtime.worker import MAX_TEXT
+
+GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later
+DUMP_S = 2.0  # it may take this long to write where it hangs
+MAX_RECEIVED = 2**23  # bytes
+
+
+@dataclass
+class Process:
+    pid: int
+    connection: Connection
+    since: float  # when it was told something that it has not answered yet
+    is_busy: bool = True  # it runs the user's code; False: it waits for the model
+
+
+class EpisodeProcesses:
+    """One process an episode, all forked from one that has imported the user's file."""
+
+    def __init__(self, spec: str, timeout_s: float):
+        """Raises ValueError for a mistake in `spec` (FILE.py:NAME), RuntimeError if the file cannot be loaded."""
+        self.timeout_s = timeout_s
+        self.running: dict[int, Process] = {}
+        self.folder = tempfile.mkdtemp(prefix="episodes_")  # of temporary files; its name marks what they started
+        self.control, theirs = socket.socketpair()
+        env = dict(os.environ, TMPDIR=self.folder, OMP_NUM_THREADS="1")
+        env.pop("LD_PRELOAD", None)  # vLLM sets it for its own process
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "envs.runtime.server", str(theirs.fileno()), str(os.getpid()), spec, str(timeout_s)]
+        self.server = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=env,
+        )
+        theirs.close()
+        readable, _, _ = select.select([self.control], [], [], START_S)
+        reply = json.loads(self.control.recv(2**20) or b'{"text": "it died"}') if readable else {"text": "no answer"}
+        if reply:
+            self.close()
+            last_line = reply["text"].strip()
+            if "ValueError: --rollout.episode" in last_line:  # a mistake in the flag, which says all
+                raise ValueError(last_line[last_line.rindex("--rollout.episode") :])
+            raise RuntimeError(f"--rollout.episode {spec} could not be loaded:\n{reply['text']}")
+
+    def start(self, number: int, message: dict[str, Any]) -> None:
+        """Start an episode. `message`: {"row", "messages", "tokens_left"}."""
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self.control, [b"e"], [theirs.fileno()])
+        theirs.close()
+        pid = int.from_bytes(self.control.recv(8), "little")
+        if not pid:
+            raise RuntimeError("the process that starts episodes has died")
+        self.running[number] = Process(pid, Connection(ours.detach()), time.monotonic())
+        self.tell(number, message)
+
+    def tell(self, number: int, message: dict[str, Any]) -> None:
+        process = self.running[number]
+        process.since = time.monotonic()
+        process.is_busy = True
+        with contextlib.suppress(BrokenPipeError):  # it died meanwhile: `events` will see it
+            process.connection.send_bytes(pickle.dumps(message))
+
+    @property
+    def num_busy(self) -> int:
+        return sum(process.is_busy for process in self.running.values())
+
+    def events(self, is_waiting: bool) -> list[tuple[int, dict[str, Any]]]:
+        """What episodes have sent, (number, message) in the order of their numbers. `is_waiting`: until there is at
+        least one. "seconds" is added to each: how long the user's code ran."""
+        found = []
+        while True:
+            busy = {process.connection: number for number, process in self.running.items() if process.is_busy}
+            timeout = 0.0
+            if is_waiting and busy:
+                first = min(self.running[number].since for number in busy.values())
+                timeout = max(first + self.timeout_s + GRACE_S - time.monotonic(), 0.0)
+            for connection in wait(list(busy), timeout):
+                found.append(self.receive(busy[connection]))
+            heard = {number for number, _ in found}
+            for number, process in list(self.running.items()):
+                late = time.monotonic() - process.since - self.timeout_s - GRACE_S
+                if process.is_busy and number not in heard and late > 0:
+                    found.append(self.expire(number))
+            if found or not is_waiting or not busy:
+                return sorted(found, key=lambda event: event[0])
+
+    def receive(self, number: int) -> tuple[int, dict[str, Any]]:
+        process = self.running[number]
+        seconds = time.monotonic() - process.since
+        process.is_busy = False
+        try:
+            message = json.loads(process.connection.recv_bytes(MAX_RECEIVED))
+        except (EOFError, OSError, ValueError):
+            message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
+        if "messages" not in message:
+            self.end(number)
+        return number, message | {"seconds": seconds}
+
+    def expire(self, number: int) -> tuple[int, dict[str, Any]]:
+        """End an episode that hangs, and read where."""
+        process = self.running[number]
+        os.kill(process.pid, signal.SIGUSR1)
+        where = b""
+        end = time.monotonic() + DUMP_S
+        while (left := end - time.monotonic()) > 0 and select.select([process.connection], [], [], left)[0]:
+            data = os.read(process.connection.fileno(), 2**16)
+            if not data:
+                break
+            where += data
+        self.end(number)
+        text = f"no answer after {self.timeout_s:g} s (--rollout.tool-timeout-s)\n{where[:MAX_TEXT].decode(errors='replace')}"
+        return number, {"failure": "timeout", "kind": "timeout", "text": text, "seconds": self.timeout_s}
+
+    def end(self, number: int) -> None:
+        """End the process of an episode, and what it started."""
+        process = self.running.pop(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.connection.close()
+
+    def end_all(self) -> None:
+        for number in list(self.running):
+            self.end(number)
+
+    def close(self) -> None:
+        self.end_all()
+        self.control.close()
+        self.server.kill()
+        self.server.wait()
+        while left := find_processes(f"TMPDIR={self.folder}".encode()):  # those that left their process group
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)

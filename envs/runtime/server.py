@@ -1,0 +1,147 @@
+"""Runs episodes, `python -m envs.runtime.server FD PARENT SPEC TIMEOUT_S`: imports the user's file once and forks one
+process for each episode, so that none can hang, kill or change another.
+
+The socket FD brings one socket for each episode; its answer is the process's number. Over an episode's socket the
+trainer sends pickles: the row, then the model's replies. The episode sends JSON: {"messages", "max_tokens", "tools"} to
+ask for a reply, and at its end {"result"} or {"failure", "kind", "text"}.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from envs.runtime.chat import Chat
+from rewards import load_function
+from rewards.runtime.worker import failure_of, plain
+
+MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
+MAX_SENT = 2**22  # bytes of one message to the trainer
+
+
+class Printed:
+    """What an episode prints, on the trainer's stderr and bounded."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self.left = MAX_PRINTED
+
+    def write(self, text: str) -> int:
+        shown = text[: self.left]
+        self.left -= len(shown)
+        os.write(self.fd, shown.encode(errors="replace"))
+        if shown and not self.left:
+            os.write(self.fd, f"\n[an episode printed more than {MAX_PRINTED} characters]\n".encode())
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def load_episode(spec: str) -> Callable:
+    """The coroutine function that --rollout.episode names."""
+    function = load_function(spec, "--rollout.episode", "episode")
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"--rollout.episode {spec}: {function.__name__} is a plain `def`; an episode waits for the model, so write\n"
+            f"    async def {function.__name__}(chat, row):\n"
+            f"        text = await chat.reply()\n"
+            f"        return 1.0 if ... else 0.0"
+        )
+    inspect.signature(function).bind(None, None)
+    return function
+
+
+async def run(connection: Connection, episode: Callable, timeout_s: float) -> dict[str, Any]:
+    """One episode, from its row to its result. The time between a reply and the next question is the tools', and is
+    bounded by `timeout_s`; while the model writes, no clock runs."""
+    loop = asyncio.get_running_loop()
+    inbox: asyncio.Queue = asyncio.Queue()
+    loop.add_reader(connection.fileno(), lambda: inbox.put_nowait(pickle.loads(connection.recv_bytes())))
+    start = await inbox.get()
+
+    async def ask(question: dict[str, Any]) -> dict[str, Any]:
+        deadline.reschedule(None)
+        send(connection, question)
+        answer = await inbox.get()
+        deadline.reschedule(loop.time() + timeout_s)
+        return answer
+
+    chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask)
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            result = await episode(chat, start["row"])
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        failure = failure_of(error)
+        return failure | {"failure": "timeout"} if deadline.expired() else failure
+    return {"result": result, "tool_calls": chat.num_tool_calls, "tool_errors": chat.num_tool_errors}
+
+
+def send(connection: Connection, message: dict[str, Any]) -> None:
+    data = json.dumps(message, default=plain).encode()
+    if len(data) > MAX_SENT:
+        raise ValueError(f"the episode sends {len(data)} bytes at once, at most {MAX_SENT}: shorten what tools return")
+    connection.send_bytes(data)
+
+
+def run_process(connection: Connection, episode: Callable, timeout_s: float) -> None:
+    """The whole life of an episode's process."""
+    os.setsid()  # what it starts ends with it
+    die_with_parent(os.getppid())
+    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), chain=True)  # shows where it hangs, then ends it
+    printed = Printed(os.dup(2))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    sys.stdout = sys.stderr = printed
+    message = asyncio.run(run(connection, episode, timeout_s))
+    try:
+        send(connection, message)
+    except ValueError as error:
+        send(connection, failure_of(error))
+
+
+def die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def main() -> None:
+    fd, parent, spec, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    die_with_parent(parent)
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=fd)
+    try:
+        episode = load_episode(spec)
+    except (Exception, SystemExit) as error:
+        control.sendall(json.dumps(failure_of(error)).encode())
+        return
+    control.sendall(b"{}")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away processes that ended
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        pid = os.fork()
+        if not pid:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            run_process(Connection(fds[0]), episode, timeout_s)
+            os._exit(0)
+        os.close(fds[0])
+        control.sendall(pid.to_bytes(8, "little"))
+
+
+if __name__ == "__main__":
+    main()
