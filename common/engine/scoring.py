@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, Response, SamplingConfig
+from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.episodes import Episodes, drop_episodes, measure_episodes
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
@@ -44,7 +44,7 @@ class Scoring:
 
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                  sampling: SamplingConfig, seed: Sequence[int | str],
+                  sampling: RolloutConfig, seed: Sequence[int | str],
                   stop: Callable[[], bool] = lambda: False) -> "PendingRollout":
     """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
 
@@ -70,7 +70,7 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
 class PendingRollout:
     """Responses that were sampled and are being scored."""
 
-    def __init__(self, scoring: Scoring, samples: list[Sample], sampling: SamplingConfig):
+    def __init__(self, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
         self.scoring, self.samples, self.sampling = scoring, samples, sampling
 
     def score(self, i: int, response: Response) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.batch import Batch
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
@@ -18,6 +19,7 @@ from common.prompts import DataConfig
 from rewards import json_object
 from tests.conftest import TRAIN
 from tests.engine.engine_models import make_model
+from tests.engine.episode_runs import Runs, make_prompt
 
 pytestmark = pytest.mark.engine
 SAMPLING = SamplingConfig(temperature=1.0, max_response_length=12)
@@ -175,6 +177,25 @@ def test_seeds_make_a_response_its_own(awake, prompts):
     assert [r.tokens for r in first] == [r.tokens for r in again]
     assert [r.tokens for r in first] != [r.tokens for r in other]
     assert [seen[i] for i in range(6)] == first
+
+
+def test_episodes_repeat_in_lockstep(awake, policy, smollm, world):
+    """Tools of random duration; engine and trainer agree on all turns as they do on single responses."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    prompts = [make_prompt(tokenizer, number, max_sleep_s=0.1) for number in range(6)]
+    run = Runs(awake, tokenizer, world, stop_tokens(smollm, tokenizer), 240)
+    first, again = (
+        run("three_turns", prompts, num_samples=2, lockstep=True, max_response_length=100) for _ in range(2)
+    )
+    assert [asdict(s.response) | {"tools": {}} for s in first] == [asdict(s.response) | {"tools": {}} for s in again]
+    assert all(sample.response.num_turns == 3 for sample in first)
+    responses = [sample.response for sample in first]
+    batch = Batch.build(
+        [sample.prompt.tokens for sample in first], [r.tokens for r in responses],
+        rollout_logps=[r.logp for r in responses], masks=[r.mask for r in responses],
+    )
+    difference = (policy.score(batch, 1.0).exp() - batch.rollout_logp.exp())[batch.mask].abs().mean()
+    assert difference < 0.012  # bfloat16; of single responses 0.007
 
 
 def test_an_engine_start_leaves_the_process_as_it_was(vllm):

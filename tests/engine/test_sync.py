@@ -90,7 +90,8 @@ def test_hf_follows_every_family_and_comes_back(family, world, tmp_path):
 
 
 def test_two_ranks_are_one_engine(tmp_path):
-    """tp 2: both ranks return the same responses, which are right, and each finished one is announced by one rank."""
+    """tp 2: both ranks return the same responses, which are right, and each finished one is announced by one rank. What
+    episodes say reaches both ranks at the same step."""
     models = [make_model("llama", True, tmp_path), make_model("qwen3", False, tmp_path)]
     launch(ROOT / "tests/engine/engine_models.py", tmp_path, *models, ranks=2, timeout=400.0)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -102,6 +103,10 @@ def test_two_ranks_are_one_engine(tmp_path):
         print(f"{num_sampled} of 64 responses sampled, {stopped[0]['num_before']} before the stop")
         assert stopped[0]["num_before"] <= num_sampled < 32
         assert "checksums differ" in seen["verdict"] and "model.norm.weight" in seen["verdict"]
+        played = seen.pop("episodes"), other.pop("episodes")
+        assert [episode["index"] for episode in played[0]] == [0, 1, 2] and not played[1]  # the first rank has them
+        assert all(episode["turns"] == 3 and episode["end"] == "done" for episode in played[0])
+        assert all(episode["off"] < 2e-5 for episode in played[0])
         announced = seen.pop("finished"), other.pop("finished")
         assert [sorted(x) for x in announced] == [[0, 2, 4], [1, 3]]
         assert seen == other
