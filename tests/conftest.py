@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.parallel import ranks
-from tests.checkpoint.faulty import server
+from tests.checkpoint.faulty import Server, server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
@@ -27,6 +27,7 @@ LONGEST_FILES = (
     "scripts/test_distillation.py", "model/test_liger.py", "parallel/test_exchange.py",
 )
 
+VLLM = "vllm.entrypoints.llm"
 VOCAB = 4096                                                            # of tiny models
 
 # Every 64th token ends a response, so that those of a random model differ in length.
@@ -90,14 +91,14 @@ def tiny_llama(tmp_path_factory, smollm) -> str:
 
 
 def launch(
-    *command: str, ranks: int = 0, warm: bool = False, env: dict[str, str] | None = None, timeout: float = 600.0,
+    *command: str, ranks: int = 0, warm: bool | str = False, env: dict[str, str] | None = None, timeout: float = 600.0,
     check: bool = True,
 ):
     """`python COMMAND` in the repository, or `torchrun --nproc-per-node ranks COMMAND`; one OpenMP thread a rank.
 
-    `warm`: a script, in a fork a rank of a process that has done its imports."""
+    `warm`: a script, in a fork a rank of a process that has done its imports, with VLLM those of vLLM too."""
     if warm:
-        done = _warm_start(*map(str, command), ranks=ranks or 1, env=env)
+        done = _warm_start(server() if warm is True else server(warm), *map(str, command), ranks=ranks or 1, env=env)
     else:
         python = [sys.executable]
         if ranks:
@@ -125,8 +126,10 @@ def launch_all(folder: Path, jobs: dict[str, list[str]], ranks: int = 1) -> None
     launch("tests/scripts/variant_worker.py", folder / "jobs.json", ranks=ranks, warm=True)
 
 
-def _warm_start(*command: str, ranks: int, env: dict[str, str] | None) -> subprocess.CompletedProcess:
+def _warm_start(
+    start: Server, *command: str, ranks: int, env: dict[str, str] | None
+) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        code = server()(out, "none", *command, ranks=ranks, errors=errors, env=env)
+        code = start(out, "none", *command, ranks=ranks, errors=errors, env=env)
         return subprocess.CompletedProcess(command, code, out.read_text(), errors.read_text())

@@ -467,7 +467,7 @@ def test_corrected_losses_and_their_gradients(loss, options):
 
 def test_two_ranks_are_the_loop(tmp_path):
     """Every case on two gloo ranks, one of which has dummies: same masks, weights, rejections and metrics on both."""
-    launch("tests/common/test_correction.py", tmp_path, ranks=2, timeout=170)
+    launch("tests/common/test_correction.py", tmp_path, ranks=2, warm=True)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first.keys() == second.keys() and len(first) == len(CASES) * 2
     for (case, layout), (found, rejected, metrics, counts) in first.items():
@@ -521,7 +521,7 @@ def run(model: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
            "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1",
            "--save.hf", "never", "--prompts-per-step", "4", "--samples-per-prompt", "3", "--total-steps", "2",
            "--reward.function", "tests/scripts/reward_by_length.py:compute_score", "--rollout.max-response-length", "6",
-           "--optim.lr", "0.01", *flags, ranks=ranks, warm=not ranks)
+           "--optim.lr", "0.01", *flags, ranks=ranks, warm=True)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
