@@ -8,7 +8,7 @@ Two ideas say what a response takes part in. A reward of NaN: it has no reward a
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
@@ -73,19 +73,6 @@ class Rollout:
         theirs["group"] = theirs["group"] + num_groups
         joined = {name: torch.cat([mine, theirs[name]]) for name, mine in self.tensors().items()}
         return Rollout(self.samples + moved, **joined)
-
-    def take_groups(self, groups: Sequence[int]) -> "Rollout":
-        """The responses of these groups. Groups are numbered in this order, responses group by group."""
-        new_group = {old: new for new, old in enumerate(groups)}
-        of_group = [(self.group == old).nonzero()[:, 0] for old in groups]
-        order = torch.cat(of_group) if of_group else torch.zeros(0, dtype=torch.int64)
-        new_index = {int(old): new for new, old in enumerate(order)}
-        samples = [
-            replace(s, index=new_index[s.index], group=new_group[s.group]) for s in self.samples if s.group in new_group
-        ]
-        taken = {name: values[order] for name, values in self.tensors().items()}
-        taken["group"] = torch.tensor([new_group[int(old)] for old in taken["group"]], dtype=torch.int64)
-        return Rollout(samples, **taken)
 
     def state_dict(self) -> list[list]:
         """The samples of all ranks, for JSON. All ranks call this together."""
@@ -191,3 +178,21 @@ def sum_per_response(batch: Batch, x: Tensor, num_responses: int) -> Tensor:
     real = batch.index >= 0
     sums[batch.index[real]] = segment_sum(x.double(), batch.cu_seqlens)[real]
     return all_sum(sums)
+
+
+Component = tuple[float, Tensor]                        # a factor, and a number [S] that the reward function returned
+
+
+def gather_components(rollout: Rollout, factors: dict[str, float]) -> list[Component]:
+    """These numbers, which reward functions returned beside the score, of all responses on every rank; NaN: no score.
+    All ranks call this together. Raises ValueError, naming row and component, where one is missing."""
+    scored = [sample for sample in rollout.samples if math.isfinite(sample.score)]
+    mine = [(sample.index, sample.row, [sample.extras.get(name) for name in factors]) for sample in scored]
+    values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
+    for index, row, numbers in sorted(chain(*all_gather_objects(mine))):
+        for k, (name, number) in enumerate(zip(factors, numbers)):
+            if not isinstance(number, float):
+                raise ValueError(f"row {row} of --train-data: the reward function returned {name} = {number!r:.80}, "
+                                 f"must be a number (--reward-components)")
+            values[k, index] = number
+    return list(zip(factors.values(), values))
