@@ -21,7 +21,7 @@ from tests.conftest import TRAIN
 from tests.engine.engine_models import make_model
 from tests.engine.episode_runs import Runs, make_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 SAMPLING = SamplingConfig(temperature=1.0, max_response_length=12)
 
 
@@ -286,7 +286,8 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 
-def test_the_hf_engine_stops_between_tokens(tiny_llama, world, prompts):
+def test_the_hf_engine_stops_between_tokens(tiny_llama, world):
+    prompts = [[5, 17, 300, 41], [7] * 9]
     engine = start("hf", tiny_llama, world, prompts)
     engine.wake(load_policy(tiny_llama, ModelConfig(), world))
     answers = iter([False] * 3 + [True] * 100)
@@ -296,9 +297,9 @@ def test_the_hf_engine_stops_between_tokens(tiny_llama, world, prompts):
     engine.sleep()
 
 
-def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prompts):
+def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
     policy = load_policy(tiny_llama, ModelConfig(), world)
-    engine = start("hf", tiny_llama, world, prompts)
+    engine = start("hf", tiny_llama, world, [[5, 17, 300, 41], [7] * 9])
     engine.wake(policy)
     batch = engine._sample_probe()
     assert engine._check_probe(batch)["sync/probe_prob_diff"] < 0.02

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.batch import Batch
+from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.engine.base import Response, RolloutConfig
 from common.engine.episodes import start_episodes
 from common.engine.make import make_engine, stop_tokens
@@ -21,7 +22,7 @@ from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import TemplateConfig
-from common.rollout import Rollout, gather_rollout, to_minibatches
+from common.rollout import gather_rollout, to_minibatches
 from rewards.runtime.pool import RewardConfig
 from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of
 
@@ -249,7 +250,7 @@ def test_a_rewritten_history_makes_sequences_of_one_response(run, tokenizer, pol
         assert ((numbers == 0) | (numbers == rollout.num_sequences)).all()
     difference = (policy.score(whole, 1.0) - whole.rollout_logp)[whole.mask].abs()
     assert difference.max() < 2e-5
-    again = Rollout.from_state(rollout.state_dict(), prompts, world)
+    again = responses_from_state(responses_to_state(rollout), prompts, world)
     assert again.num_sequences.tolist() == rollout.num_sequences.tolist()
     assert again.samples[0].response == rollout.samples[0].response
 

@@ -43,7 +43,7 @@ def test_every_script_trains_on_episodes(runs, script):
     for row in steps:
         assert row["num_turns/mean"] == 3 and row["episode/done_frac"] == 1
         assert row["actor/grad_norm"] > 0 and math.isfinite(row["actor/grad_norm"])
-        assert 3 <= row["response_length/mean"] <= 18  # three replies of at most 6 tokens; what was said between is more
+        assert 3 <= row["response_length/mean"] <= 18  # three replies of at most 6 tokens
         assert row["training/rollout_probs_diff_max"] < 1e-3
 
 
