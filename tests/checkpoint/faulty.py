@@ -176,8 +176,8 @@ class Server:
         ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "serve", *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+            [sys.executable, __file__, "serve", *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
     def __call__(
         self, log: Path, *arguments: str, ranks: int = 1, errors: Path | None = None, env: dict | None = None

@@ -1,6 +1,5 @@
 """Shared by the tests of engines."""
 
-import gc
 import importlib
 
 import pytest
