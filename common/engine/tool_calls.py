@@ -1,0 +1,50 @@
+"""Calls of tools in what a model wrote, read by vLLM's parsers: each family of models writes them in its own form."""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+FAMILIES = {"llama": "llama3_json", "llama4": "llama4_pythonic", "qwen2": "hermes", "qwen3": "hermes",
+            "qwen3_moe": "hermes", "smollm3": "hermes"}
+"""A model's `model_type` -> the name of its parser, where they differ."""
+STARTS = {"llama3_json": r"\s*\{|<\|python_tag\|>", "pythonic": r"\s*\[\w+\("}
+"""How a reply with calls begins, for parsers that do not say it by one of START_TOKENS; of others: <tool_call>."""
+START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_string", "bot_token", "tc_start")
+
+
+def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[dict[str, Any]]]:
+    """The parser of --rollout.tool-parser: vLLM's name, or a model's `model_type`. It takes a reply, with its special
+    tokens and without its end token, and the tools' schemas, which a few parsers need for the types of arguments. It
+    gives the calls, {"name", "arguments": JSON text}; if the reply begins a call and none can be read, one {"name": "",
+    "error"}. Raises ValueError if there is no such parser or it cannot be used."""
+    name = FAMILIES.get(name, name)
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+    except ModuleNotFoundError:
+        raise ValueError(f"--rollout.tool-parser {name} is a parser of vLLM, which is not installed here") from None
+    if name not in ToolParserManager.list_registered():
+        known = ", ".join(sorted({*ToolParserManager.list_registered(), *FAMILIES}))
+        raise ValueError(f"--rollout.tool-parser {name} is unknown; there are {known}")
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL + 1)  # it logs a traceback for each broken call
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    except (ModuleNotFoundError, RuntimeError) as error:  # of a package that is not here, of a token the model lacks
+        raise ValueError(f"--rollout.tool-parser {name} cannot be used with this model here: {error}") from None
+    tokens = [re.escape(getattr(parser, key)) for key in START_TOKENS if hasattr(parser, key)]
+    start = re.compile(STARTS.get(name) or "|".join(tokens) or "<tool_call>")
+
+    def parse(text: str, tools: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        request = ChatCompletionRequest.model_construct(messages=[], tools=list(tools), tool_choice="auto")
+        try:
+            found = parser.extract_tool_calls(text, request).tool_calls
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
+            found = []
+        if not found and (start.match(text) if name in STARTS else start.search(text)):
+            return [{"name": "", "error": f"this call of a tool cannot be read: {text.strip():.200}"}]
+        return [{"name": call.function.name, "arguments": call.function.arguments} for call in found]
+
+    return parse
