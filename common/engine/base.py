@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -105,6 +105,11 @@ class Response:
     """The log-prob of each token under the distribution it was drawn from: after temperature, min_p, top_k, top_p."""
     finish_reason: str
     """stop: it ended by itself. length: it was truncated at max_tokens."""
+    mask: list[bool] | None = None
+    """Of an episode: True for tokens that the policy sampled, not for those of users and tools."""
+    num_turns: int | None = None
+    end_reason: str | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 class Engine:

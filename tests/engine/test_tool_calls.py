@@ -21,9 +21,10 @@ WRITTEN = {
     "pythonic": ["[add(a=1, b=[2, {'c': 'x'}])]", "[not_listed(text='a \"quoted\" </text>')]"],
 }
 BROKEN = {
-    "hermes": ['I add. <tool_call>{"name": "add", "arguments": {"a": 1', "<tool_call>" * 1000, "<tool_call>" + "[" * 10**5,
-               '<tool_call>{"name": 5, "arguments": 3}</tool_call>', "<tool_call>null</tool_call>", "<tool_call>"],
-    "llama3_json": ['{"name": "add", "parameters": {"a"', "{" * 5000, '{"a": 1}', "<|python_tag|>add(1)", ' {"name": 5'],
+    "hermes": ['I add. <tool_call>{"name": "add", "arguments": {"a": 1', "<tool_call>" * 1000,
+               "<tool_call>" + "[" * 10**5, '<tool_call>{"name": 5, "arguments": 3}</tool_call>', "<tool_call>"],
+    "llama3_json": ['{"name": "add", "parameters": {"a"', "{" * 5000, '{"a": 1}', "<|python_tag|>add(1)",
+                    ' {"name": 5'],
     "pythonic": ["[add(a=1", "[add(1)]", "[add(a=__import__('os').getcwd())]", "[a(" * 3000],
 }
 PLAIN = {
@@ -59,8 +60,8 @@ def test_a_broken_call_is_told_and_plain_text_is_no_call(tokenizer, name, capfd)
     assert "Traceback" not in capfd.readouterr().err
 
 
-PIECES = ["<tool_call>", "</tool_call>", "<|python_tag|>", "{", "}", "[", "]", "(", ")", ":", ",", "=", '"', "'", "\\", "\n", " ",
-          '"name"', '"arguments"', '"parameters"', "add", "None", "1e999", "\ud800", "\0", "é"]
+PIECES = ["<tool_call>", "</tool_call>", "<|python_tag|>", "{", "}", "[", "]", "(", ")", ":", ",", "=", '"', "'", "\\",
+          "\n", " ", '"name"', '"arguments"', '"parameters"', "add", "None", "1e999", "\ud800", "\0", "é"]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -82,9 +83,9 @@ def test_a_model_family_has_its_parser(tokenizer):
 
 
 def test_a_parser_that_cannot_be_used_is_refused(tokenizer, smollm):
-    with pytest.raises(ValueError, match="--rollout.tool-parser hermez is unknown; there are .*, hermes, .*, qwen2, "):
+    with pytest.raises(ValueError, match=r"--rollout.tool-parser hermez is unknown; there are .*, hermes, .*, qwen2, "):
         make_parser("hermez", tokenizer)
-    with pytest.raises(ValueError, match="llama3_json cannot be used with this model here: .*python_tag"):
+    with pytest.raises(ValueError, match=r"llama3_json cannot be used with this model here: .*python_tag"):
         make_parser("llama3_json", AutoTokenizer.from_pretrained(smollm))
     code = ("import sys; sys.modules['vllm'] = None\nfrom common.engine.tool_calls import make_parser\n"
             "try:\n    make_parser('hermes', None)\nexcept ValueError as error:\n    print(error)")

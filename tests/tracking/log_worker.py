@@ -53,6 +53,22 @@ def samples(tokenizer, mine: list[int]) -> list[Sample]:
     ]
 
 
+TURNS = [("assistant", "I ask: <<6*7>>"), ("tool", "42 </script><b>"), ("assistant", "#### 42")]
+
+
+def episode(tokenizer, index: int = 0) -> Sample:
+    """An episode of two turns with a tool's result between them, as the engine gives it."""
+    pieces = [tokenizer(text)["input_ids"] for _, text in TURNS]
+    mask = [role == "assistant" for (role, _), piece in zip(TURNS, pieces) for _ in piece]
+    found = [token for piece in pieces for token in piece]
+    messages = [{"role": "user", "content": PROMPTS[0]}, *({"role": role, "content": text} for role, text in TURNS)]
+    messages[1]["tool_calls"] = [{"name": "calculator", "arguments": '{"expression": "6*7"}'}]
+    messages[2]["name"] = "calculator"
+    response = Response(found, [-0.5 * sampled for sampled in mask], "stop", mask, 2, "stop", messages)
+    prompt = Prompt(tokenizer(PROMPTS[0])["input_ids"], "sums", 42, {}, [])
+    return Sample(index, 0, 0, prompt, response, text=tokenizer.decode(found), score=1.0)
+
+
 def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.Tensor, dict]:
     """What a rank trains on: these of the four, after a dummy, with numbers that say whose they are. Token t of
     response i has old_logp -(i + t / 100), advantage i, entropy t, ratio 1 + i / 10, and is clipped where t is 1."""
