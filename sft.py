@@ -148,7 +148,7 @@ def main(args: Args) -> None:
             # 5 update
             with run.phase("update_actor", [minibatch]):
                 # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
-                losses.set_token_weights(minibatch.microbatches, "token-mean")
+                losses.set_token_weights(minibatch.microbatches, "token-mean", None, minibatch.skipped_lengths)
                 for microbatch in minibatch:                                                    # as many on every rank
                     logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
                     losses.check_finite("logp", logp.detach(), microbatch)

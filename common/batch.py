@@ -24,6 +24,7 @@ class Batch:
     mask: Tensor = field(metadata=PER_TOKEN)        # [T] bool, True where the policy sampled, stop token included
     cu_seqlens: Tensor                              # [S+1] int32
     index: Tensor = field(metadata=PER_RESPONSE)    # [S] int64, number of the response in the step; a dummy's is -1
+    number: Tensor = field(metadata=PER_RESPONSE)   # [S] int64, of the sequence in the step; some episodes have several
     rollout_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)   # [T] float32, 0 where mask is False
     old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, as the next six
     ref_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)
@@ -76,7 +77,8 @@ class Batch:
 
     @classmethod
     def build(cls, prompts: list[list[int]], responses: list[list[int]], *, index: list[int] | None = None,
-              rollout_logps: list[list[float]] | None = None, masks: list[list[bool]] | None = None) -> "Batch":
+              number: list[int] | None = None, rollout_logps: list[list[float]] | None = None,
+              masks: list[list[bool]] | None = None) -> "Batch":
         """From lists with one entry a response; `rollout_logps` and `masks` have a number for each response token.
 
         `masks` is False on tool output, whose rollout_logp becomes 0; without it the whole response was sampled. A
@@ -94,7 +96,9 @@ class Batch:
         tokens = flat(prompts, responses, torch.int64)
         mask = flat(zeros, masks or [[True] * len(response) for response in responses], torch.bool)
         lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses)], dtype=torch.int64)
-        batch = cls(tokens, mask, offsets(lengths), torch.tensor(index or range(len(responses)), dtype=torch.int64))
+        index = torch.tensor(index or range(len(responses)), dtype=torch.int64)
+        number = index if number is None else torch.tensor(number, dtype=torch.int64)
+        batch = cls(tokens, mask, offsets(lengths), index, number)
         if rollout_logps is not None:
             batch.rollout_logp = flat(zeros, rollout_logps, torch.float32).where(mask, 0.0)
             for t in (~batch.rollout_logp.isfinite()).nonzero()[:1, 0]:
@@ -109,6 +113,7 @@ class Batch:
         mask, it is in no denominator and no statistic, and its weight and gradient are 0."""
         zeros = {name: tensor.new_zeros(1 + (per == "token")) for name, (tensor, per) in self.present().items()}
         zeros["index"] -= 1
+        zeros["number"] -= 1
         return Batch(**zeros, cu_seqlens=self.cu_seqlens.new_tensor([0, 2]))
 
     def select(self, responses: Tensor) -> "Batch":
@@ -121,16 +126,16 @@ class Batch:
         picks = {"token": where + torch.arange(total, device=where.device), "response": responses}
         return Batch(cu_seqlens=cu_seqlens, **{name: x[picks[per]] for name, (x, per) in self.present().items()})
 
-    def microbatch(self, index: np.ndarray | Tensor) -> "Batch":
-        """The responses with these numbers, of a batch that is sorted by index; a dummy if there are no numbers."""
-        index = torch.as_tensor(index, dtype=torch.int64, device=self.tokens.device)
-        assert torch.isin(index, self.index).all(), "this batch was not exchanged by the plan of these micro-batches"
-        return self.select(torch.searchsorted(self.index, index)) if len(index) else self.dummy()
+    def microbatch(self, number: np.ndarray | Tensor) -> "Batch":
+        """The sequences with these numbers, of a batch that is sorted; a dummy if there are no numbers."""
+        number = torch.as_tensor(number, dtype=torch.int64, device=self.tokens.device)
+        assert torch.isin(number, self.number).all(), "this batch was not exchanged by the plan of these micro-batches"
+        return self.select(torch.searchsorted(self.number, number)) if len(number) else self.dummy()
 
     def sort(self) -> "Batch":
-        """The responses in the order of their index, without dummies: `Batch.cat(microbatches).sort()`."""
-        order = self.index.argsort()
-        return self.select(order[self.index[order] >= 0])
+        """The sequences in the order of their numbers, without dummies: `Batch.cat(microbatches).sort()`."""
+        order = self.number.argsort()
+        return self.select(order[self.number[order] >= 0])
 
     @classmethod
     def cat(cls, batches: list["Batch"]) -> "Batch":

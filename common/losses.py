@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.parallel.ranks import all_sum
+from common.parallel.ranks import all_max, all_sum
 from common.segments import expand, moments, segment_mean, segment_sum
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -21,23 +21,27 @@ def set_token_weights(microbatches: list, aggregation: str, norm_length: float |
                       skipped_lengths: Tensor | None = None) -> tuple[int, int]:
     """Write `microbatch.weight` [T], so that (loss * weight).sum() over all micro-batches and ranks aggregates.
 
-    Returns the global numbers of tokens with mask and of sequences with any. Where they are 0 (every response was
+    Returns the global numbers of tokens with mask and of responses with any. Where they are 0 (every response was
     rejected) all weights are 0. `norm_length` is the constant of seq-mean-token-sum-norm; the others ignore it.
-    `skipped_lengths`: of this mini-batch's responses that run in no micro-batch, on every rank the same.
+    `skipped_lengths` [S]: tokens of this mini-batch's responses that run in no micro-batch, on every rank the same;
+    0 for all other responses of the step; None: all run. An episode of several sequences is one response.
     """
-    counts = [segment_sum(b.mask.double(), b.cu_seqlens) for b in microbatches]         # [S] each
-    tokens, sequences = all_sum([sum(c.sum() for c in counts), sum((c > 0).sum() for c in counts)]).tolist()
-    if skipped_lengths is not None:
-        tokens += float(skipped_lengths.sum())
-        sequences += int((skipped_lengths > 0).sum())
+    if skipped_lengths is None:
+        num_responses = 1 + int(all_max([max(int(batch.index.max()) for batch in microbatches)]))
+        skipped_lengths = torch.zeros(num_responses, dtype=torch.float64)
+    here = skipped_lengths.new_zeros(len(skipped_lengths), device=microbatches[0].tokens.device)
+    for batch in microbatches:
+        here.index_add_(0, batch.index.clamp(min=0), segment_sum(batch.mask.double(), batch.cu_seqlens))
+    counts = all_sum(here) + skipped_lengths                                            # [S] tokens of each response
+    tokens, responses = int(counts.sum()), int((counts > 0).sum())
     norm = norm_length if aggregation == "seq-mean-token-sum-norm" else 1.0
-    denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, sequences * norm)
-    for batch, count in zip(microbatches, counts):
-        weight = torch.full_like(count, 1 / denominator if denominator else 0.0)        # [S]
+    denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, responses * norm)
+    for batch in microbatches:
+        weight = torch.full_like(batch.lengths, 1 / denominator if denominator else 0.0, dtype=torch.float64)
         if aggregation == "seq-mean-token-mean":
-            weight /= count.clamp(min=1)
+            weight /= counts.to(weight.device)[batch.index].clamp(min=1)                # [S']
         batch.weight = torch.where(batch.mask, expand(weight, batch.cu_seqlens, len(batch.mask)), 0).float()
-    return int(tokens), int(sequences)
+    return tokens, responses
 
 
 def check_finite(name: str, x: Tensor, batch) -> None:

@@ -59,7 +59,7 @@ class Plan:
 
 def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world_size: int, max_tokens: int,
               seed: int, trained: np.ndarray | None = None, groups: np.ndarray | None = None,
-              prompt_lengths: np.ndarray | None = None) -> Plan:
+              prompt_lengths: np.ndarray | None = None, responses: np.ndarray | None = None) -> Plan:
     """Deal a step's responses to mini-batches, ranks and micro-batches; depends on nothing but its arguments.
 
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one (the caller checks that they do
@@ -68,15 +68,18 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
     The i-th micro-batch of a rank is its i-th most expensive one, because all ranks wait for the slowest in each.
     With `groups` and `prompt_lengths` [S], a group's responses stay together as far as they fit, and their prompt is
     counted once (--policy.share-prompt). Responses where `trained` [S] is False keep their place in a mini-batch, but
-    no rank runs them (rank -1)."""
+    no rank runs them (rank -1). With `responses` [N], everything that is [S] here is about sequences [N], and those of
+    one response are in the same mini-batch."""
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
-    assert lengths.shape == costs.shape and 1 <= num_minibatches <= len(lengths)
+    responses = np.arange(len(lengths)) if responses is None else np.asarray(responses)
+    num_responses = int(responses.max()) + 1
+    assert lengths.shape == costs.shape == responses.shape and 1 <= num_minibatches <= num_responses
     assert (lengths > 0).all() and (costs >= 0).all() and np.isfinite(costs).all()
     trained = np.ones(len(lengths), dtype=bool) if trained is None else np.asarray(trained, dtype=bool)
     rank_of = np.full(len(lengths), -1, dtype=np.int64)
     minibatches, idle = [], []
-    for members in np.array_split(np.random.default_rng(seed).permutation(len(lengths)), num_minibatches):
-        members.sort()
+    for dealt in np.array_split(np.random.default_rng(seed).permutation(num_responses), num_minibatches):
+        members = np.flatnonzero(np.isin(responses, dealt))
         idle.append(members[~trained[members]])
         members = members[trained[members]]
         units = _units(members, lengths, groups, prompt_lengths, max_tokens)                    # what stays together

@@ -5,7 +5,7 @@ the files (`reading`), checks the flags of the chat template (`template`), and k
 that all ranks of a node share (`store.load_prompts`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +50,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, str]]
+    row: dict[str, Any] = field(default_factory=dict, repr=False)  # the columns that were read; for episodes, all
 
 
 def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
@@ -69,7 +70,7 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise ValueError(f"{config.extra_info_column} is {extra_info!r:.80}; it must be a struct or absent")
-    return Prompt([], data_source, truth["ground_truth"], extra_info or {}, messages)
+    return Prompt([], data_source, truth["ground_truth"], extra_info or {}, messages, row)
 
 
 def parse_messages(prompt: Any, column: str) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ Two ideas say what a response takes part in. A reward of NaN: it has no reward a
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -41,6 +41,11 @@ class Sample:
     score: float = math.nan  # the scorers' number; NaN: the scorers failed
     extras: dict[str, Any] = field(default_factory=dict)  # what the reward function returned besides its score
 
+    @property
+    def sequences(self) -> list[tuple[list[int], Response]]:
+        """What the model saw: pairs of a prompt's tokens and a response. Of an episode there may be several."""
+        return [(part.prompt or self.prompt.tokens, part) for part in [*self.response.earlier, self.response]]
+
 
 @dataclass
 class Rollout:
@@ -50,7 +55,9 @@ class Rollout:
     scores: Tensor  # float64; NaN: no score
     group: Tensor  # int64; responses of one prompt have the same number
     prompt_lengths: Tensor  # float64, tokens
-    response_lengths: Tensor  # float64, tokens
+    response_lengths: Tensor  # float64, tokens that the policy sampled
+    other_lengths: Tensor  # float64, other tokens after the prompt: those of users and tools in episodes
+    num_sequences: Tensor  # float64; more than 1: an episode whose history was rewritten
     truncated: Tensor  # bool; the response was cut at the maximum response length
     in_loss: Tensor  # bool; its tokens are in the loss and in the denominators; at first: it has a score
 
@@ -60,7 +67,7 @@ class Rollout:
     @property
     def lengths(self) -> np.ndarray:
         """[S] int64, tokens of prompt and response."""
-        return (self.prompt_lengths + self.response_lengths).numpy().astype(np.int64)
+        return (self.prompt_lengths + self.response_lengths + self.other_lengths).numpy().astype(np.int64)
 
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: vars(self)[f.name] for f in fields(self) if f.name != "samples"}
@@ -90,8 +97,7 @@ class Rollout:
     def state_dict(self) -> list[list]:
         """The samples of all ranks, for JSON. All ranks call this together."""
         mine = [
-            [s.index, s.group, s.row, s.response.tokens, s.response.logp, s.response.finish_reason, s.score, s.extras]
-            for s in self.samples
+            [s.index, s.group, s.row, asdict(s.response), s.score, s.extras] for s in self.samples
         ]
         return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
 
@@ -99,8 +105,8 @@ class Rollout:
     def from_state(cls, state: list[list], data: PromptSet, world: World) -> "Rollout":
         """What `state_dict` returned, its groups dealt to the ranks in turn. All ranks call this together."""
         samples = [
-            Sample(index, group, row, data[row], Response(tokens, logp, reason), score=score, extras=extras)
-            for index, group, row, tokens, logp, reason, score, extras in state
+            Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras)
+            for index, group, row, response, score, extras in state
             if group % world.size == world.rank
         ]
         return gather_rollout(samples)
@@ -108,18 +114,19 @@ class Rollout:
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
     """The samples of this rank, with the numbers of all ranks' samples on every rank."""
-    rows = [
-        (math.isfinite(s.score), np.nan_to_num(s.score), s.group, len(s.prompt.tokens), len(s.response.tokens),
-         s.response.finish_reason == "length")
-        for s in samples
-    ]
+    rows = []
+    for s in samples:
+        num_prompt = sum(len(prompt) for prompt, _ in s.sequences)
+        num_sampled = sum(part.num_sampled for _, part in s.sequences)
+        num_other = sum(len(part.tokens) for _, part in s.sequences) - num_sampled
+        rows.append((math.isfinite(s.score), np.nan_to_num(s.score), s.group, num_prompt, num_sampled, num_other,
+                     len(s.sequences), s.response.finish_reason == "length"))
     index = torch.tensor([s.index for s in samples], dtype=torch.int64)
-    numbers = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, 6), index)            # [S, 6]
-    scored, scores, group, prompt_lengths, response_lengths, truncated = numbers.unbind(1)
+    numbers = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, 8), index)            # [S, 8]
+    scored, scores, group, *lengths, truncated = numbers.unbind(1)
     has_score = scored > 0
     return Rollout(
-        samples, torch.where(has_score, scores, torch.nan), group.long(), prompt_lengths, response_lengths,
-        truncated > 0, in_loss=has_score,
+        samples, torch.where(has_score, scores, torch.nan), group.long(), *lengths, truncated > 0, in_loss=has_score
     )
 
 
@@ -130,7 +137,7 @@ class Minibatch:
     """This rank's share of one optimizer step. Iterating gives its micro-batches, as many on every rank."""
 
     microbatches: list[Batch]
-    skipped_lengths: Tensor  # of responses that run nowhere and count in denominators, on all ranks the same
+    skipped_lengths: Tensor  # [S] of responses that run nowhere and count in denominators, 0 for the others
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.microbatches)
@@ -146,24 +153,34 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
     `in_update` [S] bool: responses that run through the model. The others only count in the denominators (those with
     `in_loss`). `max_tokens`: the budget of a micro-batch. `share_prompt`: groups stay together where they fit.
     """
-    lengths = rollout.lengths
-    runs = in_update.numpy()
+    samples = rollout.samples
+    first = (rollout.num_sequences.cumsum(0) - rollout.num_sequences).long()                        # [S] numbers
+    parts = [(first[s.index] + n, s.index, *part) for s in samples for n, part in enumerate(s.sequences)]
+    batch = Batch.build(
+        [prompt for _, _, prompt, _ in parts], [part.tokens for *_, part in parts],
+        number=[int(number) for number, *_ in parts], index=[index for _, index, *_ in parts],
+        rollout_logps=[part.logp for *_, part in parts],
+        masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
+    )
+    prompt_lengths = torch.tensor([len(prompt) for _, _, prompt, _ in parts], dtype=torch.float64)
+    known = torch.stack([batch.index.double(), batch.lengths.double(), prompt_lengths], dim=1)
+    index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences
+    index, lengths = index.long(), lengths.long().numpy()
+    runs = in_update[index].numpy()
     plan = plan_step(
         lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, trained=runs,
-        groups=rollout.group.numpy() if share_prompt else None, prompt_lengths=rollout.prompt_lengths.numpy(),
+        responses=index.numpy(), groups=rollout.group[index].numpy() if share_prompt else None,
+        prompt_lengths=prompt_lengths.numpy(),
     )
-    samples = rollout.samples
-    batch = Batch.build(
-        [s.prompt.tokens for s in samples], [s.response.tokens for s in samples], index=[s.index for s in samples],
-        rollout_logps=[s.response.logp for s in samples],
-    )
-    batch = batch.select(torch.from_numpy(np.flatnonzero(runs[batch.index.numpy()])))
-    batch = exchange(batch, plan.rank[batch.index.numpy()])
+    batch = batch.select(torch.from_numpy(np.flatnonzero(runs[batch.number.numpy()])))
+    batch = exchange(batch, plan.rank[batch.number.numpy()])
     batch.mask &= rollout.in_loss[batch.index][batch.sequence_ids]
     counted_lengths = rollout.response_lengths * rollout.in_loss                                    # [S]
     return [
-        Minibatch([batch.microbatch(shares[world.rank]).to(world.device, share_prompt) for shares in planned],
-                  counted_lengths[skipped])
+        Minibatch(
+            [batch.microbatch(shares[world.rank]).to(world.device, share_prompt) for shares in planned],
+            torch.zeros_like(counted_lengths).index_copy(0, index[skipped], counted_lengths[index[skipped]]),
+        )
         for planned, skipped in zip(plan.minibatches, plan.idle)
     ]
 
@@ -189,5 +206,5 @@ def sum_per_response(batch: Batch, x: Tensor, num_responses: int) -> Tensor:
     """[T] of this rank's batch -> [S] float64 on every rank: the sum over each response, 0 where no rank has it."""
     sums = torch.zeros(num_responses, dtype=torch.float64)
     real = batch.index >= 0
-    sums[batch.index[real]] = segment_sum(x.double(), batch.cu_seqlens)[real]
+    sums.index_add_(0, batch.index[real], segment_sum(x.double(), batch.cu_seqlens)[real])
     return all_sum(sums)

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
 from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.engine.episodes import start_episodes
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
@@ -71,9 +72,14 @@ class Run(Training):
         self.max_sequence_length = check_rollout(
             args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected
         )
-        self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data), self.prompts_per_step)
+        all_columns = bool(args.rollout.episode)
+        self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
-        self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources)
+        self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources, args.rollout.episode)
+        self.scoring.episodes = start_episodes(
+            args.rollout, self.tokenizer, args.data, stop_tokens(args.model, self.tokenizer), self.max_sequence_length,
+            self.world,
+        )
         return self
 
     def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
@@ -134,7 +140,7 @@ class Run(Training):
     def to_minibatches(self, rollout: Rollout, in_update: Tensor, num_minibatches: int, max_tokens: int, step: int,
                        ) -> list[Minibatch]:
         """Send every response to the rank that trains on it; see `rollout.to_minibatches`."""
-        self.record.keep(rollout.group)
+        self.record.keep(rollout)
         return to_minibatches(
             rollout, in_update, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
             seed=seed_of(self.args.seed, step, "minibatches"), share_prompt=self.args.policy.share_prompt,

@@ -65,7 +65,8 @@ class ConversationSet:
         tokens, masks = ([array[span].tolist() for span in spans] for array in (self.tokens, self.mask))
         first, rest, masks = [x[:1] for x in tokens], [x[1:] for x in tokens], [x[1:] for x in masks]
         batch = Batch.build(first, rest, index=mine.tolist(), masks=masks).to(world.device)
-        return Minibatch([batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]], torch.zeros(0))
+        return Minibatch([batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]],
+                         torch.zeros(len(numbers), dtype=torch.float64))
 
 
 def load_conversations(

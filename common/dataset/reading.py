@@ -74,8 +74,8 @@ def read_parquet(file: Path, choose: Callable[[list[str]], dict[str, str]]) -> I
         raise ValueError(f"{file} cannot be read as parquet from row {num_rows} on (counted from 0): {error}") from None
 
 
-def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, str]:
-    """Our name -> the file's name, of the columns to read."""
+def find_columns(file: Path, names: list[str], config: DataConfig, all_columns: bool) -> dict[str, str]:
+    """Our name -> the file's name, of the columns to read. `all_columns`: those that only episodes look at, too."""
     wanted = our_columns(config)
     missing = [name for key, name in wanted.items() if name not in names and key not in OPTIONAL]
     if missing:
@@ -86,6 +86,8 @@ def find_columns(file: Path, names: list[str], config: DataConfig) -> dict[str, 
     for name in columns.values():
         if names.count(name) > 1:
             raise ValueError(f"{file} has {names.count(name)} columns named {name}; names must be unique")
+    if all_columns:
+        columns |= {name: name for name in names if name not in {*columns, *columns.values()}}
     return columns
 
 
@@ -122,4 +124,5 @@ def parse_json(line: bytes, columns: dict[str, str]) -> dict[str, Any] | ValueEr
         return ValueError(f"the line must be a JSON object ({error})")
     if not isinstance(row, dict):
         return ValueError(f"the line must be a JSON object, not {type(row).__name__}")
-    return {key: row[name] for key, name in columns.items() if name in row}
+    others = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
+    return others | {key: row[name] for key, name in columns.items() if name in row}

@@ -95,11 +95,12 @@ class PromptSet(Sequence):
         return prompt
 
 
-def load_prompts(files: Sequence[str], tokenizer, config: DataConfig) -> PromptSet:
+def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_columns: bool = False) -> PromptSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). Raises ValueError, naming file, row,
-    rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
+    rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left. `all_columns`: keep
+    also those that have no meaning here, in `Prompt.row`."""
     return load_shared(
-        lambda folder: tokenise_files(find_files(files), tokenizer, config, folder),
+        lambda folder: tokenise_files(find_files(files), tokenizer, config, folder, all_columns),
         lambda folder, loaded: PromptSet(folder, loaded, config),
     )
 
@@ -125,7 +126,8 @@ def load_shared(write: Callable[[str], Loaded], read: Callable[[str, Loaded], An
     return rows
 
 
-def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str) -> Loaded:
+def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str,
+                   all_columns: bool = False) -> Loaded:
     """Stream `files` into folder/prompts.arrow: every batch as an Arrow stream of its own, as files differ in columns,
     with the further column `tokens`, which is null for a row that is left out."""
     if config.max_prompt_length < 1:
@@ -136,7 +138,7 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
     with open(f"{folder}/prompts.arrow", "wb") as arrow:
         for file in files:
             first_row = loaded.num_rows
-            batches = read_batches(file, lambda names, file=file: find_columns(file, names, config))
+            batches = read_batches(file, lambda names, file=file: find_columns(file, names, config, all_columns))
             for batch in batches:
                 tokens = []
                 for prompt in parse_batch(batch, tokenizer, template, config):

@@ -8,8 +8,8 @@ the compute dtype.
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.engine.conversation import EpisodeConfig
 from common.engine.sync import Sent, checksum
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
@@ -49,7 +50,7 @@ class SamplingConfig:
 
 
 @dataclass
-class RolloutConfig(SamplingConfig):
+class RolloutConfig(EpisodeConfig, SamplingConfig):
     """How training samples, and the engine that does it."""
 
     engine: Literal["vllm", "hf"] = "vllm"
@@ -94,6 +95,7 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> SamplingCo
         top_k=config.val_top_k,
         min_p=0.0,
         oversample=0.0,
+        drop=(),
     )
 
 
@@ -110,6 +112,30 @@ class Response:
     num_turns: int | None = None
     end_reason: str | None = None
     messages: list[dict[str, Any]] | None = None
+
+    # of episodes alone
+    mask: list[bool] | None = None
+    """False on tokens that users or tools wrote. None: the model sampled all."""
+    prompt: list[int] | None = None
+    """The tokens before, where they are not those of the row's prompt."""
+    earlier: list["Response"] = field(default_factory=list)
+    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one."""
+    num_turns: int = 1
+    end_reason: str = ""
+    """Why the episode ended: done (its function returned), length, turns, timeout or error."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation."""
+    tools: dict[str, float] = field(default_factory=dict)
+    """Number of tool_calls, and of tool_errors among them, and tool_s, the seconds of the episode's own code."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens) if self.mask is None else sum(self.mask)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "Response":
+        """What `dataclasses.asdict` returned."""
+        return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
 
 
 class Engine:
@@ -170,9 +196,7 @@ class Engine:
         called as response i is known, on one rank of the engine: the one that scores it. Once `stop()` is true,
         responses that are missing may stay None: the caller will not use them.
         """
-        if not self.awake:
-            raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
-        self.stop = self._agreed(stop)
+        self.begin(stop)
         groups = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
         requests, request_seeds, group_of = [], [], []
         running: list[set[int]] = []
@@ -184,25 +208,31 @@ class Engine:
             request_seeds += [seed_of(seeds[group[0]], "extra", k) for k in range(num_extra)]
             group_of += [number] * (len(group) + num_extra)
         responses: list[Response | None] = [None] * len(prompts)
-        for request, response in self._generate(requests, request_seeds, sampling):
-            number = group_of[request]
-            running[number].discard(request)
-            place = request
-            if sampling.oversample:
-                if not groups[number]:
-                    continue  # it ended in the same step as the last response that was kept
-                place = groups[number].pop(0)
-                if not groups[number]:
-                    self._abort(running[number])
-                    self._num_aborted += len(running[number])
-            responses[place] = response
-            if on_finish is not None and place % self.config.tp == self.tp_rank:
-                on_finish(place, response)
-            if self.stop():
-                break
-        self._abort(set().union(*running))  # what `stop` left
+        self.add(enumerate(requests), request_seeds, sampling)
+        while self.has_unfinished() and not self.stop():
+            for request, response in self.step():
+                number = group_of[request]
+                running[number].discard(request)
+                place = request
+                if sampling.oversample:
+                    if not groups[number]:
+                        continue  # it ended in the same step as the last response that was kept
+                    place = groups[number].pop(0)
+                    if not groups[number]:
+                        self.abort(running[number])
+                        self._num_aborted += len(running[number])
+                responses[place] = response
+                if on_finish is not None and place % self.config.tp == self.tp_rank:
+                    on_finish(place, response)
+        self.abort(set().union(*running))  # what `stop` left
         self._num_requested += len(requests)
         return responses
+
+    def begin(self, stop: Callable[[], bool]) -> None:
+        """Before requests are added. `stop`: see `generate`."""
+        if not self.awake:
+            raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
+        self.stop = self._agreed(stop)
 
     def local_prompts(self, num_prompts: int) -> range:
         """The prompts of a step that this engine samples."""
@@ -297,11 +327,23 @@ class Engine:
         """`stop`, so that all ranks of an engine stop at the same call of it."""
         return stop
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> Iterator[tuple[int, Response]]:
-        """Yield (request, response) as each ends; a request's number is its place in `prompts`."""
+    def add(
+        self, requests: Iterable[tuple[int, Sequence[int]]], seeds: Sequence[int], sampling: SamplingConfig
+    ) -> None:
+        """Queue requests (number, prompt) with their seeds. All ranks of an engine add the same in the same order."""
         raise NotImplementedError
 
-    def _abort(self, requests: set[int]) -> None:
+    def has_unfinished(self) -> bool:
+        raise NotImplementedError
+
+    def step(self) -> Iterator[tuple[int, Response]]:
+        """Sample at least one more token of a request; yield (request, response) of those that end."""
+        raise NotImplementedError
+
+    def from_first_rank(self, value: Any) -> Any:
+        """`value` of the engine's first rank, on all of its ranks."""
+        return value
+
+    def abort(self, requests: set[int]) -> None:
+        """Give up requests; those that have ended are ignored."""
         raise NotImplementedError

@@ -7,8 +7,9 @@ on that number, not on the other rows).
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ from common.parallel.ranks import World
 
 ROWS = 8
 """Number of responses of a group that one forward decodes."""
+
+
+class Queued(NamedTuple):
+    """A request that waits for its turn."""
+
+    number: int
+    prompt: list[int]
+    seed: int
+    sampling: SamplingConfig
 
 
 class HFEngine(Engine):
@@ -41,6 +51,7 @@ class HFEngine(Engine):
                 trust_remote_code=model_config.trust_remote_code,
             )
         self.model.eval().requires_grad_(False)
+        self.waiting: list[Queued] = []
         self.running: dict[int, Response] = {}
         """Unfinished responses of the group that is being sampled, by request."""
         self.generators: dict[int, torch.Generator] = {}
@@ -57,24 +68,36 @@ class HFEngine(Engine):
         differing = {name for name in sent if checksum(own[name], self.dtype) != sent[name].checksum}
         return len(sent), differing
 
+    def add(
+        self, requests: Iterable[tuple[int, Sequence[int]]], seeds: Sequence[int], sampling: SamplingConfig
+    ) -> None:
+        for (number, prompt), seed in zip(requests, seeds):
+            self.waiting.append(Queued(number, list(prompt), seed, sampling))
+
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
     @torch.no_grad()
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> Iterator[tuple[int, Response]]:
-        for prompt, group in groupby(range(len(prompts)), key=lambda i: list(prompts[i])):
-            requests = list(group)
-            self.running = {i: Response([], [], "length") for i in requests}
-            self.generators = {i: torch.Generator(self.world.device).manual_seed(seeds[i]) for i in requests}
-            logits, prompt_cache = self._forward([prompt], None)
-            blocks = []
-            for start in range(0, len(requests), ROWS):
-                cache = copy.deepcopy(prompt_cache)
-                cache.batch_repeat_interleave(ROWS)
-                blocks.append((requests[start : start + ROWS], cache))
-            yield from self._sample(requests, logits.expand(len(requests), -1), sampling)
-            while self.running and not self.stop():
-                for block, cache in blocks:
-                    yield from self._decode(block, cache, sampling)
+    def step(self) -> Iterator[tuple[int, Response]]:
+        """The first token of the next group, or one more token of every response of the group that is sampled."""
+        if self.running:
+            for block, cache in self.blocks:
+                yield from self._decode(block, cache, self.sampling)
+            return
+        first = self.waiting[0]
+        group = list(takewhile(lambda q: (q.prompt, q.sampling) == (first.prompt, first.sampling), self.waiting))
+        del self.waiting[: len(group)]
+        self.sampling = first.sampling
+        requests = [queued.number for queued in group]
+        self.running = {i: Response([], [], "length") for i in requests}
+        self.generators = {q.number: torch.Generator(self.world.device).manual_seed(q.seed) for q in group}
+        logits, prompt_cache = self._forward([first.prompt], None)
+        self.blocks = []
+        for start in range(0, len(requests), ROWS):
+            cache = copy.deepcopy(prompt_cache)
+            cache.batch_repeat_interleave(ROWS)
+            self.blocks.append((requests[start : start + ROWS], cache))
+        yield from self._sample(requests, logits.expand(len(requests), -1), self.sampling)
 
     def _decode(self, block: list[int], cache: Cache, sampling: SamplingConfig) -> Iterator[tuple[int, Response]]:
         """One more token for every running request of a block."""
@@ -117,7 +140,8 @@ class HFEngine(Engine):
             del self.running[request]
             yield request, response
 
-    def _abort(self, requests: set[int]) -> None:
+    def abort(self, requests: set[int]) -> None:
+        self.waiting = [queued for queued in self.waiting if queued.number not in requests]
         for request in requests:
             self.running.pop(request, None)
 

@@ -4,11 +4,13 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Response, SamplingConfig
+from common.engine.episodes import Episodes, drop_episodes, measure_episodes
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_names, all_sum, seed_of
@@ -21,12 +23,15 @@ from rewards.runtime.worker import MAX_NAMES
 class Scoring:
     """The scorers of responses: the reward functions' workers, and a reward model where there is one."""
 
-    def __init__(self, tokenizer, config: RewardConfig, model_config: RewardModelConfig, data_sources: Iterable[str]):
-        """Starts the workers. Raises ValueError for a data source that no reward function is known for."""
-        if not config.function and not model_config.alone:
+    def __init__(self, tokenizer, config: RewardConfig, model_config: RewardModelConfig, data_sources: Iterable[str],
+                 episode: str = ""):
+        """Starts the workers. Raises ValueError for a data source that no reward function is known for, unless episodes
+        (--rollout.episode) may give the scores."""
+        if not config.function and not model_config.alone and not episode:
             lookup(set(data_sources), config.kwargs)
         self.tokenizer = tokenizer
         self.model: RewardModel | None = None
+        self.episodes: Episodes | None = None
         self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
         self.pool = None if model_config.alone else RewardPool(**vars(config))
@@ -34,6 +39,8 @@ class Scoring:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
+        if self.episodes is not None:
+            self.episodes.close()
 
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
@@ -50,30 +57,44 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
         Sample(group * num_samples + number, group, rows[group], prompt)
         for group, prompt in prompts.items() for number in range(num_samples)
     ]
-    pending = PendingRollout(scoring, samples)
-    engine.generate(
-        [sample.prompt.tokens for sample in samples],
-        [seed_of(*seed, sample.group, sample.index % num_samples) for sample in samples],
-        sampling, on_finish=pending.score, stop=stop,
-    )
+    seeds = [seed_of(*seed, sample.group, sample.index % num_samples) for sample in samples]
+    pending = PendingRollout(scoring, samples, sampling)
+    if scoring.episodes is not None:
+        scoring.episodes.run(engine, samples, seeds, sampling, on_end=pending.score_episode, stop=stop)
+    else:
+        prompt_tokens = [sample.prompt.tokens for sample in samples]
+        engine.generate(prompt_tokens, seeds, sampling, on_finish=pending.score, stop=stop)
     return pending
 
 
 class PendingRollout:
     """Responses that were sampled and are being scored."""
 
-    def __init__(self, scoring: Scoring, samples: list[Sample]):
-        self.scoring, self.samples = scoring, samples
+    def __init__(self, scoring: Scoring, samples: list[Sample], sampling: SamplingConfig):
+        self.scoring, self.samples, self.sampling = scoring, samples, sampling
 
     def score(self, i: int, response: Response) -> None:
         """Hand response `i` of this engine to the scorers. One rank of the engine calls this, as the response ends."""
-        sample = self.samples[i]
-        sample.response = response
-        sample.text = self.scoring.tokenizer.decode(response.tokens, skip_special_tokens=True)
-        self.scoring.advance()
+        self._submit(i, response, self.scoring.tokenizer.decode(response.tokens, skip_special_tokens=True))
+
+    def score_episode(self, i: int, response: Response, reply: dict[str, Any]) -> None:
+        """Episode `i` has ended. `reply`: its own score, in the form of a reward worker's; or a text to be scored."""
+        if reply.keys() & {"score", "failure"}:
+            self._keep(i, response, "")
+            self.scoring.pool.put(i, reply)
+        else:
+            self._submit(i, response, reply["text"])
+
+    def _submit(self, i: int, response: Response, text: str) -> None:
+        self._keep(i, response, text)
         if self.scoring.pool is not None:
-            prompt = sample.prompt
-            self.scoring.pool.submit(i, prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info)
+            prompt = self.samples[i].prompt
+            self.scoring.pool.submit(i, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+
+    def _keep(self, i: int, response: Response, text: str) -> None:
+        self.samples[i].response = response
+        self.samples[i].text = text
+        self.scoring.advance()
 
     def collect(self, meter: Meter) -> Rollout:
         """Wait for the scores. All ranks call this together.
@@ -103,4 +124,7 @@ class PendingRollout:
             meter.mean("reward/model", torch.tensor(judged, dtype=torch.float64))
             for sample, score in zip(mine, judged, strict=True):
                 sample.score += self.scoring.model.weight * score
+        if self.scoring.episodes is not None:
+            measure_episodes(meter, mine)
+            drop_episodes(mine, self.sampling.drop)
         return gather_rollout(mine)

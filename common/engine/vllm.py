@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -178,16 +178,15 @@ class VLLMEngine(Engine):
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
         return {"sleep/used_gb": (total - free) / 2**30}
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> Iterator[tuple[int, Response]]:
+    def add(
+        self, requests: Iterable[tuple[int, Sequence[int]]], seeds: Sequence[int], sampling: SamplingConfig
+    ) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
         if self.config.seeds == "engine":  # one seed for all responses, made of their seeds
             seed_everything(*seeds)  # vLLM's second model runner draws from numpy
-        for i, (prompt, seed) in enumerate(zip(prompts, seeds)):
+        for (number, prompt), seed in zip(requests, seeds):
             params = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -201,13 +200,24 @@ class VLLMEngine(Engine):
                 detokenize=bool(sampling.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, params)
-        while engine.has_unfinished_requests() and not self.stop():
-            for request in engine.step():
-                out = request.outputs[0]
-                tokens = list(out.token_ids)
-                logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
-                yield int(request.request_id), Response(tokens, logp, out.finish_reason)
+            self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
+
+    def has_unfinished(self) -> bool:
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    def step(self) -> Iterator[tuple[int, Response]]:
+        for request in self.llm.llm_engine.step():
+            out = request.outputs[0]
+            tokens = list(out.token_ids)
+            logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
+            yield int(request.request_id), Response(tokens, logp, out.finish_reason)
+
+    def from_first_rank(self, value: Any) -> Any:
+        if self.config.tp == 1:
+            return value
+        from vllm.distributed import get_tp_group
+
+        return get_tp_group().broadcast_object(value, src=0)
 
     def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
         """With more than one rank, every STOP_EVERY-th call asks all of them; they make the same calls in step."""
@@ -226,7 +236,7 @@ class VLLMEngine(Engine):
 
         return agreed
 
-    def _abort(self, requests: set[int]) -> None:
+    def abort(self, requests: set[int]) -> None:
         # in the same order on all ranks of an engine: this frees cache
         self.llm.llm_engine.abort_request([str(i) for i in sorted(requests)])
 

@@ -27,6 +27,6 @@ def choose_largest(
 
 def _random_numbers(seed: int, batch: Batch) -> Tensor:
     """A number below 1 for each token, from a generator for each response: [T] float64, no two of them equal."""
-    seeds = [seed_of(seed, index) for index in batch.index.tolist()]
+    seeds = [seed_of(seed, number) for number in batch.number.tolist()]
     numbers = [np.random.default_rng(s).random(length) for s, length in zip(seeds, batch.lengths.tolist())]
     return torch.from_numpy(np.concatenate(numbers))

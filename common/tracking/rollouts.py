@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
 from common.parallel.ranks import all_gather_objects
-from common.rollout import Sample
+from common.rollout import Rollout, Sample
 from common.tracking.logger import LogConfig
 
 FLOATS = pa.list_(pa.float32())
@@ -47,16 +47,17 @@ class Record:
         self.step = step
         self.max_responses = config.rollouts_max
         self.limit = 0                                                  # responses from this number on are not kept
-        self.numbers: dict[int, dict[str, np.ndarray]] = {}             # index -> name -> one number per token
+        self.numbers: dict[int, dict[str, np.ndarray]] = {}             # sequence -> name -> one number per token
 
-    def keep(self, group: Tensor) -> None:
-        """Keep the first whole groups, at least one. `group` [S]: ascending."""
-        ends = group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    def keep(self, rollout: Rollout) -> None:
+        """Keep the first whole groups, at least one; of an episode of several sequences the last one."""
+        self.sequence = (rollout.num_sequences.cumsum(0) - 1).long().tolist()                   # [S]
+        ends = rollout.group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
         self.limit = max([end for end in ends if end <= self.max_responses], default=ends[0] if ends else 0)
 
     def add(self, microbatch: Batch, logp: Tensor, entropy: Tensor, stats: dict[str, Tensor]) -> None:
         """Numbers per token [T] of a micro-batch: those it carries, and those of this forward. `stats`: the loss's."""
-        index = microbatch.index.tolist()
+        index, number = microbatch.index.tolist(), microbatch.number.tolist()
         chosen = [s for s, i in enumerate(index) if 0 <= i < self.limit] if self.on else []
         if not chosen:
             return
@@ -70,7 +71,7 @@ class Record:
         found = {name: values.detach().float().cpu().numpy() for name, values in found.items() if values is not None}
         bounds = microbatch.cu_seqlens.tolist()
         for s in chosen:
-            self.numbers[index[s]] = {name: values[bounds[s] : bounds[s + 1]] for name, values in found.items()}
+            self.numbers[number[s]] = {name: values[bounds[s] : bounds[s + 1]] for name, values in found.items()}
 
     def write(self, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], rewards: Tensor) -> None:
         """Every rank calls it. `samples`: those that this rank scored; `rewards` [S]: what the update was made from."""
@@ -86,7 +87,7 @@ class Record:
             row["step"] = self.step
             row["reward"] = float(rewards[row["index"]])
             length = row["response_length"]
-            for name, values in numbers.get(row["index"], {}).items():  # of prompt and response
+            for name, values in numbers.get(self.sequence[row["index"]], {}).items():  # of prompt and response
                 row[name] = values[len(values) - length :].astype(SCHEMA.field(name).type.value_type.to_pandas_dtype())
             if "trained" in row and row["trained"].any():
                 row["advantage"] = float(row["token_advantage"][row["trained"]].mean())

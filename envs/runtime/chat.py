@@ -43,7 +43,8 @@ class Chat:
         turn left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left."""
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise TypeError(f"chat.reply takes messages like {{'role': 'user', 'content': '...'}}, not {message!r:.80}")
+                raise TypeError(f"chat.reply takes messages like {{'role': 'user', 'content': '...'}}, not "
+                                f"{message!r:.80}")
         if self.turns and not messages:
             raise ValueError("chat.reply() without messages: after the first reply the model must be given something")
         if max_tokens is not None and max_tokens < 1:
@@ -92,7 +93,7 @@ class Chat:
 def schema_of(tool: Callable) -> dict[str, Any]:
     """The JSON schema of a tool, from its type hints and docstring. Raises ValueError, naming what is missing there."""
     # without torch, which takes seconds to import and is only asked for the type of audio
-    with mock.patch.object(chat_template_utils, "is_torch_available", lambda: False):
+    with mock.patch.object(chat_template_utils, "is_torch_available", return_value=False):
         try:
             return chat_template_utils.get_json_schema(tool)
         except chat_template_utils.DocstringParsingException as error:

@@ -40,14 +40,15 @@ class EpisodeProcesses:
         """Raises ValueError for a mistake in `spec` (FILE.py:NAME), RuntimeError if the file cannot be loaded."""
         self.timeout_s = timeout_s
         self.running: dict[int, Process] = {}
+        self.heard: list[tuple[int, dict[str, Any]]] = []  # that nobody has been told yet
         self.folder = tempfile.mkdtemp(prefix="episodes_")  # of temporary files; its name marks what they started
         self.control, theirs = socket.socketpair()
         env = dict(os.environ, TMPDIR=self.folder, OMP_NUM_THREADS="1")
         env.pop("LD_PRELOAD", None)  # vLLM sets it for its own process
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "envs.runtime.server", str(theirs.fileno()), str(os.getpid()), spec, str(timeout_s)]
+        arguments = [str(theirs.fileno()), str(os.getpid()), spec, str(timeout_s)]
         self.server = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=env,
+            [sys.executable, "-m", "envs.runtime.server", *arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=env,
         )
         theirs.close()
         readable, _, _ = select.select([self.control], [], [], START_S)
@@ -81,25 +82,28 @@ class EpisodeProcesses:
     def num_busy(self) -> int:
         return sum(process.is_busy for process in self.running.values())
 
-    def events(self, is_waiting: bool) -> list[tuple[int, dict[str, Any]]]:
-        """What episodes have sent, (number, message) in the order of their numbers. `is_waiting`: until there is at
-        least one. "seconds" is added to each: how long the user's code ran."""
-        found = []
+    def events(self, wait_s: float, wait_for_all: bool = False) -> list[tuple[int, dict[str, Any]]]:
+        """What episodes have sent, (number, message) in the order of their numbers; waits at most `wait_s` until there
+        is something. `wait_for_all`: nothing is returned before each busy episode has sent something.
+        Each message has "seconds": how long the user's code ran before it."""
+        end = time.monotonic() + wait_s
         while True:
             busy = {process.connection: number for number, process in self.running.items() if process.is_busy}
-            timeout = 0.0
-            if is_waiting and busy:
-                first = min(self.running[number].since for number in busy.values())
-                timeout = max(first + self.timeout_s + GRACE_S - time.monotonic(), 0.0)
-            for connection in wait(list(busy), timeout):
-                found.append(self.receive(busy[connection]))
-            heard = {number for number, _ in found}
-            for number, process in list(self.running.items()):
-                late = time.monotonic() - process.since - self.timeout_s - GRACE_S
-                if process.is_busy and number not in heard and late > 0:
-                    found.append(self.expire(number))
-            if found or not is_waiting or not busy:
-                return sorted(found, key=lambda event: event[0])
+            now = time.monotonic()
+            deadlines = {number: self.running[number].since + self.timeout_s + GRACE_S for number in busy.values()}
+            until = min([end, *deadlines.values()])
+            for connection in wait(list(busy), max(until - now, 0.0)):
+                self.heard.append(self.receive(busy[connection]))
+            for number, deadline in deadlines.items():
+                if time.monotonic() > deadline and number in self.running and self.running[number].is_busy:
+                    self.heard.append(self.expire(number))
+            is_complete = not self.num_busy or (self.heard and not wait_for_all)
+            if is_complete or time.monotonic() >= end:
+                break
+        if wait_for_all and self.num_busy:
+            return []
+        found, self.heard = self.heard, []
+        return sorted(found, key=lambda event: event[0])
 
     def receive(self, number: int) -> tuple[int, dict[str, Any]]:
         process = self.running[number]
@@ -111,7 +115,7 @@ class EpisodeProcesses:
             message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
         if "messages" not in message:
             self.end(number)
-        return number, message | {"seconds": seconds}
+        return number, {"seconds": seconds} | message
 
     def expire(self, number: int) -> tuple[int, dict[str, Any]]:
         """End an episode that hangs, and read where."""
@@ -125,7 +129,8 @@ class EpisodeProcesses:
                 break
             where += data
         self.end(number)
-        text = f"no answer after {self.timeout_s:g} s (--rollout.tool-timeout-s)\n{where[:MAX_TEXT].decode(errors='replace')}"
+        text = f"no answer after {self.timeout_s:g} s (--rollout.tool-timeout-s)\n"
+        text += where[:MAX_TEXT].decode(errors="replace")
         return number, {"failure": "timeout", "kind": "timeout", "text": text, "seconds": self.timeout_s}
 
     def end(self, number: int) -> None:
@@ -136,6 +141,7 @@ class EpisodeProcesses:
         process.connection.close()
 
     def end_all(self) -> None:
+        self.heard = []
         for number in list(self.running):
             self.end(number)
 

@@ -3,7 +3,8 @@ process for each episode, so that none can hang, kill or change another.
 
 The socket FD brings one socket for each episode; its answer is the process's number. Over an episode's socket the
 trainer sends pickles: the row, then the model's replies. The episode sends JSON: {"messages", "max_tokens", "tools"} to
-ask for a reply, and at its end {"result"} or {"failure", "kind", "text"}.
+ask for a reply, and at its end a reward worker's reply, {"score", "extra"} or {"failure", "kind", "text"}, or {"text"}
+that the reward functions shall score.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from typing import Any
 
 from envs.runtime.chat import Chat
 from rewards import load_function
-from rewards.runtime.worker import failure_of, plain
+from rewards.runtime.worker import failure_of, plain, reply_of
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
 MAX_SENT = 2**22  # bytes of one message to the trainer
@@ -54,7 +55,7 @@ def load_episode(spec: str) -> Callable:
     function = load_function(spec, "--rollout.episode", "episode")
     if not inspect.iscoroutinefunction(function):
         raise ValueError(
-            f"--rollout.episode {spec}: {function.__name__} is a plain `def`; an episode waits for the model, so write\n"
+            f"--rollout.episode {spec}: {function.__name__} is a plain `def`; an episode waits for the model: write\n"
             f"    async def {function.__name__}(chat, row):\n"
             f"        text = await chat.reply()\n"
             f"        return 1.0 if ... else 0.0"
@@ -70,12 +71,15 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
     inbox: asyncio.Queue = asyncio.Queue()
     loop.add_reader(connection.fileno(), lambda: inbox.put_nowait(pickle.loads(connection.recv_bytes())))
     start = await inbox.get()
+    began = loop.time()
 
     async def ask(question: dict[str, Any]) -> dict[str, Any]:
+        nonlocal began
         deadline.reschedule(None)
-        send(connection, question)
+        send(connection, question | {"seconds": loop.time() - began})
         answer = await inbox.get()
-        deadline.reschedule(loop.time() + timeout_s)
+        began = loop.time()
+        deadline.reschedule(began + timeout_s)
         return answer
 
     chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask)
@@ -83,9 +87,12 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
         async with asyncio.timeout(timeout_s) as deadline:
             result = await episode(chat, start["row"])
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        failure = failure_of(error)
+        failure = failure_of(error) | {"seconds": loop.time() - began}
         return failure | {"failure": "timeout"} if deadline.expired() else failure
-    return {"result": result, "tool_calls": chat.num_tool_calls, "tool_errors": chat.num_tool_errors}
+    # a text is scored by the reward functions, as a response is
+    reply = {"text": result} if isinstance(result, str) else reply_of(episode.__name__, result)
+    counts = {"num_tool_calls": chat.num_tool_calls, "num_tool_errors": chat.num_tool_errors}
+    return reply | counts | {"seconds": loop.time() - began}
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:

@@ -132,6 +132,11 @@ class RewardPool:
             self.pending.add(index)
         self.jobs.put((index, request))
 
+    def put(self, index: int, reply: dict) -> None:
+        """A reply that was made elsewhere, in the form of a worker's."""
+        with self.changed:
+            self.replies[index] = reply
+
     def results(self) -> Scores:
         """Scores of everything submitted since the last call. Failures are counted, see `check_error_frac`; with
         --reward.on-error stop the first one raises RuntimeError."""

@@ -89,15 +89,7 @@ class Reward:
         return await asyncio.gather(*map(one, samples))
 
     def reply(self, result: Any) -> dict:
-        values = dict(result) if isinstance(result, dict) else {"score": result}
-        score = plain(values.pop("score", "no key 'score'"))
-        if isinstance(score, str) or not abs(score) <= MAX_SCORE:
-            return {"failure": "invalid",
-                    "text": f"{self.name} returned {result!r:.500}; the rule is a finite number of at most "
-                            f"{MAX_SCORE:g} in size, or a dict with such a 'score'"}
-        given = ((key, value) for key, value in values.items() if value is not None)
-        first = itertools.islice(given, MAX_NAMES)
-        return {"score": score, "extra": {str(key)[:MAX_NAME]: metric_or_text(value) for key, value in first}}
+        return reply_of(self.name, result)
 
 
 class Scorer:
@@ -159,6 +151,19 @@ def event_loop():
 
 def wait(result: Any) -> Any:
     return event_loop().run_until_complete(result) if inspect.iscoroutine(result) else result
+
+
+def reply_of(name: str, result: Any) -> dict:
+    """What the function `name` returned, a number or a dict with `score`, as this worker's reply."""
+    values = dict(result) if isinstance(result, dict) else {"score": result}
+    score = plain(values.pop("score", "no key 'score'"))
+    if isinstance(score, str) or not abs(score) <= MAX_SCORE:
+        return {"failure": "invalid",
+                "text": f"{name} returned {result!r:.500}; the rule is a finite number of at most {MAX_SCORE:g} in "
+                        f"size, or a dict with such a 'score'"}
+    given = ((key, value) for key, value in values.items() if value is not None)
+    first = itertools.islice(given, MAX_NAMES)
+    return {"score": score, "extra": {str(key)[:MAX_NAME]: metric_or_text(value) for key, value in first}}
 
 
 def plain(value: Any) -> float | str:

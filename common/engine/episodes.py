@@ -1,0 +1,222 @@
+"""Episodes of many turns: the engine decodes while users' coroutines, in processes of their own, run tools.
+
+Between two steps of the engine every episode that has something to say is heard: it asks for the model's next turn,
+which is queued, or it ends. All ranks of an engine run the same loop; the first one has the processes, and what it
+heard is sent to the others.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from common.dataset.template import template_arguments
+from common.engine.base import Engine, Response, RolloutConfig
+from common.engine.conversation import ChatTemplate, Conversation
+from common.engine.tool_calls import make_parser
+from common.metrics import Meter
+from common.parallel.ranks import World, seed_of
+from common.prompts import TemplateConfig
+from common.rollout import Sample
+from envs.runtime.processes import EpisodeProcesses
+
+Parse = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
+"""A reply with its special tokens, and the tools' schemas -> the calls in it (common/engine/tool_calls.py)."""
+SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
+END_REASONS = ("done", "length", "turns", "timeout", "error")
+
+
+@dataclass
+class Episode:
+    """One episode, on every rank of its engine."""
+
+    conversation: Conversation
+    seed: int
+    num_turns: int = 0
+    refused: str = ""  # why a reply was refused: length or turns
+    is_sampling: bool = False  # the model writes; else its process is busy
+    limit: int = 0  # tokens that the reply being sampled may have at most for want of room
+    is_truncated: bool = False  # the last reply was cut at that limit
+    tool_s: float = 0.0
+
+
+@dataclass
+class Episodes:
+    """What episodes need beside the engine. `processes` is None on all ranks of an engine but its first."""
+
+    config: RolloutConfig
+    template: ChatTemplate
+    max_sequence_length: int
+    processes: EpisodeProcesses | None
+    parse: Parse | None  # of tool calls
+
+    def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int], sampling: RolloutConfig,
+            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
+        """Run an episode for each sample. On the engine's first rank, `on_end(i, response, reply)` is called as episode
+        i ends, with what its process sent last. Once `stop()` is true, those that are missing are given up."""
+        engine.begin(stop)
+        waiting = list(reversed(range(len(samples))))
+        running: dict[int, Episode] = {}
+        while (running or waiting) and not engine.stop():
+            while waiting and len(running) < self.config.episodes_at_once:
+                number = waiting.pop()
+                running[number] = self.start(number, samples[number], seeds[number], sampling)
+            for number, message in engine.from_first_rank(self.listen(not engine.has_unfinished())):
+                episode = running[number]
+                episode.tool_s += message["seconds"]
+                if "messages" in message:
+                    self.next_turn(engine, number, episode, message, sampling)
+                else:
+                    del running[number]
+                    if self.processes is not None:
+                        on_end(number, response_of(episode, message), message)
+            if self.config.lockstep and any(not episode.is_sampling for episode in running.values()):
+                continue
+            if engine.has_unfinished():
+                for number, response in engine.step():
+                    self.take_reply(number, running[number], response)
+        engine.abort(set(running))
+        if self.processes is not None:
+            self.processes.end_all()
+
+    def start(self, number: int, sample: Sample, seed: int, sampling: RolloutConfig) -> Episode:
+        prompt = sample.prompt
+        if self.processes is not None:
+            start = {"row": prompt.row, "messages": prompt.messages, "tokens_left": sampling.max_response_length}
+            self.processes.start(number, start)
+        messages = list(prompt.messages)
+        return Episode(Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages), seed)
+
+    def listen(self, is_idle: bool) -> list[tuple[int, dict[str, Any]]]:
+        """What episodes have sent since, in the order of their numbers. `is_idle`: the engine has nothing to do."""
+        if self.processes is None:
+            return []
+        is_waiting = is_idle or self.config.lockstep
+        return self.processes.events(SLICE_S if is_waiting else 0.0, wait_for_all=self.config.lockstep)
+
+    def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
+                  sampling: RolloutConfig) -> None:
+        """Queue the model's next turn, or refuse it."""
+        conversation = episode.conversation
+        if episode.num_turns >= self.config.max_turns:
+            self.refuse(number, episode, "turns", sampling)
+            return
+        new = message["messages"]
+        between: list[int] | None = []
+        if episode.num_turns == 0:
+            conversation.begin(new, message["tools"])
+            num_before = len(conversation.prompt)
+        else:
+            between = conversation.between(new)
+            kept = [*conversation.prompt, *conversation.tokens, *(between or [])]
+            num_before = len(conversation.template.encode(conversation.rendered) if between is None else kept)
+        room = min(
+            sampling.max_response_length - conversation.num_tokens - len(between or []),
+            self.max_sequence_length - num_before,
+        )
+        if room < 1:
+            self.refuse(number, episode, "length", sampling)
+            return
+        if episode.num_turns:
+            conversation.add_messages(new, between)
+        episode.limit = room
+        episode.is_sampling = True
+        max_tokens = min(room, message["max_tokens"] or room)
+        engine.add(
+            [(number, [*conversation.prompt, *conversation.tokens])], [seed_of(episode.seed, episode.num_turns)],
+            replace(sampling, max_response_length=max_tokens),
+        )
+
+    def refuse(self, number: int, episode: Episode, reason: str, sampling: RolloutConfig) -> None:
+        """Tell an episode that there is no further reply, and why."""
+        episode.refused = reason
+        self.tell(number, episode, {"text": None, "finish_reason": reason}, sampling.max_response_length)
+
+    def take_reply(self, number: int, episode: Episode, response: Response) -> None:
+        """Add the reply that the engine has finished, and tell it to the episode."""
+        conversation = episode.conversation
+        text = conversation.add_reply(response.tokens, response.logp)
+        episode.is_sampling = False
+        episode.num_turns += 1
+        episode.is_truncated = response.finish_reason == "length" and len(response.tokens) == episode.limit
+        reply = {"text": text, "finish_reason": response.finish_reason}
+        if conversation.tools and self.parse is not None:
+            ended = response.tokens[-1] in conversation.template.stops
+            written = response.tokens[:-1] if ended else response.tokens
+            reply["tool_calls"] = self.parse(conversation.template.tokenizer.decode(written), conversation.tools)
+        self.tell(number, episode, reply, self.config.max_response_length)
+
+    def tell(self, number: int, episode: Episode, reply: dict[str, Any], max_tokens: int) -> None:
+        if self.processes is not None:
+            tokens_left = max(max_tokens - episode.conversation.num_tokens, 0)
+            self.processes.tell(number, reply | {"tokens_left": tokens_left})
+
+    def close(self) -> None:
+        if self.processes is not None:
+            self.processes.close()
+
+
+def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: TemplateConfig, stops: Sequence[int],
+                   max_sequence_length: int, world: World) -> Episodes | None:
+    """Start what episodes need; None without --rollout.episode. Raises ValueError for flags that cannot work."""
+    if not config.episode:
+        return None
+    if template_config.template == "plain":
+        raise ValueError("--rollout.episode needs a chat template between turns, --data.template is plain")
+    if config.oversample:
+        raise ValueError(f"--rollout.oversample {config.oversample:g} does not go with --rollout.episode: all episodes "
+                         f"of a group are kept; --rollout.drop leaves out those that ended early")
+    if config.max_turns < 1 or config.episodes_at_once < 1 or config.tool_timeout_s <= 0:
+        raise ValueError(f"--rollout.max-turns {config.max_turns} and --rollout.episodes-at-once "
+                         f"{config.episodes_at_once} must be at least 1, --rollout.tool-timeout-s "
+                         f"{config.tool_timeout_s:g} above 0")
+    template = ChatTemplate(tokenizer, template_arguments(tokenizer, template_config), stops)
+    parse = make_parser(config.tool_parser, tokenizer) if config.tool_parser else None
+    is_first = world.rank % config.tp == 0
+    processes = EpisodeProcesses(config.episode, config.tool_timeout_s) if is_first else None
+    return Episodes(config, template, max_sequence_length, processes, parse)
+
+
+def response_of(episode: Episode, message: dict[str, Any]) -> Response:
+    """An episode that has ended, as a response to its prompt."""
+    conversation = episode.conversation
+    end_reason = episode.refused or ("length" if episode.is_truncated else "done")
+    if "failure" in message:
+        end_reason = "timeout" if message["failure"] == "timeout" else "error"
+    finish_reason = "length" if end_reason == "length" else "stop"
+    earlier = [
+        Response(before.tokens, before.logp, "stop", before.mask, before.prompt) for before in conversation.left_behind
+    ]
+    return Response(
+        conversation.tokens, conversation.logp, finish_reason, conversation.mask, conversation.prompt, earlier,
+        episode.num_turns, end_reason, conversation.messages,
+        {"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
+         "tool_s": episode.tool_s},
+    )
+
+
+def drop_episodes(samples: Sequence[Sample], reasons: Sequence[str]) -> None:
+    """Take the scores of episodes that ended for one of `reasons` (--rollout.drop)."""
+    for sample in samples:
+        if sample.response.end_reason in reasons:
+            sample.score = torch.nan
+
+
+def measure_episodes(meter: Meter, samples: Sequence[Sample]) -> None:
+    """Add to `meter` the turns, ends and tools of this rank's episodes. Names with a counterpart in verl are verl's."""
+    responses = [sample.response for sample in samples]
+    columns = {
+        "num_turns": [response.num_turns for response in responses],
+        "tool_call_counts": [response.tools["tool_calls"] for response in responses],
+        "timing_s/agent_loop/tool_calls": [response.tools["tool_s"] for response in responses],
+    }
+    for name, values in columns.items():
+        meter.spread(name, torch.tensor(values, dtype=torch.float64))
+    errors = torch.tensor([response.tools["tool_errors"] for response in responses], dtype=torch.float64)
+    meter.mean("episode/tool_errors", errors)
+    sequences = torch.tensor([1 + len(response.earlier) for response in responses], dtype=torch.float64)
+    meter.mean("episode/num_sequences", sequences)
+    for reason in END_REASONS:
+        share = torch.tensor([response.end_reason == reason for response in responses], dtype=torch.float64)
+        meter.mean(f"episode/{reason}_frac", share)
