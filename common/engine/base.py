@@ -107,11 +107,6 @@ class Response:
     """The log-prob of each token under the distribution it was drawn from: after temperature, min_p, top_k, top_p."""
     finish_reason: str
     """stop: it ended by itself. length: it was truncated at max_tokens."""
-    mask: list[bool] | None = None
-    """Of an episode: True for tokens that the policy sampled, not for those of users and tools."""
-    num_turns: int | None = None
-    end_reason: str | None = None
-    messages: list[dict[str, Any]] | None = None
 
     # of episodes alone
     mask: list[bool] | None = None

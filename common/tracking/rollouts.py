@@ -122,9 +122,9 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]
         "finish_reason": response.finish_reason,
         "prompt_length": len(prompt.tokens),
         "response_length": len(response.tokens),
-        "num_turns": response.num_turns,
-        "end_reason": response.end_reason,
-        "messages": response.messages and json.dumps(response.messages),
+        "num_turns": response.num_turns if response.messages else None,
+        "end_reason": response.end_reason or None,
+        "messages": json.dumps(response.messages) if response.messages else None,
     }
 
 

@@ -64,7 +64,8 @@ def episode(tokenizer, index: int = 0) -> Sample:
     messages = [{"role": "user", "content": PROMPTS[0]}, *({"role": role, "content": text} for role, text in TURNS)]
     messages[1]["tool_calls"] = [{"name": "calculator", "arguments": '{"expression": "6*7"}'}]
     messages[2]["name"] = "calculator"
-    response = Response(found, [-0.5 * sampled for sampled in mask], "stop", mask, 2, "stop", messages)
+    response = Response(found, [-0.5 * sampled for sampled in mask], "stop", mask, num_turns=2, end_reason="done",
+                        messages=messages)
     prompt = Prompt(tokenizer(PROMPTS[0])["input_ids"], "sums", 42, {}, [])
     return Sample(index, 0, 0, prompt, response, text=tokenizer.decode(found), score=1.0)
 

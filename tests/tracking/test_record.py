@@ -139,7 +139,7 @@ def test_an_episode_has_its_turns(rows, tmp_path):
     assert texts == TURNS[0][1] + TURNS[2][1] and "".join(of_step["token_texts"]) == "".join(text for _, text in TURNS)
     assert of_validation["mask"] is None
     for row in (of_step, of_validation):
-        assert (row["num_turns"], row["end_reason"]) == (2, "stop")
+        assert (row["num_turns"], row["end_reason"]) == (2, "done")
         assert json.loads(row["messages"]) == sample.response.messages
     assert all(row[name] is None for row in rows for name in ("mask", "num_turns", "end_reason", "messages"))
 
