@@ -1,6 +1,7 @@
 """What is kept of a step, its metrics and its responses: by hand, on one rank and from two."""
 
 import json
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -130,7 +131,7 @@ def test_an_episode_has_its_turns(rows, tmp_path):
     """Files of a step and of a validation; a response that is no episode has none of it."""
     sample = episode(tokenizer())
     made = Record(LogConfig(), tmp_path, 1)
-    made.keep(torch.zeros(1))
+    made.keep(SimpleNamespace(group=torch.zeros(1), num_sequences=torch.ones(1)))
     made.write(tokenizer(), [sample], torch.tensor([1.0]))
     write_validation(LogConfig(), tmp_path, 1, tokenizer(), [sample])
     of_step, of_validation = (
