@@ -2,8 +2,8 @@
 
 The sentences of word_problems.py with numbers of two and three digits, which a small model cannot add or multiply in
 its head. Writes train.parquet and test.parquet in verl's columns; no test problem is in train. The same seed gives the
-same bytes. conversations/train.parquet is for sft.py: it shows the form of a conversation and not how to solve a problem,
-because its operator is chosen at random.
+same bytes. conversations/train.parquet is for sft.py: it shows the form of a conversation and not how to solve a
+problem, because its operator is chosen at random.
 """
 
 import random
@@ -16,7 +16,7 @@ INSTRUCTION = "Write a calculation such as <<2 + 3>> to learn its value. Then wr
 
 def make_problem(rng: random.Random) -> tuple[str, str, int]:
     """(question, what to type into the calculator, answer)."""
-    kind = rng.choice(list(TEMPLATES))
+    kind = rng.choice(["+", "and", "-", "-", "*", "*"])  # each operator is as frequent as the others
     n, m = rng.sample(NAMES, 2)
     a, b = rng.randint(101, 899), rng.randint(101, 899)
     if kind == "-":
