@@ -93,8 +93,8 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
             packed = [_pack(tokens[share], cost[share], most, max_tokens) for share in shares]
         planned = [[_members(units, share[items]) for share, items in zip(shares, row)] for row in zip(*packed)]
         for row in planned:
-            for rank, responses in enumerate(row):
-                rank_of[responses] = rank
+            for rank, sequences in enumerate(row):
+                rank_of[sequences] = rank
         minibatches.append(planned)
     return Plan(rank_of, minibatches, idle)
 

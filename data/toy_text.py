@@ -12,8 +12,8 @@ RULES = {
     "FrozenLake-v1": "You walk on a frozen lake from S to the goal G. F is ice, H a hole in which the game is lost. "
                      "The place where you are is in brackets. Write one of left, down, right, up each turn.",
     "Taxi-v4": "You drive a taxi. Pick up the passenger and drop them off at their destination; R, G, Y and B are "
-               "stops, | and - walls, and brackets mark the taxi, the passenger and the destination. Write one of south, "
-               "north, east, west, pickup, dropoff each turn.",
+               "stops, | and - walls, and brackets mark the taxi, the passenger and the destination. Write one of "
+               "south, north, east, west, pickup, dropoff each turn.",
 }
 
 

@@ -1,6 +1,7 @@
 """Tools of an MCP server (Model Context Protocol), which runs as a process beside each episode.
 
-    MCP_SERVER="python my_server.py" python grpo.py ... --rollout.episode envs/mcp_client.py --rollout.tool-parser hermes
+    MCP_SERVER="python my_server.py"
+    --rollout.episode envs/mcp_client.py --rollout.tool-parser hermes
 
 The environment variable MCP_SERVER is a command that talks MCP on standard input and output, or the URL of a server.
 The last reply is scored by the reward function of the row's data_source, or by --reward.function.

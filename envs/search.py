@@ -48,7 +48,10 @@ async def episode(chat, row):
     """The reward is rewards/search_qa.py's: 1 if the answer is one of the row's."""
     text = await chat.reply()
     num_searches = 0
-    while text is not None and "<answer>" not in text and (queries := re.findall(r"<search>(.*?)</search>", text, re.S)):
+    while text is not None and "<answer>" not in text:
+        queries = re.findall(r"<search>(.*?)</search>", text, re.DOTALL)
+        if not queries:
+            break
         num_searches += 1
         information = f"<information>{search(queries[-1])}</information>"
         text = await chat.reply({"role": "user", "content": information})

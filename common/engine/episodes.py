@@ -196,11 +196,13 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
     )
 
 
-def drop_episodes(samples: Sequence[Sample], reasons: Sequence[str]) -> None:
-    """Take the scores of episodes that ended for one of `reasons` (--rollout.drop)."""
-    for sample in samples:
-        if sample.response.end_reason in reasons:
+def drop_episodes(meter: Meter, samples: Sequence[Sample], reasons: Sequence[str]) -> None:
+    """Take the scores of episodes that ended for one of `reasons` (--rollout.drop), and count them."""
+    is_dropped = [sample.response.end_reason in reasons for sample in samples]
+    for sample, dropped in zip(samples, is_dropped):
+        if dropped:
             sample.score = torch.nan
+    meter.mean("episode/dropped_frac", torch.tensor(is_dropped, dtype=torch.float64))
 
 
 def measure_episodes(meter: Meter, samples: Sequence[Sample]) -> None:

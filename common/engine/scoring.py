@@ -126,5 +126,5 @@ class PendingRollout:
                 sample.score += self.scoring.model.weight * score
         if self.scoring.episodes is not None:
             measure_episodes(meter, mine)
-            drop_episodes(mine, self.sampling.drop)
+            drop_episodes(meter, mine, self.sampling.drop)
         return gather_rollout(mine)

@@ -19,7 +19,7 @@ class Chat:
     """What `async def episode(chat, row)` gets."""
 
     def __init__(self, messages: list[dict[str, Any]], tokens_left: int, timeout_s: float,
-                 ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]):
+                 ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], tell_tool: Callable[[str], None]):
         self.messages = messages
         """The conversation so far: the row's prompt, then what was added and what the model replied."""
         self.tokens_left = tokens_left
@@ -39,6 +39,7 @@ class Chat:
         self.timeout_s = timeout_s
         """Seconds that a tool may take, and all code between two replies (--rollout.tool-timeout-s)."""
         self._ask = ask
+        self._tell_tool = tell_tool
 
     async def reply(self, *messages: dict[str, Any], max_tokens: int | None = None) -> str | None:
         """Add these messages, then let the model write its next turn. Returns its text; None if there is no room or no
@@ -70,11 +71,13 @@ class Chat:
         """Run one of `tool_calls`. Returns the message for the model: the result, or what went wrong."""
         self.num_tool_calls += 1
         name = call.get("name") or ""
+        self._tell_tool(name)  # from here on it has --rollout.tool-timeout-s
         try:
             content = await self._run_tool(name, call)
         except Exception as error:  # any error of a tool is told to the model, and counted
             self.num_tool_errors += 1
             content = f"Error: {type(error).__name__}: {error}"
+        self._tell_tool(name)
         return {"role": "tool", "name": name, "content": content[:MAX_RESULT]}
 
     async def _run_tool(self, name: str, call: dict[str, Any]) -> str:

@@ -48,7 +48,11 @@ class EpisodeProcesses:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         arguments = [str(theirs.fileno()), str(os.getpid()), spec, str(timeout_s)]
         self.server = subprocess.Popen(
-            [sys.executable, "-m", "envs.runtime.server", *arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=env,
+            [sys.executable, "-m", "envs.runtime.server", *arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=env,
         )
         theirs.close()
         readable, _, _ = select.select([self.control], [], [], START_S)
@@ -92,8 +96,8 @@ class EpisodeProcesses:
             now = time.monotonic()
             deadlines = {number: self.running[number].since + self.timeout_s + GRACE_S for number in busy.values()}
             until = min([end, *deadlines.values()])
-            for connection in wait(list(busy), max(until - now, 0.0)):
-                self.heard.append(self.receive(busy[connection]))
+            for connection in wait(list(busy), max(until - now, 0.0)) if busy else ():
+                self.receive(busy[connection])
             for number, deadline in deadlines.items():
                 if time.monotonic() > deadline and number in self.running and self.running[number].is_busy:
                     self.heard.append(self.expire(number))
@@ -105,17 +109,20 @@ class EpisodeProcesses:
         found, self.heard = self.heard, []
         return sorted(found, key=lambda event: event[0])
 
-    def receive(self, number: int) -> tuple[int, dict[str, Any]]:
+    def receive(self, number: int) -> None:
         process = self.running[number]
         seconds = time.monotonic() - process.since
-        process.is_busy = False
         try:
             message = json.loads(process.connection.recv_bytes(MAX_RECEIVED))
         except (EOFError, OSError, ValueError):
             message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
+        process.since = time.monotonic()
+        if "tool" in message:  # one begins or ends: each has the whole time
+            return
+        process.is_busy = False
+        self.heard.append((number, {"seconds": seconds} | message))
         if "messages" not in message:
             self.end(number)
-        return number, {"seconds": seconds} | message
 
     def expire(self, number: int) -> tuple[int, dict[str, Any]]:
         """End an episode that hangs, and read where."""

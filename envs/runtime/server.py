@@ -3,8 +3,8 @@ process for each episode, so that none can hang, kill or change another.
 
 The socket FD brings one socket for each episode; its answer is the process's number. Over an episode's socket the
 trainer sends pickles: the row, then the model's replies. The episode sends JSON: {"messages", "max_tokens", "tools"} to
-ask for a reply, and at its end a reward worker's reply, {"score", "extra"} or {"failure", "kind", "text"}, or {"text"}
-that the reward functions shall score.
+ask for a reply, {"tool"} as a tool begins and as it ends, and at its end a reward worker's reply, {"score", "extra"} or
+{"failure", "kind", "text"}, or {"text"} that the reward functions shall score.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from rewards import load_function
 from rewards.runtime.worker import failure_of, plain, reply_of
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
+TOOL_GRACE_S = 0.5  # a tool that takes too long is told to the model, and does not end the episode
 MAX_SENT = 2**22  # bytes of one message to the trainer
 
 
@@ -82,7 +83,12 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
         deadline.reschedule(began + timeout_s)
         return answer
 
-    chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask)
+    def tell_tool(name: str) -> None:
+        """A tool begins or ends: the clock starts again, here (after the tool's own alarm) and in the trainer."""
+        deadline.reschedule(loop.time() + timeout_s + TOOL_GRACE_S)
+        send(connection, {"tool": name})
+
+    chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask, tell_tool)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             result = await episode(chat, start["row"])

@@ -54,7 +54,7 @@ def measure(world_size: int, samples_per_rank: int, seed: int) -> dict:
     mine = torch.from_numpy(np.flatnonzero(plan.rank == 0))
     ends = torch.from_numpy(np.append(0, lengths[mine].cumsum())).int()
     num_tokens = int(ends[-1])
-    batch = Batch(torch.zeros(num_tokens).long(), torch.zeros(num_tokens).bool(), ends, mine)
+    batch = Batch(torch.zeros(num_tokens).long(), torch.zeros(num_tokens).bool(), ends, mine, mine)
     computed = sum(len(batch.microbatch(ranks[0]).tokens) for ranks in microbatches)
     return {"world_size": world_size, "samples": len(lengths), "seed": seed, "num_microbatches": len(microbatches),
             "padding": float(1 - lengths[mine].sum() / computed),

@@ -436,7 +436,8 @@ def test_idle_responses_count_in_the_denominators(aggregation):
     norm = 40.0 if aggregation.endswith("norm") else None
     some, rest = pieces(batch, [[6, 1, 3, 0], [2, 7, 4, 5]])
     set_token_weights([some, rest], aggregation, norm)
-    whole, lengths = some.weight, segment_sum(rest.mask.double(), rest.cu_seqlens)
+    whole, skipped = some.weight, torch.zeros(8, dtype=torch.float64)
+    lengths = skipped.index_copy(0, rest.index, segment_sum(rest.mask.double(), rest.cu_seqlens))
     assert set_token_weights([some], aggregation, norm, skipped_lengths=lengths) == (int(batch.mask.sum()), 7)
     assert torch.equal(some.weight, whole)
 

@@ -141,7 +141,7 @@ def test_tool_output_needs_no_logp():
 def test_batch_refuses_shapes_and_mixed_fields():
     batch = Batch.build([[1], [2]], [[5, 6], [7]])
     with pytest.raises(ValueError, match=r"Batch.value has shape \[2\], must be \[5\]: one per token"):
-        Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, value=torch.zeros(2))
+        Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number, value=torch.zeros(2))
     other = batch.select([0])
     other.old_logp = torch.zeros(3)
     with pytest.raises(AssertionError, match="an optional field is in some of the batches"):

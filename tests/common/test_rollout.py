@@ -66,7 +66,7 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own():
     submitted = []
     pool = SimpleNamespace(submit=lambda *given: submitted.append(given))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"text {tokens[0]}")
-    judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None)
+    judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None)
     pending = scoring.start_rollout(engine, judge, DATA, [5, 4, 3, 2], 3, SamplingConfig(), (7, "x"))
     assert [(s.index, s.group, s.row) for s in pending.samples] == [
         (3, 1, 4), (4, 1, 4), (5, 1, 4), (9, 3, 2), (10, 3, 2), (11, 3, 2)]
@@ -84,9 +84,10 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     scores = Scores([*range(4)], [float("nan")] * 3 + [1.0], [{f"{n}_0": 1.0 for n in range(40)}] * 4,
                     ["timeout", "crash", "crash", None])
     pool = SimpleNamespace(results=lambda: scores, max_error_frac=0.5)
+    judge = SimpleNamespace(pool=pool, model=None, episodes=None)
     monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
     monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
-    pending = scoring.PendingRollout(SimpleNamespace(pool=pool, model=None), make_samples([0.0] * 4))
+    pending = scoring.PendingRollout(judge, make_samples([0.0] * 4), SamplingConfig())
     meter = Meter()
     assert pending.collect(meter).in_loss.tolist() == [False] * 3 + [True]
     assert meter.reduce()["reward/error_frac"] == 2 / 4 and meter.reduce()["reward/timeout_frac"] == 1 / 4
@@ -104,7 +105,8 @@ def test_responses_that_run_nowhere_count_if_they_are_in_the_loss(world):
     minibatches = to_minibatches(rollout, in_update, LLAMA, world, num_minibatches=2, max_tokens=99, seed=0)
     ran = [int(batch.mask.sum()) for minibatch in minibatches for batch in minibatch]
     assert sum(ran) == 1 + 4 + 5 + 6
-    assert sorted(torch.cat([minibatch.skipped_lengths for minibatch in minibatches]).tolist()) == [0, 0, 3, 8]
+    skipped = torch.stack([minibatch.skipped_lengths for minibatch in minibatches])        # [mini-batch, S]
+    assert skipped.sum(0).tolist() == [0, 0, 3, 0, 0, 0, 0, 8]
     assert min(len(minibatch.skipped_lengths) for minibatch in minibatches) > 0
 
 

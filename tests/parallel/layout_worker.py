@@ -41,41 +41,47 @@ class Step:
 
 
 def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: list[int], budget: int, aggregation: str,
-             skip: bool = False, weigh=losses.set_token_weights) -> tuple[dict[str, Tensor], int, int]:
+             skip: bool = False, episodes: bool = False, weigh=losses.set_token_weights,
+             ) -> tuple[dict[str, Tensor], int, int]:
     """The full gradient, the number of micro-batches on each rank, and the dummies on all of them.
 
     Response i of `step` gets the number `order[i]` and starts on the rank that this number is dealt to. The lines from
     `gather_numbers` to `backward` are those of grpo.py. `skip`: responses with advantage 0 run nowhere, only count.
+    `episodes`: sequences 2k and 2k + 1 are one response, an episode whose history was rewritten.
     Whether prompts are shared is a setting of `policy`.
     """
     numbers = torch.tensor(order)
+    response_of = torch.arange(len(order)) // (1 + episodes)                                                # [N]
     mine = [i for i in range(len(order)) if order[i] % world.size == world.rank]
     batch = Batch.build([], [])
     if mine:
         batch = Batch.build(
-            [step.prompts[i] for i in mine], [step.responses[i] for i in mine], index=[order[i] for i in mine],
+            [step.prompts[i] for i in mine], [step.responses[i] for i in mine],
+            index=[int(response_of[order[i]]) for i in mine], number=[order[i] for i in mine],
             masks=[step.masks[i] for i in mine], rollout_logps=[step.old_logps[i] for i in mine],
         )
         batch.old_logp = batch.rollout_logp
     own = [(step.advantages[i], len(step.prompts[i]), len(step.responses[i]), sum(step.masks[i])) for i in mine]
-    gathered = gather_numbers(torch.tensor(own, dtype=torch.float64).view(-1, 4), batch.index)              # [S, 4]
+    gathered = gather_numbers(torch.tensor(own, dtype=torch.float64).view(-1, 4), batch.number)             # [N, 4]
     advantages, prompt_lengths, response_lengths, num_sampled = gathered.unbind(1)
     lengths = (prompt_lengths + response_lengths).numpy().astype(np.int64)
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
     groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
     plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained,
-                     groups=groups, prompt_lengths=prompt_lengths.numpy())
-    batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.index.numpy()])))
-    batch = exchange(batch, plan.rank[batch.index.numpy()])
+                     groups=groups, prompt_lengths=prompt_lengths.numpy(), responses=response_of.numpy())
+    batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.number.numpy()])))
+    batch = exchange(batch, plan.rank[batch.number.numpy()])
     microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
     for microbatch in microbatches:
-        microbatch.advantage = advantages.float()[microbatch.index][microbatch.sequence_ids] * microbatch.mask  # [T]
+        microbatch.advantage = advantages.float()[microbatch.number][microbatch.sequence_ids] * microbatch.mask # [T]
 
     loss_fn = partial(losses.ppo, clip_low=step.clip_low, clip_high=step.clip_high, clip_dual=step.clip_dual)
     for parameter in policy.parameters():
         parameter.grad = None
-    weigh(microbatches, aggregation, step.norm_length, num_sampled[plan.idle[0]])
+    idle = plan.idle[0]
+    skipped = torch.zeros(1 + int(response_of[-1]), dtype=torch.float64)                                    # [S]
+    weigh(microbatches, aggregation, step.norm_length, skipped.index_add(0, response_of[idle], num_sampled[idle]))
     for microbatch in microbatches:
         logp, entropy = policy(microbatch, step.temperature, step.entropy_coef != 0)
         loss, _ = loss_fn(logp, microbatch.old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens)
@@ -136,7 +142,7 @@ def main(folder: Path) -> None:
         step = todo["steps"][name]
         results[name, budget, tuple(order), aggregation, variant] = gradient(
             policies.get(variant, policy), world, hf_config, step, order, budget, aggregation, variant == "skip",
-            wrong.get(variant, losses.set_token_weights),
+            variant == "episodes", wrong.get(variant, losses.set_token_weights),
         )
     found = {"gradients": results, "weights": weights(policy)}
     found |= clipped_step(policy, world)

@@ -80,7 +80,7 @@ def check_nothing_trained(rank: int, world_size: int) -> None:
     local = Batch.build([], []) if rank == world_size - 1 else make_step(1, 3).select([])
     arrived = exchange(local, [])
     assert len(arrived) == len(arrived.tokens) == 0
-    assert list(arrived.present()) == ["tokens", "mask", "index", "rollout_logp", "value"]
+    assert list(arrived.present()) == ["tokens", "mask", "index", "number", "rollout_logp", "value"]
     assert len(arrived.microbatch([])) == 1                                 # a dummy, as on every rank
 
 

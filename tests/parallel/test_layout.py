@@ -54,8 +54,9 @@ class Oracle:
         logits = self.model(input_ids=torch.tensor([prompt + response])).logits[0]
         return (logits / temperature)[len(prompt) - 1 : -1].log_softmax(-1)
 
-    def gradient(self, step: Step, aggregation: str) -> dict[str, torch.Tensor]:
-        sequences = []                  # of every response with a sampled token: its token losses
+    def gradient(self, step: Step, aggregation: str, order: list[int] | None = None) -> dict[str, torch.Tensor]:
+        """`order`: the sequences with the numbers 2k and 2k + 1 in it are one response."""
+        found = {}                      # of every response with a sampled token: its token losses
         for i, (prompt, response) in enumerate(zip(step.prompts, step.responses)):
             rows, token_losses = self.log_probs(prompt, response, step.temperature), []
             for j, token in enumerate(response):
@@ -70,7 +71,8 @@ class Oracle:
                 loss = loss + step.kl_coef * (1 / ratio - 1 + ratio.log())
                 token_losses.append(loss + step.entropy_coef * (rows[j].exp() * rows[j]).sum())
             if token_losses:
-                sequences.append(token_losses)
+                found.setdefault(order[i] // 2 if order else i, []).extend(token_losses)
+        sequences = list(found.values())
         num_tokens, sums = sum(map(len, sequences)), [sum(losses) for losses in sequences]
         objective = {
             "token-mean": sum(sums) / num_tokens,
@@ -142,6 +144,7 @@ def make_layouts() -> list[tuple]:
                 for order, aggregation in ((straight, "token-mean"), (shuffled(NUM_RESPONSES), "seq-mean-token-mean"))]
     layouts.append(("few", 1, few, "token-mean", ""))                   # 2 ranks: one runs 2 of the 3, one a dummy
     layouts += [("kl and entropy", budget, shuffled(NUM_RESPONSES), "token-mean", "") for budget in BUDGETS]
+    layouts += [("main", 40, shuffled(NUM_RESPONSES), aggregation, "episodes") for aggregation in AGGREGATIONS]
     layouts.append(("constant", 40, straight, "token-mean", "skip"))
     return [*layouts, layouts[0]]                                       # the last one is what the step is made of
 
@@ -222,6 +225,17 @@ def test_shared_prompts_change_nothing(run, expected):
 def test_responses_that_only_count_change_nothing(run, expected):
     found = errors(run, expected, "main", "skip") | errors(run, expected, "few", "skip")
     assert max(found.values()) < TOLERANCE, max(found, key=found.get)
+
+
+def test_an_episode_of_several_sequences_is_one_response(run, oracle, steps, expected):
+    """Its history was rewritten: a mean over sequences counts it once, wherever its sequences are trained."""
+    order = shuffled(NUM_RESPONSES)
+    for aggregation in AGGREGATIONS:
+        want = oracle.gradient(steps["main"], aggregation, order)
+        gradient, _, _ = run[1]["main", 40, tuple(order), aggregation, "episodes"]
+        assert relative_error(gradient, want) < TOLERANCE, aggregation
+        is_per_sequence = aggregation.startswith("seq-")
+        assert (relative_error(want, expected["main", aggregation]) > 0.05) == is_per_sequence
 
 
 def test_more_ranks_than_responses(run, expected):

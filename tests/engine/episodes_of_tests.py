@@ -1,0 +1,88 @@
+"""Episodes that the tests run, FILE.py:NAME."""
+
+import asyncio
+import ctypes
+import os
+import random
+import time
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first one.
+        b: The second one.
+    """
+    return a + b
+
+
+async def three_turns(chat, row):
+    """Three replies of at most 6 tokens. What tools take is random, and decides nothing."""
+    await chat.reply(max_tokens=6)
+    for word in ("Higher.", "Lower."):
+        await asyncio.sleep(random.random() * row.get("max_sleep_s", 0.0))
+        await chat.reply({"role": "user", "content": word}, max_tokens=6)
+    text = chat.messages[-1]["content"]
+    return {"score": sum(map(ord, text)) % 7, "num_messages": len(chat.messages), "pred": text[:1]}
+
+
+async def endless(chat, row):
+    """Talks until there is no reply. Returns why."""
+    text = await chat.reply(max_tokens=5)
+    while text is not None:
+        text = await chat.reply({"role": "user", "content": "Go on."}, max_tokens=5)
+    assert chat.turns == sum(message["role"] == "assistant" for message in chat.messages)
+    return {"score": 1.0, "why": chat.finish_reason, "left": chat.tokens_left}
+
+
+async def misbehave(chat, row):
+    """What `row["kind"]` says, after a reply."""
+    await chat.reply(max_tokens=2)
+    kind = row["kind"]
+    if kind == "raise":
+        raise KeyError("the user's own mistake")
+    if kind == "hang":
+        ctypes.CDLL(None).sleep(60)
+    if kind == "wait":
+        await asyncio.sleep(60)
+    if kind == "die":
+        os._exit(3)
+    if kind == "print":
+        for _ in range(1000):
+            print("x" * 2**20)
+    if kind == "shell":
+        os.system("yes | head -c 100000000 1>&2; sleep 60 &")
+    if kind == "much":
+        await chat.reply({"role": "user", "content": "x" * 2**24})
+    if kind == "number":
+        return "not a number"
+    if kind == "none":
+        return None
+    return 0.5
+
+
+async def with_tools(chat, row):
+    chat.tools = [add]
+    text = await chat.reply(max_tokens=8)
+    results = [await chat.tool_call(call) for call in row["calls"]]
+    await chat.reply(*results, max_tokens=8)
+    return {"score": 1.0, "results": " / ".join(result["content"] for result in results), "text": text}
+
+
+async def slow_tool(chat, row):
+    chat.tools = [slow]
+    await chat.reply(max_tokens=2)
+    result = await chat.tool_call({"name": "slow", "arguments": "{}"})
+    await chat.reply(result, max_tokens=2)
+    return {"score": 1.0, "result": result["content"]}
+
+
+def slow() -> str:
+    """Take a minute."""
+    time.sleep(60)
+    return "done"
+
+
+def plain(chat, row):
+    return 1.0

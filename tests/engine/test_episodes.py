@@ -1,0 +1,339 @@
+"""Episodes of many turns: real processes, a real engine, and a trainer that scores again what the engine sampled."""
+
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from common.batch import Batch
+from common.engine.base import Response, RolloutConfig
+from common.engine.episodes import start_episodes
+from common.engine.make import make_engine, stop_tokens
+from common.engine.scoring import Scoring, start_rollout
+from common.metrics import Meter
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig
+from common.parallel.ranks import seed_of
+from common.prompts import Prompt, TemplateConfig
+from common.rollout import Rollout, Sample, gather_rollout, to_minibatches
+from rewards.runtime.pool import RewardConfig
+
+FILE = Path(__file__).parent / "episodes_of_tests.py"
+FLOAT32 = ModelConfig(compute_dtype="float32")
+STOPS = tuple(range(0, 49152, 64))  # else a random model never ends a reply
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama):
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_llama, world):
+    return load_policy(tiny_llama, FLOAT32, world)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama, tokenizer, policy, world):
+    config = RolloutConfig(engine="hf", max_response_length=200, stop_token_ids=STOPS)
+    stops = stop_tokens(tiny_llama, tokenizer)
+    hf_config = read_config(tiny_llama, FLOAT32)
+    engine = make_engine(tiny_llama, hf_config, config, FLOAT32, world, [[5, 6, 7]], stops, 400, 0)
+    engine.wake(policy)
+    return engine
+
+
+def make_prompt(tokenizer, number: int, **columns) -> Prompt:
+    messages = [{"role": "user", "content": f"Game {number}. What is {number} + 2?"}]
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return Prompt(tokens, "word_problems", "2", {}, messages, {"number": number, **columns})
+
+
+class Runs:
+    """Runs episodes; each ends with its processes."""
+
+    def __init__(self, engine, tokenizer, world):
+        self.engine, self.tokenizer, self.world = engine, tokenizer, world
+
+    def __call__(self, name: str, prompts: list[Prompt], num_samples: int = 1, stop=lambda: False, metrics=None,
+                 kwargs: str = "{}", **flags) -> list[Sample]:
+        config = replace(self.engine.config, episode=f"{FILE}:{name}", **flags)
+        scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0), RewardModelConfig(), [],
+                          config.episode)
+        stops = [*self.engine.stop_token_ids, *STOPS]
+        scoring.episodes = start_episodes(config, self.tokenizer, TemplateConfig(chat_template_kwargs=kwargs), stops, 400,
+                                          self.world)
+        try:
+            pending = start_rollout(self.engine, scoring, prompts, range(len(prompts)), num_samples, config, (1, 2), stop)
+            if stop():
+                return pending.samples
+            meter = Meter()
+            rollout = pending.collect(meter)
+            if metrics is not None:
+                metrics.update(meter.reduce())
+            return rollout.samples
+        finally:
+            scoring.close()
+
+
+@pytest.fixture(scope="module")
+def run(engine, tokenizer, world):
+    return Runs(engine, tokenizer, world)
+
+
+@pytest.fixture(scope="module")
+def played(run, tokenizer):
+    metrics = {}
+    samples = run("three_turns", [make_prompt(tokenizer, n) for n in range(3)], num_samples=2, metrics=metrics)
+    return samples, metrics
+
+
+def runs_of(mask: list[bool]) -> list[tuple[bool, int, int]]:
+    """(value, start, end) of each stretch of equal values."""
+    edges = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]] + [len(mask)]
+    return [(mask[a], a, b) for a, b in zip(edges, edges[1:])]
+
+
+def test_a_trace_by_hand(played, tokenizer, engine):
+    """Three replies, and between them exactly what the template writes; the end token is there once."""
+    samples, metrics = played
+    num_ended = 0
+    for sample in samples:
+        response = sample.response
+        pieces = runs_of(response.mask)
+        assert [value for value, _, _ in pieces] == [True, False, True, False, True]
+        for (_, start, end), (_, before, _), word in zip(pieces[1::2], pieces[::2], ("Higher.", "Lower.")):
+            has_end = response.tokens[start - 1] == tokenizer.eos_token_id
+            num_ended += has_end
+            expected = "" if has_end else "<|im_end|>"
+            expected += f"\n<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n"
+            assert tokenizer.decode(response.tokens[start:end]) == expected
+            assert 1 <= start - before <= 6
+        replies = [m["content"] for m in response.messages if m["role"] == "assistant"]
+        assert replies == [tokenizer.decode(response.tokens[a:b], skip_special_tokens=True) for _, a, b in pieces[::2]]
+        assert sample.score == sum(map(ord, replies[-1])) % 7
+        assert sample.extras == {"num_messages": 6.0, "pred": replies[-1][:1]}
+        assert (response.num_turns, response.end_reason, response.prompt) == (3, "done", sample.prompt.tokens)
+    assert metrics["num_turns/mean"] == 3 and metrics["episode/done_frac"] == 1
+    assert metrics["episode/num_sequences"] == 1 and metrics["reward/error_frac"] == 0
+
+
+def test_the_trainer_finds_the_log_probs_that_the_engine_had(played, policy, engine):
+    """Scored again in one forward, tokens of all turns: a wrong mask, a lost or doubled token would be off by nats."""
+    samples, _ = played
+    responses = [sample.response for sample in samples]
+    batch = Batch.build(
+        [sample.prompt.tokens for sample in samples], [r.tokens for r in responses],
+        rollout_logps=[r.logp for r in responses], masks=[r.mask for r in responses],
+    )
+    difference = (policy.score(batch, 1.0) - batch.rollout_logp)[batch.mask].abs()
+    assert int(batch.mask.sum()) == sum(sum(r.mask) for r in responses) < len(batch.tokens)
+    assert difference.max() < 2e-5
+
+
+def test_a_turn_has_its_own_seed(played, engine):
+    for sample in played[0]:
+        seed = seed_of(1, 2, sample.group, sample.index % 2)
+        response, (_, start, end) = sample.response, runs_of(sample.response.mask)[2]
+        sampling = replace(engine.config, max_response_length=6)
+        context = [*sample.prompt.tokens, *response.tokens[:start]]
+        (again,) = engine.generate([context], [seed_of(seed, 1)], sampling)
+        assert again.tokens == response.tokens[start:end]
+    assert len({tuple(sample.response.tokens) for sample in played[0]}) == len(played[0])
+
+
+def test_arrival_times_decide_nothing(run, played, tokenizer):
+    """Tools of random duration, few at once, in lockstep or not: the same tokens (the hf engine decodes alone)."""
+    prompts = [make_prompt(tokenizer, n, max_sleep_s=0.2) for n in range(3)]
+    expected = {sample.index: sample.response.tokens for sample in played[0]}
+    for flags in ({"lockstep": True}, {"episodes_at_once": 2}, {"episodes_at_once": 1, "lockstep": True}):
+        again = run("three_turns", prompts, num_samples=2, **flags)
+        assert {sample.index: sample.response.tokens for sample in again} == expected, flags
+
+
+def test_episodes_end_at_their_limits(run, tokenizer):
+    prompts = [make_prompt(tokenizer, 0)]
+    (sample,) = run("endless", prompts, max_turns=4)
+    assert (sample.response.num_turns, sample.response.end_reason, sample.extras["why"]) == (4, "turns", "turns")
+    metrics = {}
+    (sample,) = run("endless", prompts, max_response_length=60, metrics=metrics)
+    response = sample.response
+    assert (response.end_reason, sample.extras["why"], response.finish_reason) == ("length", "length", "length")
+    assert 40 <= len(response.tokens) <= 60 and response.mask[-1]  # nothing is added that nobody answers
+    assert sample.extras["left"] == 60 - len(response.tokens)
+    assert metrics["episode/length_frac"] == 1
+    assert gather_rollout([sample]).truncated.tolist() == [True]
+
+
+def test_dropped_episodes_leave_their_group(run, tokenizer):
+    metrics = {}
+    samples = run("endless", [make_prompt(tokenizer, 0)], max_turns=2, drop=("turns", "error"), metrics=metrics)
+    rollout = gather_rollout(samples)
+    assert rollout.in_loss.tolist() == [False] and rollout.scores.isnan().all()
+    assert metrics["episode/turns_frac"] == 1 and metrics["episode/dropped_frac"] == 1
+    (kept,) = run("endless", [make_prompt(tokenizer, 0)], max_turns=2, drop=("length",))
+    assert kept.score == 1.0
+
+
+def test_faults_are_counted_and_hurt_nobody_else(run, tokenizer, capfd):
+    kinds = ["fine", "raise", "hang", "wait", "die", "print", "shell", "much", "number", "none"]
+    metrics = {}
+    prompts = [make_prompt(tokenizer, n, kind=kind) for n, kind in enumerate(kinds)]
+    start = time.monotonic()
+    samples = run("misbehave", prompts, metrics=metrics, tool_timeout_s=1.0)
+    assert time.monotonic() - start < 50  # those that would take 60 s were ended
+    by_kind = {kind: sample for kind, sample in zip(kinds, sorted(samples, key=lambda s: s.index))}
+    ends = {kind: sample.response.end_reason for kind, sample in by_kind.items()}
+    assert ends == {"fine": "done", "raise": "error", "hang": "timeout", "wait": "timeout", "die": "error",
+                    "print": "done", "shell": "done", "much": "error", "number": "done", "none": "error"}
+    scores = {kind: sample.score for kind, sample in by_kind.items()}
+    assert {kind for kind, score in scores.items() if score == 0.5} == {"fine", "print", "shell"}
+    assert scores["number"] == 0.0  # a text is scored by the table's function for word_problems
+    assert metrics["reward/timeout_frac"] == 2 / 10 and metrics["reward/error_frac"] == 4 / 10
+    assert not run_left_behind()
+    said = capfd.readouterr().err
+    assert said.count("x") < 20_000 and "printed more than 10000 characters" in said
+
+
+def run_left_behind() -> list[str]:
+    return [path for path in os.listdir("/proc") if path.isdigit() and b"envs.runtime.server" in read_command(path)]
+
+
+def read_command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_where_a_fault_is_is_said(run, tokenizer, caplog):
+    prompts = [make_prompt(tokenizer, n, kind=kind) for n, kind in enumerate(("hang", "wait", "raise"))]
+    run("misbehave", prompts, tool_timeout_s=1.0)
+    said = caplog.text
+    assert re.search(r"line \d+ in misbehave", said)  # in the stack of the one that hangs in C
+    assert "await asyncio.sleep(60)" in said
+    assert "KeyError" in said and "the user's own mistake" in said
+
+
+def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer):
+    calls = [
+        {"name": "add", "arguments": '{"a": 2, "b": 3}'}, {"name": "add", "arguments": '{"a": 2'},
+        {"name": "os.system", "arguments": "{}"}, {"name": "add", "arguments": '{"a": 2}'},
+        {"name": "", "error": "this call cannot be read"},
+    ]
+    metrics = {}
+    (sample,) = run("with_tools", [make_prompt(tokenizer, 0, calls=calls)], metrics=metrics)
+    five, broken, unknown, missing, unread = sample.extras["results"].split(" / ")
+    assert five == "5"
+    assert broken.startswith("Error: JSONDecodeError") and "there is no tool 'os.system'; there are add" in unknown
+    assert "missing a required argument: 'b'" in missing and "this call cannot be read" in unread
+    assert metrics["tool_call_counts/mean"] == 5 and metrics["episode/tool_errors"] == 4
+    assert [m["role"] for m in sample.response.messages] == ["user", "assistant", *["tool"] * 5, "assistant"]
+    assert "Error: JSONDecodeError" in tokenizer.decode(sample.response.tokens)
+
+
+def test_a_slow_tool_is_told_to_the_model(run, tokenizer):
+    (sample,) = run("slow_tool", [make_prompt(tokenizer, 0)], tool_timeout_s=1.0)
+    assert sample.extras["result"] == "Error: TimeoutError: it took longer than 1 s"
+    assert sample.response.end_reason == "done"
+
+
+def test_a_stop_gives_up_what_runs(run, tokenizer):
+    answers = iter([False] * 6)
+    samples = run("three_turns", [make_prompt(tokenizer, n) for n in range(3)], stop=lambda: next(answers, True))
+    assert all(sample.response is None for sample in samples)
+    assert not run.engine.has_unfinished()
+    assert not run_left_behind()
+
+
+def test_a_rewritten_history_makes_sequences_of_one_response(run, tokenizer, policy, world, tmp_path):
+    """A template that shortens replies before the last one: the third turn is a sequence of its own."""
+    template = tokenizer.chat_template.replace(
+        "message['content'] + '<|im_end|>'",
+        "(message['content'][:1] if message.role == 'assistant' and loop.index0 < messages | length - 2 "
+        "else message['content']) + '<|im_end|>'",
+    )
+    assert template != tokenizer.chat_template
+    short = tmp_path / "short.jinja"
+    short.write_text(template)
+    prompts = [make_prompt(tokenizer, n) for n in range(2)]
+    config_file = TemplateConfig(chat_template_file=str(short))
+    scoring = Scoring(tokenizer, RewardConfig(num_workers=1), RewardModelConfig(), [], "x")
+    config = replace(run.engine.config, episode=f"{FILE}:three_turns")
+    scoring.episodes = start_episodes(config, tokenizer, config_file, run.engine.stop_token_ids, 400, world)
+    try:
+        rollout = start_rollout(run.engine, scoring, prompts, [0, 1], 2, config, (3,)).collect(Meter())
+    finally:
+        scoring.close()
+    assert rollout.num_sequences.tolist() == [2] * 4
+    num_sequences = 8
+    for sample in rollout.samples:
+        assert sum(part.num_sampled for _, part in sample.sequences) == int(rollout.response_lengths[sample.index])
+    minibatches = to_minibatches(
+        rollout, rollout.in_loss, read_config(policy_path(policy), FLOAT32), world, num_minibatches=2, max_tokens=150,
+        seed=0,
+    )
+    batches = [batch for minibatch in minibatches for batch in minibatch]
+    whole = Batch.cat(batches).sort()
+    assert whole.number.tolist() == list(range(num_sequences))
+    assert whole.index.tolist() == [s.index for s in sorted(rollout.samples, key=lambda s: s.index) for _ in s.sequences]
+    for minibatch in minibatches:  # all sequences of a response are in one mini-batch
+        numbers = torch.cat([batch.index for batch in minibatch]).bincount(minlength=4)
+        assert ((numbers == 0) | (numbers == rollout.num_sequences)).all()
+    difference = (policy.score(whole, 1.0) - whole.rollout_logp)[whole.mask].abs()
+    assert difference.max() < 2e-5
+    again = Rollout.from_state(rollout.state_dict(), prompts, world)
+    assert again.num_sequences.tolist() == rollout.num_sequences.tolist()
+    assert again.samples[0].response == rollout.samples[0].response
+
+
+def policy_path(policy) -> str:
+    return policy.lm.config._name_or_path
+
+
+def test_one_sequence_has_the_gradient_of_one_sample_per_turn(played, policy):
+    """For fewer tokens: what is before a turn is computed once."""
+    samples = [sample for sample in played[0]][:4]
+    responses = [sample.response for sample in samples]
+    prompts = [sample.prompt.tokens for sample in samples]
+    one = Batch.build(prompts, [r.tokens for r in responses], masks=[r.mask for r in responses])
+    turn_prompts, turns = [], []
+    for prompt, response in zip(prompts, responses):
+        for value, start, end in runs_of(response.mask):
+            if value:
+                turn_prompts.append([*prompt, *response.tokens[:start]])
+                turns.append(response.tokens[start:end])
+    many = Batch.build(turn_prompts, turns)
+    gradients = []
+    for batch in (one, many):
+        policy.zero_grad()
+        logp, _ = policy(batch, 1.0)
+        (logp * batch.mask).sum().backward()
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in policy.parameters()]))
+    policy.zero_grad()
+    assert len(one.tokens) < 0.7 * len(many.tokens) and one.mask.sum() == many.mask.sum()
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"episode": f"{FILE}:plain"}, "plain is a plain `def`; .*\n    async def plain"),
+    ({"episode": f"{FILE}:missing"}, r"no function missing in .*; it has .*endless"),
+    ({"episode": "nowhere.py:episode"}, r"--rollout\.episode nowhere\.py:episode: .* is not a Python file"),
+    ({"max_turns": 0}, r"--rollout\.max-turns 0 and .* must be at least 1"),
+    ({"oversample": 0.5}, r"--rollout\.oversample 0\.5 does not go with --rollout\.episode"),
+])
+def test_flags_that_cannot_work_are_refused(flags, message, tokenizer, world):
+    config = replace(RolloutConfig(episode=f"{FILE}:endless"), **flags)
+    with pytest.raises(ValueError, match=message):
+        start_episodes(config, tokenizer, TemplateConfig(), [0], 100, world)
+
+
+def test_a_response_survives_a_checkpoint():
+    response = Response([1], [0.0], "stop", [True], [2], [Response([3], [0.5], "stop")], 2, "done", [{"role": "user"}])
+    assert Response.from_dict(vars(response) | {"earlier": [vars(response.earlier[0])]}) == response
