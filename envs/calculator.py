@@ -5,6 +5,7 @@
 """
 
 import ast
+import math
 import operator
 import re
 
@@ -32,6 +33,8 @@ def calculate(expression: str) -> str:
         return f"Error: the expression has {len(expression)} characters, at most {MAX_LENGTH}."
     try:
         value = value_of(ast.parse(expression.strip(), mode="eval").body)
+        if not math.isfinite(value):
+            return "Error: the value is too large."
     except ZeroDivisionError:
         return "Error: division by zero."
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):

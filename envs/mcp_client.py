@@ -22,7 +22,8 @@ async def episode(chat, row):
     """Returns the last reply, without calls: its text is scored."""
     command, *arguments = shlex.split(SERVER)
     is_url = command.startswith(("http://", "https://"))
-    server = command if is_url else mcp.StdioServerParameters(command=command, args=arguments)
+    process = mcp.StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+    server = command if is_url else process
     async with mcp.Client(server) as client:
         chat.tools = [tool_of(client, tool) for tool in (await client.list_tools()).tools]
         text = await chat.reply()
