@@ -14,6 +14,8 @@ class Player:
 
     def __init__(self, spec: str, timeout_s: float = 30.0):
         self.processes = EpisodeProcesses(str(ROOT / spec), timeout_s)
+        self.tools: list[dict[str, Any]] = []
+        """The schemas that episodes gave with their first reply."""
 
     def play(self, row: dict[str, Any], replies: Sequence[Reply]) -> tuple[dict[str, Any], list[str]]:
         (found,) = self.play_all([(row, replies)])
@@ -33,7 +35,7 @@ class Player:
                 if "messages" not in message:
                     ended[number] = message
                     continue
-                self.tools = message.get("tools", [])
+                self.tools += message.get("tools", [])
                 said[number] += [new["content"] for new in message["messages"]]
                 reply = left[number].pop(0) if left[number] else None
                 answer = {"text": reply, "finish_reason": "turns" if reply is None else "stop", "tokens_left": 50}
