@@ -1,6 +1,6 @@
 """DAPO: decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, arXiv 2503.14476).
 
-GRPO with four changes, and without KL: a higher upper clip; the mean over all tokens; groups whose rewards are all
+GRPO with four changes: a higher upper clip; the mean over all tokens; groups whose rewards are all
 equal are replaced by new ones (dynamic sampling); responses near the longest length lose reward (overlong penalty).
 
     A_i = (R_i - mean_g) / (std_g + 1e-6)                                         ratio_t = p(y_t) / p_old(y_t)
@@ -10,7 +10,7 @@ equal are replaced by new ones (dynamic sampling); responses near the longest le
         --train-data data/dapo_math/train.parquet --val-data data/dapo_math/test.parquet --run-dir runs/dapo
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -19,12 +19,15 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
+from common.batch import Batch
+from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
 from common.metrics import spread
-from common.rollout import Rollout, check_skipped
+from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std, is_constant
+from common.selection import SELECTED, select
 from common.tracking.console import run_script
 from rewards.format import soft_overlong
 
@@ -48,6 +51,8 @@ class Args(RunArgs):
     that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
+    loss: losses.PolicyLoss = "dapo"
+    """Loss of a token: a function in common/losses.py."""
     clip_low: float | None = None
     """Lower clip: the ratio counts down to 1 - clip_low. Default: of the loss's paper, printed at the start."""
     clip_high: float | None = None
@@ -55,6 +60,9 @@ class Args(RunArgs):
     clip_dual: float | None = None
     """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
     for the losses of PPO's form, absent in the others."""
+    loss_numbers: dict[str, float] = field(default_factory=dict)
+    """Further numbers of a loss, NAME VALUE ...: sapo tau_pos 1 tau_neg 1.05, clip_cov fraction 2e-4 cov_low 1
+    cov_high 5, kl_cov fraction 2e-4 cov_kl_coef 1, dppo_* max_ratio 20, dro beta (must be given)."""
     aggregation: losses.Aggregation | None = None
     """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
     (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
@@ -71,8 +79,17 @@ class Args(RunArgs):
     """Most that a response loses for its length."""
     mask_truncated: bool = False
     """Leave responses that were truncated out of the loss (they stay in their group's statistics)."""
-    norm_by_std: bool = True
-    """Divide advantages by the group's standard deviation. Dr.GRPO does not."""
+    norm_by_std: bool | None = None
+    """Divide advantages by the group's standard deviation. Default: True, but False for --loss dr_grpo."""
+    kl_reward_coef: float = 0.0
+    """Factor of KL(old policy || reference) taken off every token's reward. 0 (and no KL in the loss): no reference
+    model in memory."""
+    kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Per-token estimate of the KL in the reward."""
+    kl_loss_coef: float = 0.0
+    """Factor of KL(policy || reference) in the loss. 0: no reference model in memory."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
 
@@ -92,7 +109,9 @@ def check(args: Args) -> losses.LossSettings:
             f"--overlong-buffer {args.overlong_buffer} must be from 0 to --rollout.max-response-length "
             f"{args.rollout.max_response_length}"
         )
-    return losses.resolve_loss("dapo", args.clip_low, args.clip_high, args.clip_dual, args.aggregation)
+    return losses.resolve_loss(
+        args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
+    )
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
@@ -106,25 +125,43 @@ def groups_to_train(rewards: Tensor, group: Tensor) -> list[int]:
     return group[~is_constant(rewards, group)].unique().tolist()
 
 
+def take_groups(rollout: Rollout, groups: list[int]) -> Rollout:
+    """The responses of these groups. Groups are numbered in this order, responses group by group."""
+    new_group = {old: new for new, old in enumerate(groups)}
+    of_group = [(rollout.group == old).nonzero()[:, 0] for old in groups]
+    order = torch.cat(of_group) if of_group else torch.zeros(0, dtype=torch.int64)
+    new_index = {int(old): new for new, old in enumerate(order)}
+    samples = [
+        replace(s, index=new_index[s.index], group=new_group[s.group]) for s in rollout.samples if s.group in new_group
+    ]
+    taken = {name: values[order] for name, values in rollout.tensors().items()}
+    taken["group"] = torch.tensor([new_group[int(old)] for old in taken["group"]], dtype=torch.int64)
+    return Rollout(samples, **taken)
+
+
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    loss_fn = losses.POLICY_LOSSES["dapo"]
-    correction = resolve_correction(args.correction, "dapo")
+    correction = resolve_correction(args.correction, args.loss)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
+    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0
     temperature = args.rollout.temperature
+    with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
+    norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
     with Run(args, P, correction.covers_cut_sampling) as run:
-        max_tokens = run.plan_memory(args.max_tokens_per_gpu)
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference)
         engine = run.start_engine()
         policy, optimizer = run.load_policy()
+        reference = run.load_reference() if with_reference else None
         run.describe(
-            f"dapo, {settings.describe()}; up to {args.max_gen_batches} rollouts a step; overlong penalty over the "
-            f"last {args.overlong_buffer} tokens, entropy coef {args.entropy_coef:g}",
+            f"{args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward "
+            f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}; up to {args.max_gen_batches} rollouts a "
+            f"step; overlong penalty over the last {args.overlong_buffer} tokens",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
-        surplus = Rollout.from_state(run.script_state.get("surplus", []), run.train_set, run.world)
+        surplus = responses_from_state(run.script_state.get("surplus", []), run.train_set, run.world)
         for step in run.steps():
             # 1 rollout: until P groups have unequal rewards, or max_gen_batches are spent
             run.metrics |= engine.wake(policy)
@@ -138,8 +175,8 @@ def main(args: Args) -> None:
             run.metrics |= engine.sleep()
 
             # 2 reward: take P groups, add the overlong penalty; then each response moves to the rank that trains on it
-            surplus = sampled.take_groups(trainable[P:] if args.keep_surplus else [])
-            rollout = sampled.take_groups(trainable[:P])
+            surplus = take_groups(sampled, trainable[P:] if args.keep_surplus else [])
+            rollout = take_groups(sampled, trainable[:P])
             num_groups = min(len(trainable), P)
             if len(rollout) < args.minibatches_per_step or (num_groups < P and args.on_few_groups == "stop"):
                 raise RuntimeError(
@@ -157,38 +194,52 @@ def main(args: Args) -> None:
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
             # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
-            if correction.needs_old_logp(num_updates > 1):
+            if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
+            if reference is not None:
+                with run.phase("ref", minibatches) as microbatches:
+                    for microbatch in microbatches:
+                        microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
             rejected = reject_and_weight(minibatches, len(rollout), correction, run.meter)      # [S] leave their group
 
             # 4 advantages
-            rewards = torch.where(rejected, torch.nan, rewards)
-            advantages = group_advantages(rewards, rollout.group, args.norm_by_std)   # [S]
-            check_skipped(advantages, in_update, rollout)
-            for microbatch in chain(*minibatches):
-                per_response = advantages.float().to(run.world.device)[microbatch.index]
-                microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask  # [T]
+            with run.timer("adv"):
+                rewards = torch.where(rejected, torch.nan, rewards)
+                batch = Batch.cat([*chain(*minibatches)]).to("cpu")
+                if args.kl_reward_coef:
+                    kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
+                    rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
+                    run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
+                advantages = group_advantages(rewards, rollout.group, norm_by_std)
+                check_skipped(advantages, in_update, rollout)
+                advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
+                scatter_fields(minibatches, advantage=advantage)
 
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step):
-                for minibatch in minibatches * args.epochs_per_step:
+                for update, minibatch in enumerate(minibatches * args.epochs_per_step):
                     # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
                     losses.set_token_weights(
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
+                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = loss_fn(
+                        loss, stats = settings.function(
                             logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
-                            **settings.bounds,
+                            **settings.arguments(microbatch),
                         )
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
+                        if reference is not None:
+                            kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
+                            loss = loss + args.kl_loss_coef * kl
+                            run.meter.mean("actor/kl_loss", kl, microbatch.mask)
                         if args.entropy_coef:
                             loss = loss - args.entropy_coef * entropy
                         (run.world.size * (loss * microbatch.weight).sum()).backward()          # FSDP averages: undo it
@@ -204,7 +255,7 @@ def main(args: Args) -> None:
                 "rollout/surplus_groups": len(trainable) - num_groups,
                 "rollout/score_all_groups": float(sampled.scores.nanmean()),
             }
-            run.script_state["surplus"] = surplus.state_dict()
+            run.script_state["surplus"] = responses_to_state(surplus)
             run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step, sampled)
 
 

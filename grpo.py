@@ -10,8 +10,7 @@ For every prompt sample a group of G responses, score them, and give each its re
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
@@ -20,12 +19,14 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
+from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
+from common.engine.scoring import Component, gather_components
 from common.metrics import spread
-from common.rollout import check_skipped
+from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
-from common.segments import group_lead, group_mean, group_std
+from common.segments import group_lead, group_mean, group_std, whiten
 from common.selection import SELECTED, select
 from common.tracking.console import run_script
 
@@ -49,10 +50,8 @@ class Args(RunArgs):
     that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
-    loss: Literal[
-        "grpo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"
-    ] = "grpo"
-    """Loss of a token: a function in common/losses.py. dr_grpo is Dr.GRPO's denominator; add --no-norm-by-std."""
+    loss: losses.PolicyLoss = "grpo"
+    """Loss of a token: a function in common/losses.py."""
     clip_low: float | None = None
     """Lower clip: the ratio counts down to 1 - clip_low. Default: of the loss's paper, printed at the start."""
     clip_high: float | None = None
@@ -60,13 +59,24 @@ class Args(RunArgs):
     clip_dual: float | None = None
     """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
     for the losses of PPO's form, absent in the others."""
+    loss_numbers: dict[str, float] = field(default_factory=dict)
+    """Further numbers of a loss, NAME VALUE ...: sapo tau_pos 1 tau_neg 1.05, clip_cov fraction 2e-4 cov_low 1
+    cov_high 5, kl_cov fraction 2e-4 cov_kl_coef 1, dppo_* max_ratio 20, dro beta (must be given)."""
     aggregation: losses.Aggregation | None = None
     """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
     (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
-    advantage: Literal["group", "passk"] = "group"
-    """group: reward relative to the group's mean. passk: only the best response of a group counts, by its lead."""
-    norm_by_std: bool = True
-    """Divide advantages by the group's standard deviation. Dr.GRPO does not."""
+    advantage: Literal["group", "passk", "gdpo"] = "group"
+    """group: reward relative to the group's mean. passk: only the best response of a group counts, by its lead. gdpo:
+    each of --reward-components relative to its group's mean; their sum is whitened over all tokens."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """gdpo: NAME FACTOR ... of numbers that the reward function returns beside its score."""
+    norm_by_std: bool | None = None
+    """Divide advantages by the group's standard deviation. Default: True, but False for --loss dr_grpo."""
+    kl_reward_coef: float = 0.0
+    """Factor of KL(old policy || reference) taken off every token's reward. 0 (and no KL in the loss): no reference
+    model in memory."""
+    kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Per-token estimate of the KL in the reward."""
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: no reference model in memory."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
@@ -87,39 +97,53 @@ def check(args: Args) -> losses.LossSettings:
     )
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
-    return losses.resolve_loss(args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation)
+    if bool(args.reward_components) != (args.advantage == "gdpo") or (args.kl_reward_coef and args.reward_components):
+        raise ValueError(f"--reward-components {args.reward_components} go with --advantage gdpo, without "
+                         f"--kl-reward-coef {args.kl_reward_coef:g}, and gdpo needs them")
+    return losses.resolve_loss(
+        args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
+    )
 
 
-def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
+def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool, *components: Component) -> Tensor:
     """Group-normalised advantages (Shao et al. 2024, sec. 4.1): rewards [S] -> [S]. NaN (no reward): 0."""
     centred = rewards - group_mean(rewards, group)                                              # [S]
     return (centred / (group_std(rewards, group) + 1e-6) if norm_by_std else centred).nan_to_num()
 
 
-def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
+def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool, *components: Component) -> Tensor:
     """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
     lead = group_lead(rewards, group)                                                           # [S]
     return lead / (group_std(rewards, group) + 1e-6) if norm_by_std else lead
 
 
-ADVANTAGES = {"group": group_advantages, "passk": passk_advantages}
+def gdpo_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool, *components: Component) -> Tensor:
+    """GDPO (arXiv 2601.05242): components [S], each normalised in its group, summed with their factors."""
+    counted = [(factor, torch.where(rewards.isnan(), torch.nan, values)) for factor, values in components]
+    return sum(factor * group_advantages(values, group, norm_by_std) for factor, values in counted)
+
+
+ADVANTAGES = {"group": group_advantages, "passk": passk_advantages, "gdpo": gdpo_advantages}
 
 
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    loss_fn = losses.POLICY_LOSSES[args.loss]
     correction = resolve_correction(args.correction, args.loss)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
+    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0
     temperature = args.rollout.temperature
+    with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
+    norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
     with Run(args, P, correction.covers_cut_sampling) as run:
-        max_tokens = run.plan_memory(args.max_tokens_per_gpu, reference=args.kl_loss_coef > 0)
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference)
         engine = run.start_engine()
         policy, optimizer = run.load_policy()
-        reference = run.load_reference() if args.kl_loss_coef else None
+        reference = run.load_reference() if with_reference else None
         run.describe(
-            f"{args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
+            f"{args.advantage}, {args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward "
+            f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
@@ -132,15 +156,16 @@ def main(args: Args) -> None:
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
-            advantages = ADVANTAGES[args.advantage](rewards, rollout.group, args.norm_by_std)   # [S]
-            all_run = args.run_zero_advantage or args.kl_loss_coef or args.entropy_coef
-            all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED
+            components = gather_components(rollout, args.reward_components)                     # [S] each
+            advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std, *components)   # [S]
+            all_run = args.run_zero_advantage or with_reference or args.entropy_coef
+            all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED or bool(components)
             in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
             # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
-            if correction.needs_old_logp(num_updates > 1 or args.loss in SELECTED):
+            if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
@@ -151,12 +176,19 @@ def main(args: Args) -> None:
             rejected = reject_and_weight(minibatches, len(rollout), correction, run.meter)      # [S] leave their group
 
             # 4 advantages
-            rewards = torch.where(rejected, torch.nan, rewards)
-            advantages = ADVANTAGES[args.advantage](rewards, rollout.group, args.norm_by_std)   # [S]
-            check_skipped(advantages, in_update, rollout)
-            for microbatch in chain(*minibatches):
-                per_response = advantages.float().to(run.world.device)[microbatch.index]
-                microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask  # [T]
+            with run.timer("adv"):
+                rewards = torch.where(rejected, torch.nan, rewards)
+                batch = Batch.cat([*chain(*minibatches)]).to("cpu")
+                if args.kl_reward_coef:
+                    kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
+                    rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
+                    run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
+                advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std, *components)
+                check_skipped(advantages, in_update, rollout)
+                advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
+                if components:                                          # gdpo: over all tokens of the step
+                    advantage = whiten(advantage, batch.mask)
+                scatter_fields(minibatches, advantage=advantage)
 
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step):
@@ -166,15 +198,14 @@ def main(args: Args) -> None:
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
-                    score = partial(policy.score, temperature=temperature)
-                    selected = select(args.loss, minibatch.microbatches, score, settings, args.seed, step, update)
-                    for microbatch, chosen_tokens in zip(minibatch, selected):                  # as many on every rank
+                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
+                    for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = loss_fn(
+                        loss, stats = settings.function(
                             logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
-                            **settings.bounds, **chosen_tokens,
+                            **settings.arguments(microbatch),
                         )
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)

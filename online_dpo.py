@@ -12,8 +12,7 @@ The derivative of the loss by each log p(y) is its advantage, with the sign turn
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_online_dpo
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -25,10 +24,10 @@ import dpo
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.base import Response
+from common.dataset.conversations import add_answers
 from common.engine.make import check_sizes
 from common.metrics import spread
-from common.rollout import Rollout, check_skipped, gather_rollout, sum_per_response
+from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_mean
 from common.tracking.console import run_script
@@ -97,7 +96,9 @@ def check(args: Args) -> losses.LossSettings:
     if args.correction.rejected_leave_group or resolve_correction(args.correction, "ppo").bypass:
         raise ValueError("--correction.rejected-leave-group and bypass: pairs need every response and its log-prob")
     aggregation = args.aggregation or "seq-mean-token-sum"
-    return losses.resolve_loss("ppo", args.clip_low, args.clip_high, args.clip_dual, aggregation)
+    return losses.resolve_loss(
+        "ppo", args.clip_low, args.clip_high, args.clip_dual, aggregation, {}
+    )
 
 
 def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
@@ -111,20 +112,6 @@ def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
     return torch.tensor(pairs, dtype=torch.int64)
 
 
-def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:
-    """The responses [S] and after them the data's answers to the prompts [P]; and pairs of answer and response."""
-    answers = []
-    for sample in {sample.group: sample for sample in rollout.samples}.values():
-        if not isinstance(sample.prompt.extra_info.get(key), str):
-            raise ValueError(f"row {sample.row} of --train-data has no text in extra_info[{key!r}] (--answer-key)")
-        tokens = [*tokenizer.encode(sample.prompt.extra_info[key], add_special_tokens=False), tokenizer.eos_token_id]
-        answer = Response(tokens, [0.0] * len(tokens), "stop")
-        answers.append(replace(sample, index=sample.group, response=answer, score=math.nan, extras={}))
-    scored = rollout.in_loss.nonzero()[:, 0]
-    pairs = torch.stack([len(rollout) + rollout.group[scored], scored], dim=1)
-    return rollout.cat(gather_rollout(answers)), pairs.flatten()
-
-
 def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
     """log p / p_ref, rewards and groups of responses [S] -> the loss of each [S]."""
     return (log_ratio - (rewards - group_mean(rewards.exp(), group).log()) / beta).square()
@@ -133,7 +120,6 @@ def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) ->
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    loss_fn = losses.POLICY_LOSSES["ppo"]
     correction = resolve_correction(args.correction, "ppo")
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
@@ -184,21 +170,21 @@ def main(args: Args) -> None:
             reject_and_weight(minibatches, len(rollout), correction, run.meter)
 
             # 4 advantages: minus the derivative of the loss by each log-prob; the update divides by the responses
-            batch = Batch.cat([*chain(*minibatches)]).to("cpu")
-            log_ratio = sum_per_response(batch, (batch.old_logp - batch.ref_logp) * batch.mask, len(rollout))
-            log_ratio.requires_grad_()                                                          # [S]
-            if args.loss == "sppo":
-                loss = sppo_loss(log_ratio[numbers], args.beta, rewards[numbers], rollout.group[numbers])
-            else:
-                loss = dpo.LOSSES[args.loss](log_ratio[numbers], args.beta, label_smoothing=0.0)
-                run.metrics |= dpo.preference_metrics(log_ratio[numbers], args.beta) if len(loss) else {}
-                run.metrics["preference/pairs"] = len(loss)
-            run.metrics["train/loss"] = loss.sum().item() / max(len(loss), 1)
-            advantages = -in_update.sum() * torch.autograd.grad(loss.mean(), log_ratio)[0]      # [S]
-            check_skipped(advantages, in_update, rollout)
-            for microbatch in chain(*minibatches):
-                per_response = advantages.float().to(run.world.device)[microbatch.index]
-                microbatch.advantage = per_response[microbatch.sequence_ids] * microbatch.mask  # [T]
+            with run.timer("adv"):
+                batch = Batch.cat([*chain(*minibatches)]).to("cpu")
+                log_ratio = sum_per_response(batch, (batch.old_logp - batch.ref_logp) * batch.mask, len(rollout))
+                log_ratio.requires_grad_()                                                              # [S]
+                if args.loss == "sppo":
+                    loss = sppo_loss(log_ratio[numbers], args.beta, rewards[numbers], rollout.group[numbers])
+                else:
+                    loss = dpo.LOSSES[args.loss](log_ratio[numbers], args.beta, label_smoothing=0.0)
+                    run.metrics |= dpo.preference_metrics(log_ratio[numbers], args.beta) if len(loss) else {}
+                    run.metrics["preference/pairs"] = len(loss)
+                run.metrics["train/loss"] = loss.sum().item() / max(len(loss), 1)
+                advantages = -in_update.sum() * torch.autograd.grad(loss.mean(), log_ratio)[0]          # [S]
+                check_skipped(advantages, in_update, rollout)
+                advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
+                scatter_fields(minibatches, advantage=advantage)
 
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step):
@@ -212,9 +198,9 @@ def main(args: Args) -> None:
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = loss_fn(
+                        loss, stats = settings.function(
                             logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
-                            **settings.bounds,
+                            **settings.arguments(microbatch),
                         )
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)

@@ -18,6 +18,8 @@ from functools import partial
 from itertools import chain
 from typing import Literal
 
+import torch
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
@@ -29,7 +31,8 @@ from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
 from common.rollout import scatter_fields
 from common.run import Run, RunArgs
-from common.segments import whiten
+from common.segments import moments, whiten
+from common.selection import SELECTED, select
 from common.tracking.console import run_script
 
 
@@ -52,6 +55,8 @@ class Args(RunArgs):
     that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
+    loss: losses.PolicyLoss = "ppo"
+    """Loss of a token: a function in common/losses.py."""
     clip_low: float | None = None
     """Lower clip: the ratio counts down to 1 - clip_low. Default: of the loss's paper, printed at the start."""
     clip_high: float | None = None
@@ -59,6 +64,9 @@ class Args(RunArgs):
     clip_dual: float | None = None
     """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
     for the losses of PPO's form, absent in the others."""
+    loss_numbers: dict[str, float] = field(default_factory=dict)
+    """Further numbers of a loss, NAME VALUE ...: sapo tau_pos 1 tau_neg 1.05, clip_cov fraction 2e-4 cov_low 1
+    cov_high 5, kl_cov fraction 2e-4 cov_kl_coef 1, dppo_* max_ratio 20, dro beta (must be given)."""
     aggregation: losses.Aggregation | None = None
     """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
     (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
@@ -113,16 +121,38 @@ def check(args: Args) -> losses.LossSettings:
     if args.correction.rejected_leave_group:
         raise ValueError("--correction.rejected-leave-group: a critic is the baseline here, there are no groups")
     read_config(args.critic_model or args.model, args.policy, "--critic-model", CAUSAL_LM + SCORED)
-    return losses.resolve_loss("ppo", args.clip_low, args.clip_high, args.clip_dual, args.aggregation)
+    return losses.resolve_loss(
+        args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
+    )
+
+
+def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the larger of the squared errors of the value and of the value clipped around the old one: [T]."""
+    value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
+    clipped = torch.minimum(torch.maximum(value, old_value - clip), old_value + clip)
+    plain_error, clipped_error = (value - returns).square(), (clipped - returns).square()
+    stats = {"critic/vf_clipfrac": (clipped_error > plain_error).to(value.dtype), "critic/vpred_mean": value.detach()}
+    return torch.maximum(plain_error, clipped_error) / 2, stats
+
+
+def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - var(returns - value) / var(returns) over all tokens with mask on all ranks; 0 where returns do not vary."""
+    total, left = (moments(x[mask].double())[2] for x in (returns, returns - value))
+    return 1 - left / total if total > 0 else 0.0
+
+
+def adapt_kl_coef(coef: float, kl: float, target: float, horizon: float, num_responses: int) -> float:
+    """The next coefficient of the KL in the reward, moved so that the KL stays near `target` (Ziegler 2019)."""
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_responses / horizon)
 
 
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    loss_fn = losses.POLICY_LOSSES["ppo"]
-    correction = resolve_correction(args.correction, "ppo")
+    correction = resolve_correction(args.correction, args.loss)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
+    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
     with Run(args, P, correction.covers_cut_sampling) as run:
@@ -132,7 +162,7 @@ def main(args: Args) -> None:
         critic, critic_optimizer = run.load_critic(args.critic_model or args.model, args.critic_optim)
         reference = run.load_reference() if with_reference else None
         run.describe(
-            f"ppo, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward {args.kl_reward_coef:g} "
+            f"{args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward {args.kl_reward_coef:g} "
             f"({args.kl_controller}), entropy coef {args.entropy_coef:g}; GAE gamma {args.gamma:g}, lambda "
             f"{args.lam:g}; critic lr {args.critic_optim.lr:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
@@ -153,7 +183,7 @@ def main(args: Args) -> None:
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
             # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward; values
-            if correction.needs_old_logp(num_updates > 1 or args.kl_reward_coef > 0):
+            if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
@@ -176,7 +206,7 @@ def main(args: Args) -> None:
                     reward = reward - kl_coef * kl
                     run.metrics["actor/reward_kl_penalty"] = mean_kl = losses.mean_kl(kl, batch)
                 advantage, returns = losses.gae(reward, batch.value, batch.mask, batch.cu_seqlens, args.gamma, args.lam)
-                explained_variance = losses.explained_variance(batch.value, returns, batch.mask)
+                explained = explained_variance(batch.value, returns, batch.mask)
                 advantage = whiten(advantage, batch.mask)
                 scatter_fields(minibatches, advantage=advantage, returns=returns)
                 for name, values in {"values": batch.value, "returns": returns, "advantages": advantage}.items():
@@ -192,7 +222,7 @@ def main(args: Args) -> None:
                     for microbatch in minibatch:                                                # as many on every rank
                         value = critic(microbatch)                                              # [T]
                         losses.check_finite("value", value.detach(), microbatch)
-                        loss, stats = losses.value_loss(
+                        loss, stats = value_loss(
                             value, microbatch.value, microbatch.returns, microbatch.mask, args.value_clip
                         )
                         run.meter.total("critic/vf_loss", (loss * microbatch.weight).sum(), per=num_updates)
@@ -201,19 +231,20 @@ def main(args: Args) -> None:
                     run.optimizer_step("critic", critic, critic_optimizer, args.critic_optim, step)
             actor_epochs = args.epochs_per_step if step >= args.critic_warmup_steps else 0
             with run.phase("update_actor", minibatches * actor_epochs):
-                for minibatch in minibatches * actor_epochs:
+                for update, minibatch in enumerate(minibatches * actor_epochs):
                     # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
                     losses.set_token_weights(
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
+                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = loss_fn(
+                        loss, stats = settings.function(
                             logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
-                            **settings.bounds,
+                            **settings.arguments(microbatch),
                         )
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
@@ -229,9 +260,9 @@ def main(args: Args) -> None:
 
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
-            metrics |= {"critic/vf_explained_var": explained_variance, "actor/kl_coef": kl_coef}
+            metrics |= {"critic/vf_explained_var": explained, "actor/kl_coef": kl_coef}
             if args.kl_controller == "adaptive" and args.kl_reward_coef:
-                kl_coef = losses.adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, P * G)
+                kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, P * G)
             run.script_state["kl_coef"] = kl_coef
             run.finish(step, rollout, minibatches, rewards, metrics, actor_epochs)
 

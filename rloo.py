@@ -11,7 +11,7 @@ For every prompt sample G responses, score them, and subtract a baseline that do
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -25,9 +25,11 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.base import validation_sampling
 from common.engine.make import check_sizes
 from common.metrics import Meter, spread
-from common.rollout import check_skipped, scatter_fields, sum_per_response
+from common.parallel.ranks import all_sum
+from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
-from common.segments import group_count, group_mean, group_sum, is_constant, whiten
+from common.segments import group_count, group_mean, group_sum, is_constant, segment_cumsum, whiten
+from common.selection import SELECTED, select
 from common.tracking.console import run_script
 
 
@@ -50,10 +52,10 @@ class Args(RunArgs):
     that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
-    baseline: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg"] = "rloo"
+    baseline: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg", "otb"] = "rloo"
     """What is subtracted from a reward: a function in this file. remax samples one greedy response more a prompt."""
-    loss: Literal["reinforce", "ppo"] = "reinforce"
-    """Loss of a token: a function in common/losses.py. reinforce has no importance ratio, ppo clips it."""
+    loss: losses.PolicyLoss = "reinforce"
+    """Loss of a token: a function in common/losses.py."""
     clip_low: float | None = None
     """Lower clip: the ratio counts down to 1 - clip_low. Default: of the loss's paper, printed at the start."""
     clip_high: float | None = None
@@ -61,16 +63,23 @@ class Args(RunArgs):
     clip_dual: float | None = None
     """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
     for the losses of PPO's form, absent in the others."""
+    loss_numbers: dict[str, float] = field(default_factory=dict)
+    """Further numbers of a loss, NAME VALUE ...: sapo tau_pos 1 tau_neg 1.05, clip_cov fraction 2e-4 cov_low 1
+    cov_high 5, kl_cov fraction 2e-4 cov_kl_coef 1, dppo_* max_ratio 20, dro beta (must be given)."""
     aggregation: losses.Aggregation | None = None
     """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
     (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
     gamma: float = 1.0
-    """Discount per token. Only reinforce++ has a return-to-go."""
+    """Discount per token. Only reinforce++, remax and otb discount."""
     kl_reward_coef: float = 0.0
     """Factor of KL(old policy || reference) taken off every token's reward. 0 (and no KL in the loss): no reference
     model in memory."""
     kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Per-token estimate of the KL in the reward."""
+    kl_loss_coef: float = 0.0
+    """Factor of KL(policy || reference) in the loss. 0: no reference model in memory."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
     run_zero_advantage: bool = False
@@ -90,7 +99,11 @@ def check(args: Args) -> losses.LossSettings:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: --baseline {args.baseline} needs {least}")
     if not 0 <= args.gamma <= 1:
         raise ValueError(f"--gamma {args.gamma} must be in [0, 1]")
-    return losses.resolve_loss(args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation)
+    if args.baseline == "otb" and resolve_correction(args.correction, args.loss).bypass:
+        raise ValueError("--baseline otb needs the old policy's probabilities: leave out --correction.bypass")
+    return losses.resolve_loss(
+        args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
+    )
 
 
 def leave_one_out(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
@@ -135,6 +148,7 @@ class Baseline(NamedTuple):
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     least_samples: int = 2
     per_token: bool = False  # the return-to-go of each token, not one number a response
+    optimal: bool = False  # minus the optimal token baseline
     whiten: bool = False  # over all tokens of the step
     greedy: bool = False  # needs the greedy response
 
@@ -143,29 +157,46 @@ BASELINES = {
     "rloo": Baseline(leave_one_out),
     "reinforce++": Baseline(no_baseline, least_samples=1, per_token=True, whiten=True),
     "reinforce++-baseline": Baseline(group_mean_baseline, whiten=True),
-    "remax": Baseline(greedy_baseline, least_samples=1, greedy=True),
+    "remax": Baseline(greedy_baseline, least_samples=1, per_token=True, greedy=True),
     "opo": Baseline(length_weighted_baseline),
     "gpg": Baseline(scaled_baseline),
+    "otb": Baseline(no_baseline, per_token=True, optimal=True),
 }
+
+
+def optimal_token_baseline(returns: Tensor, batch: Batch, rollout: Rollout) -> Tensor:
+    """The optimal token baseline: B_t = sum_g G_t W_t / sum_g W_t over a group's responses that have a t-th token. G_t
+    are the returns [T]; W_t adds up 1 - 2 p + sum_v p_v^2, the squared gradient by the logits, until token t."""
+    squares = 1 - 2 * batch.old_logp.double().exp() + batch.sum_p2.double()                     # [T]
+    weight = segment_cumsum(torch.where(batch.mask, squares, 0), batch.cu_seqlens)[batch.mask]  # [N]
+    number = segment_cumsum(batch.mask.long(), batch.cu_seqlens)                                # [T] from 1
+    longest = int(rollout.response_lengths.max()) + 1
+    cell = (rollout.group[batch.index][batch.sequence_ids] * longest + number)[batch.mask]      # [N]
+    sums = torch.zeros(2, (int(rollout.group.max()) + 1) * longest, dtype=torch.float64)
+    sums.index_add_(1, cell, torch.stack([returns[batch.mask] * weight, weight]))
+    numerator, denominator = all_sum(sums)[:, cell]
+    return torch.zeros_like(squares).masked_scatter(batch.mask, numerator / (denominator + 1e-8))
 
 
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    loss_fn = losses.POLICY_LOSSES[args.loss]
     baseline = BASELINES[args.baseline]
     correction = resolve_correction(args.correction, args.loss)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
+    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0 or baseline.optimal
     temperature = args.rollout.temperature
+    with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
     with Run(args, P, correction.covers_cut_sampling) as run:
-        max_tokens = run.plan_memory(args.max_tokens_per_gpu, reference=args.kl_reward_coef > 0)
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference)
         engine = run.start_engine()
         policy, optimizer = run.load_policy()
-        reference = run.load_reference() if args.kl_reward_coef else None
+        reference = run.load_reference() if with_reference else None
+        policy.keeps_sum_p2 = baseline.optimal
         run.describe(
-            f"{args.baseline}, {args.loss}, {settings.describe()}; KL in the reward {args.kl_reward_coef:g}, "
-            f"entropy coef {args.entropy_coef:g}",
+            f"{args.baseline}, {args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward "
+            f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
@@ -184,14 +215,15 @@ def main(args: Args) -> None:
             rollout = run.collect(pending)
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             advantages = baseline.function(rewards, rollout.group, rollout.response_lengths, greedy).nan_to_num()
-            all_run = args.run_zero_advantage or args.kl_reward_coef or args.entropy_coef
-            all_run = all_run or correction.needs_old_logp() or baseline.whiten
+            all_run = args.run_zero_advantage or with_reference or args.entropy_coef
+            all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED
+            all_run = all_run or baseline.whiten or baseline.optimal
             in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
             # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
-            if correction.needs_old_logp(num_updates > 1 or args.kl_reward_coef > 0):
+            if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
@@ -201,7 +233,7 @@ def main(args: Args) -> None:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
             rejected = reject_and_weight(minibatches, len(rollout), correction, run.meter)      # [S] leave their group
 
-            # 4 advantages: on the CPU, as a return-to-go walks from token to token
+            # 4 advantages
             with run.timer("adv"):
                 rewards = torch.where(rejected, torch.nan, rewards)
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
@@ -218,28 +250,35 @@ def main(args: Args) -> None:
                 reward = losses.on_last_token(advantages.float()[batch.index], batch.mask, batch.cu_seqlens) + penalty
                 gamma = args.gamma if baseline.per_token else 1.0
                 advantage, _ = losses.gae(reward, torch.zeros_like(reward), batch.mask, batch.cu_seqlens, gamma, 1.0)
+                if baseline.optimal:
+                    advantage = (advantage - optimal_token_baseline(advantage, batch, rollout)).float()
                 if baseline.whiten:
                     advantage = whiten(advantage, batch.mask)
                 scatter_fields(minibatches, advantage=advantage)
 
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step):
-                for minibatch in minibatches * args.epochs_per_step:
+                for update, minibatch in enumerate(minibatches * args.epochs_per_step):
                     # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
                     losses.set_token_weights(
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
+                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = loss_fn(
+                        loss, stats = settings.function(
                             logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
-                            **settings.bounds,
+                            **settings.arguments(microbatch),
                         )
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
+                        if reference is not None:
+                            kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
+                            loss = loss + args.kl_loss_coef * kl
+                            run.meter.mean("actor/kl_loss", kl, microbatch.mask)
                         if args.entropy_coef:
                             loss = loss - args.entropy_coef * entropy
                         (run.world.size * (loss * microbatch.weight).sum()).backward()          # FSDP averages: undo it

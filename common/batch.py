@@ -33,6 +33,8 @@ class Batch:
     rollout_weight: Tensor | None = field(default=None, metadata=PER_TOKEN)
     value: Tensor | None = field(default=None, metadata=PER_TOKEN)
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
+    sum_p2: Tensor | None = field(default=None, metadata=PER_TOKEN)         # sum over the vocabulary of p^2
+    selected: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] bool, by common/selection.py
     known: dict[str, Any] = field(default_factory=dict)     # cached properties; a field, as FSDP2 copies those alone
 
     def __post_init__(self):

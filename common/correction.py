@@ -18,13 +18,13 @@ from torch import Tensor
 from common.batch import Batch
 from common.metrics import Meter
 from common.parallel.ranks import all_sum
-from common.segments import expand, segment_mean, segment_sum
+from common.segments import expand, segment_cumsum, segment_mean, segment_sum
 
 TOKEN, SEQUENCE, BYPASS = {"weights": "token"}, {"weights": "sequence"}, {"bypass": True}
 ICEPOP = {"weights": "token", "lower": 0.5, "upper": 5.0, "outside": "zero"}
-GEO = {"reject": "k1", "reject_over": "mean", "reject_below": math.log(0.999), "reject_above": math.log(1.001)}
-K3 = {"reject": "k3", "reject_over": "mean", "reject_above": 0.01}
-SUM = {"reject": "k1", "reject_over": "sum", "reject_below": math.log(0.5), "reject_above": math.log(2.0)}
+GEO = {"reject": ("k1",), "reject_below": (math.log(0.999),), "reject_above": (math.log(1.001),)}
+K3 = {"reject": ("k3",), "reject_above": (0.01,)}
+SUM = {"reject": ("k1",), "reject_over": ("sum",), "reject_below": (math.log(0.5),), "reject_above": (math.log(2.0),)}
 PRESETS = {
     "disabled": {},
     "decoupled-token-is": TOKEN,
@@ -46,8 +46,8 @@ PRESETS = {
     "bypass-pg-geo-rs-token-tis": BYPASS | GEO | TOKEN,
     "bypass-pg-geo-rs-seq-tis": BYPASS | GEO | SEQUENCE,
 }
-UNSET = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "reject": "none", "reject_over": "mean",
-         "reject_below": -math.inf, "reject_above": math.inf, "bypass": False}
+UNSET = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "reject": (), "bypass": False}
+CRITERION = {"reject_over": "mean", "reject_below": -math.inf, "reject_above": math.inf}
 
 
 @dataclass
@@ -66,14 +66,14 @@ class CorrectionConfig:
     """zero: weights outside [lower, upper] become 0 instead (IcePop, arXiv 2510.18855). Their tokens stay counted."""
     batch_normalise: bool = False
     """Divide weights by their mean over the mini-batch's tokens (or responses). Costs a forward pass per step."""
-    reject: Literal["none", "k1", "k2", "k3"] | None = None
+    reject: tuple[Literal["none", "k1", "k2", "k3"], ...] | None = None
     """Drop from the loss what is out of bounds in an estimate of KL(rollout || old); d = log p_rollout - log p_old:
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Denominators count what remains. Costs a forward pass per step."""
-    reject_over: Literal["token", "mean", "max", "sum"] | None = None
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Denominators count what remains. Several: as many of the next three."""
+    reject_over: tuple[Literal["token", "mean", "max", "sum"], ...] | None = None
     """token: drop tokens. mean, max, sum: drop responses by that of their tokens. Default: the preset's, or mean."""
-    reject_below: float | None = None
+    reject_below: tuple[float, ...] | None = None
     """Lower bound of the estimate in nats; k1 is negative where the trainer finds likelier what the engine sampled."""
-    reject_above: float | None = None
+    reject_above: tuple[float, ...] | None = None
     """Upper bound of the estimate in nats: for k1, log of a ratio (0.001 is 1.001, 0.693 is 2)."""
     rejected_leave_group: bool = False
     """Responses that lost all tokens count in no group's mean and standard deviation, as if they had no reward."""
@@ -83,7 +83,7 @@ class CorrectionConfig:
     def needs_old_logp(self, multiple_updates: bool = False) -> bool:
         """Must the old policy score responses before the update? `multiple_updates`: the old policy is not the current
         one in every update of the step, or the script needs its log-probs for something else."""
-        return self.reject != "none" or self.batch_normalise or (multiple_updates and not self.bypass)
+        return bool(self.reject) or self.batch_normalise or (multiple_updates and not self.bypass)
 
     @property
     def covers_cut_sampling(self) -> bool:
@@ -95,23 +95,28 @@ def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
     """Returns the preset under the flags that were given, nothing left at None; `loss` is the policy loss's name.
     Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count twice."""
     given = {name: x for name, x in vars(config).items() if x is not None}
+    if "none" in given.get("reject", ()):
+        given["reject"] = ()
     preset = PRESETS[config.preset]
     if any(given.get(name, preset.get(name)) != preset.get(name) for name in ("reject", "reject_over")):
         preset = {name: x for name, x in preset.items() if name not in ("reject_below", "reject_above")}
-    config = replace(config, **UNSET | preset | given)                        # bounds are those of one estimate
+    found = UNSET | preset | given                                            # bounds are those of one estimate
+    num_criteria = len(found["reject"])
+    config = replace(config, **{name: (x,) * num_criteria for name, x in CRITERION.items()} | found)
     if not 0 <= config.lower < config.upper:
         raise ValueError(f"--correction.lower {config.lower:g} must be at least 0 and below "
                          f"--correction.upper {config.upper:g}")
-    if config.reject == "none":
-        for name in ("reject_over", "reject_below", "reject_above", "rejected_leave_group"):
-            if given.get(name, False) is not False:
-                raise ValueError(f"--correction.{name.replace('_', '-')} does nothing without --correction.reject")
-    else:
-        endless = math.isinf(config.reject_above) and (math.isinf(config.reject_below) or config.reject != "k1")
-        if endless or not config.reject_below <= 0 <= config.reject_above:    # k2 and k3 are never negative
-            raise ValueError(f"--correction.reject-below {config.reject_below:g} --correction.reject-above "
-                             f"{config.reject_above:g} must keep {config.reject} = 0, where engine and trainer agree, "
-                             f"and reject something")
+    for name in (*CRITERION, "rejected_leave_group"):
+        flag = f"--correction.{name.replace('_', '-')}"
+        if not num_criteria and given.get(name, False) is not False:
+            raise ValueError(f"{flag} does nothing without --correction.reject")
+        if name in CRITERION and len(vars(config)[name]) != num_criteria:
+            raise ValueError(f"{flag} {vars(config)[name]} must have {num_criteria}, as --correction.reject has")
+    for kind, below, above in zip(config.reject, config.reject_below, config.reject_above):
+        endless = math.isinf(above) and (math.isinf(below) or kind != "k1")   # k2 and k3 are never negative
+        if endless or not below <= 0 <= above:
+            raise ValueError(f"--correction.reject-below {below:g} --correction.reject-above {above:g} must keep "
+                             f"{kind} = 0, where engine and trainer agree, and reject something")
     if config.batch_normalise and (config.weights == "none" or config.bypass):
         raise ValueError("--correction.batch-normalise needs --correction.weights that are known before the update: "
                          "not none, and without --correction.bypass")
@@ -134,8 +139,12 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int
         if batch.old_logp is not None:
             measure(meter, batch, batch.old_logp)
         mask, had_tokens = batch.mask, _has_tokens(batch)                                                   # [T], [S]
-        if config.reject != "none":
-            batch.mask = mask & _within_bounds(batch, config)
+        if config.reject:
+            log_ratio = _log_ratio(batch, batch.old_logp)                                                   # [T]
+            bounds = zip(config.reject_below, config.reject_above)
+            for kind, over, (below, above) in zip(config.reject, config.reject_over, bounds):
+                estimate = _over_response(_estimate(kind, log_ratio), over, batch, mask)                    # [T]
+                batch.mask = batch.mask & (estimate >= below) & (estimate <= above)
             batch.sampled = batch.known["sampled"] = batch.mask.nonzero()[:, 0]
         meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
         lost = had_tokens & ~_has_tokens(batch)                                                             # [S]
@@ -158,8 +167,7 @@ def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, met
         return batch.rollout_weight
     if not config.needs_old_logp():                                           # else `reject_and_weight` has measured
         measure(meter, batch, logp.detach())
-    weight, _ = _weights(batch, logp.detach(), config, meter)
-    return _per_token(batch, weight, config).float()
+    return _weights(batch, logp.detach(), config, meter)[0].float()
 
 
 def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
@@ -210,47 +218,41 @@ def _estimate(kind: str, log_ratio: Tensor) -> Tensor:
     return {"k1": -clamped, "k2": clamped.square() / 2, "k3": torch.expm1(clamped) - clamped}[kind]
 
 
-def _within_bounds(batch: Batch, config: CorrectionConfig) -> Tensor:
-    """Returns bool [T]: tokens, or all tokens of responses, whose estimate is in [reject_below, reject_above]."""
-    mask, cu_seqlens = batch.mask, batch.cu_seqlens
-    estimate = _estimate(config.reject, _log_ratio(batch, batch.old_logp))                                  # [T]
-    if config.reject_over == "sum":
-        estimate = segment_sum(estimate, cu_seqlens)
-    elif config.reject_over == "mean":
-        estimate = segment_mean(estimate, mask, cu_seqlens)
-    elif config.reject_over == "max":
-        lowest = torch.full_like(cu_seqlens[1:], -torch.inf, dtype=torch.float64)
-        estimate = lowest.scatter_reduce(0, batch.sequence_ids, torch.where(mask, estimate, -torch.inf), "amax")
-    within = (estimate >= config.reject_below) & (estimate <= config.reject_above)                          # [T] or [S]
-    return within if config.reject_over == "token" else expand(within, cu_seqlens, len(mask))
+def _over_response(x: Tensor, over: str, batch: Batch, mask: Tensor) -> Tensor:
+    """[T] -> [T]: on every token the sum, mean or maximum of x over its response's tokens with mask; token: x."""
+    if over == "token":
+        return x
+    if over == "max":
+        lowest = torch.full_like(batch.cu_seqlens[1:], -torch.inf, dtype=torch.float64)
+        x = lowest.scatter_reduce(0, batch.sequence_ids, torch.where(mask, x, -torch.inf), "amax")          # [S]
+    elif over == "mean":
+        x = segment_mean(x, mask, batch.cu_seqlens)
+    else:
+        x = segment_sum(torch.where(mask, x, 0), batch.cu_seqlens)
+    return expand(x, batch.cu_seqlens, len(mask))
 
 
 def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> tuple[Tensor, Tensor]:
-    """Returns the truncated weights, [T] float64 (sequence and geometric: [S]), and bool, which of them count.
+    """Returns the truncated weights [T] float64, and bool [T], which of them count: of responses one each.
 
     Adds rollout_is_*: fractions out of bounds are of weights before truncation, one a token or a response; mean, std
     and eff_sample_size (Kish's, over the number of tokens) are of tokens' weights after it; max and min are so for
     token weights, and of weights before it for those of responses."""
-    log_weight = _log_ratio(batch, logp)
-    counted = mask = batch.mask
-    if config.weights == "sequence":
-        log_weight = segment_sum(log_weight, batch.cu_seqlens)
-        counted = _has_tokens(batch)
-    elif config.weights == "geometric":
-        log_weight = segment_mean(log_weight, batch.mask, batch.cu_seqlens)
-        counted = _has_tokens(batch)
+    mask = batch.mask
+    over = {"sequence": "sum", "geometric": "mean"}.get(config.weights, "token")
+    log_weight = _over_response(_log_ratio(batch, logp), over, batch, mask)
+    counted = mask if over == "token" else mask & (segment_cumsum(mask.long(), batch.cu_seqlens) == 1)
     raw = log_weight.clamp(-20, 20).exp()
     weight = raw.clamp(config.lower, config.upper)
     if config.outside == "zero":
         weight = torch.where(weight == raw, raw, 0)
     name = "rollout_corr/rollout_is"
-    truncated = _per_token(batch, weight, config)
     low = config.lower if config.outside == "zero" and config.lower else 1 / config.upper
-    extremes = (raw, counted) if config.weights in ("sequence", "geometric") else (truncated, mask)
-    meter.mean(f"{name}_mean", truncated, mask)
-    meter.mean(f"_{name}_square", truncated.square(), mask)
-    meter.max(f"{name}_max", *extremes)
-    meter.min(f"{name}_min", *extremes)
+    extremes = weight if over == "token" else raw
+    meter.mean(f"{name}_mean", weight, mask)
+    meter.mean(f"_{name}_square", weight.square(), mask)
+    meter.max(f"{name}_max", extremes, mask)
+    meter.min(f"{name}_min", extremes, mask)
     meter.derive(f"{name}_std", _std, f"{name}_mean", f"_{name}_square")
     share = lambda mean, square: mean**2 / square if square else 0.0                                # noqa: E731
     meter.derive(f"{name}_eff_sample_size", share, f"{name}_mean", f"_{name}_square")
@@ -268,14 +270,7 @@ def _write_weights(microbatches: list[Batch], config: CorrectionConfig, meter: M
         total, count = all_sum([kept.sum(), len(kept)]).tolist()
         scale = count / total if total else 1.0
     for batch, (weight, _) in zip(microbatches, found):
-        batch.rollout_weight = _per_token(batch, weight * scale, config).float()
-
-
-def _per_token(batch: Batch, weight: Tensor, config: CorrectionConfig) -> Tensor:
-    """[T] or [S] -> [T]: each response's weight on all of its tokens."""
-    if config.weights in ("sequence", "geometric"):
-        return expand(weight, batch.cu_seqlens, len(batch.mask))
-    return weight
+        batch.rollout_weight = (weight * scale).float()
 
 
 def _std(mean: float, square: float, count: float = math.inf) -> float:

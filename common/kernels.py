@@ -22,14 +22,16 @@ def linear_logp(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     with_entropy_grad: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """log softmax(z)[target] and the entropy of softmax(z), z = cap(hidden @ weight.T * logit_scale) / temperature.
+    with_sum_p2: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log softmax(z)[target] and the entropy of softmax(z), z = cap(hidden @ weight.T * logit_scale) / temperature; and
+    `with_sum_p2` the sum of p^2 over the vocabulary, p = softmax(z), without a gradient.
 
-    `cap(x) = softcap * tanh(x / softcap)` (Gemma), the identity where `softcap` is None. Both results are float32 [N],
+    `cap(x) = softcap * tanh(x / softcap)` (Gemma), the identity where `softcap` is None. Results are float32 [N],
     float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`.
     """
-    tile = tile_shape(hidden, weight)
-    return _LinearLogp.apply(hidden, weight, targets, temperature, softcap, logit_scale, with_entropy_grad, tile)
+    settings = (temperature, softcap, logit_scale, with_entropy_grad, with_sum_p2)
+    return _LinearLogp.apply(hidden, weight, targets, *settings, tile_shape(hidden, weight))
 
 
 def tile_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
@@ -42,9 +44,9 @@ def tile_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, *settings):
-        temperature, softcap, logit_scale, with_entropy_grad, tile = settings
+        temperature, softcap, logit_scale, with_entropy_grad, with_sum_p2, tile = settings
         top = hidden.new_full(targets.shape, -1e30, dtype=_accumulate_dtype(hidden))   # [N] running maximum
-        total, moment, picked = (torch.zeros_like(top) for _ in range(3))              # sum e, sum e (z - top), z[y]
+        total, moment, squares, picked = (torch.zeros_like(top) for _ in range(4))     # sums of e, e (z - top), e^2
         with _matmul(hidden, weight) as mm:
             for vocab in _slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
@@ -58,6 +60,8 @@ class _LinearLogp(torch.autograd.Function):
                     e = z.exp()
                     moment[rows] = (moment[rows] + total[rows] * shift) * shift.exp()
                     total[rows] = total[rows] * shift.exp() + e.sum(dim=1)
+                    if with_sum_p2:
+                        squares[rows] = squares[rows] * (2 * shift).exp() + torch.linalg.vecdot(e, e)
                     moment[rows] += e.mul_(z).sum(dim=1)
                     top[rows] = new_top
                     del z, e                                                           # before the next tile is made
@@ -66,15 +70,15 @@ class _LinearLogp(torch.autograd.Function):
         logp, entropy = picked - top - log_total, log_total - moment / total
         ctx.save_for_backward(hidden, weight, targets, top + log_total, entropy)
         ctx.settings = settings
-        if not with_entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        sum_p2 = squares / total.square() if with_sum_p2 else None
+        ctx.mark_non_differentiable(*([] if with_entropy_grad else [entropy]), *([sum_p2] if with_sum_p2 else []))
+        return logp, entropy, sum_p2
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logp, grad_entropy):
+    def backward(ctx, grad_logp, grad_entropy, _):
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
-        temperature, softcap, logit_scale, with_entropy_grad, tile = ctx.settings
+        temperature, softcap, logit_scale, with_entropy_grad, _, tile = ctx.settings
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         dtype = _accumulate_dtype(hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if want_hidden else None
@@ -106,7 +110,7 @@ class _LinearLogp(torch.autograd.Function):
                 if want_weight:
                     grad_weight[vocab] = grad_head
                 del head, grad_head
-        return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_weight, *[None] * 6
+        return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_weight, *[None] * 7
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:

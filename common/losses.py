@@ -5,14 +5,15 @@ never read, and a loss is 0 there. Statistics are per token, to be averaged over
 `set_token_weights` writes 1 / global denominator, so `(loss * weight).sum()` does not depend on how it was cut.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.batch import Batch
 from common.parallel.ranks import all_max, all_sum
-from common.segments import expand, moments, segment_mean, segment_sum
+from common.segments import expand, moments, segment_cumsum, segment_mean, segment_sum
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -121,7 +122,7 @@ def cispo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
     return loss, _stats(mask, log_ratio, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
 
 
-def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, tau_pos=1.0, tau_neg=1.05):
+def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, tau_pos, tau_neg):
     """A soft gate, sigmoid(tau (q - 1)) 4 / tau, instead of clip bounds (Gao et al. 2025)."""
     logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     ratio = log_ratio.exp()
@@ -129,42 +130,48 @@ def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=N
     return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _stats(mask, log_ratio, ratio)
 
 
-def clip_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, selected: Tensor):
+def clip_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, selected: Tensor, **_):
     """PPO without dual clip; the tokens that `select_clip_cov` drew [T] have no gradient (Cui et al. 2025)."""
     loss, stats = ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, clip_dual=None)
-    return torch.where(selected, 0, loss), stats | {"actor/selected_frac": (selected & mask).to(loss.dtype)}
+    return torch.where(selected, 0, loss), stats | {"actor/fraction": (selected & mask).to(loss.dtype)}
 
 
-def kl_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, selected, ppo_kl_coef=1.0):
+def kl_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, selected, cov_kl_coef, **_):
     """No clip; the tokens that `select_kl_cov` chose [T] also pay for moving away from old_logp (Cui et al. 2025)."""
     logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     ratio, selected = log_ratio.exp(), selected & mask
-    loss = -advantage * ratio + torch.where(selected, ppo_kl_coef * (logp - old_logp).abs(), 0)
-    return loss, _stats(mask, log_ratio, ratio) | {"actor/selected_frac": selected.to(loss.dtype)}
+    loss = -advantage * ratio + torch.where(selected, cov_kl_coef * (logp - old_logp).abs(), 0)
+    return loss, _stats(mask, log_ratio, ratio) | {"actor/fraction": selected.to(loss.dtype)}
 
 
-def dppo_tv(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+def dppo_tv(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, max_ratio):
     """Trust region on the change of the token's probability, p - p_old, instead of on its ratio (DPPO)."""
     logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     change = logp.detach().exp() - old_logp.exp()
     keep = torch.where(advantage > 0, change <= clip_high, change >= -clip_low)
-    return _dppo(keep, logp, log_ratio, advantage, mask)
+    return _dppo(keep, logp, log_ratio, advantage, mask, max_ratio)
 
 
-def dppo_kl(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+def dppo_kl(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, max_ratio):
     """The same with the distance KL(p_old, p) of the split in two, "this token or another"."""
     logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     p, p_old = logp.detach().exp(), old_logp.exp()
     other, other_old = ((-torch.expm1(x.detach())).log().clamp(min=-100) for x in (logp, old_logp))   # log(1 - p)
     distance = p_old * (old_logp - logp.detach()) + (1 - p_old) * (other_old - other)
     keep = torch.where(advantage > 0, (distance <= clip_high) | (p <= p_old), (distance <= clip_low) | (p >= p_old))
-    return _dppo(keep, logp, log_ratio, advantage, mask)
+    return _dppo(keep, logp, log_ratio, advantage, mask, max_ratio)
 
 
-def _dppo(keep, logp, log_ratio, advantage, mask):
+def _dppo(keep, logp, log_ratio, advantage, mask, max_ratio):
     ratio = log_ratio.detach().exp()
-    loss = torch.where(keep, -advantage * ratio.clamp(max=20) * logp, 0)
+    loss = torch.where(keep, -advantage * ratio.clamp(max=max_ratio) * logp, 0)
     return loss, _stats(mask, log_ratio, ratio, ~keep & (advantage > 0), ~keep & (advantage <= 0))
+
+
+def dro(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, beta):
+    """-(A logp - beta / 2 (logp - old_logp)^2): a squared distance from the old policy instead of clip bounds (DRO)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    return beta / 2 * (logp - old_logp).square() - advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
 
 
 def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None):
@@ -172,57 +179,67 @@ def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_h
     logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
     return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
 
-class LossSettings(NamedTuple):
-    """Clip bounds and aggregation of a loss. A bound of None: the loss has no such bound."""
 
+class LossSettings(NamedTuple):
+    """A loss, its clip bounds, aggregation and further numbers. A bound of None: the loss has no such bound."""
+
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     clip_low: float | None
     clip_high: float | None
     clip_dual: float | None
     aggregation: str
+    numbers: dict[str, float] = {}                                  # noqa: RUF012
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The keyword arguments of the loss function."""
-        return {name: x for name, x in self._asdict().items() if name != "aggregation" and x is not None}
+        return {name: x for name, x in self._asdict().items() if name.startswith("clip") and x is not None}
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """The keyword arguments of the function for a micro-batch, its selected tokens among them."""
+        selected = {} if batch.selected is None else {"selected": batch.selected}
+        return self.bounds | self.numbers | selected
 
     def describe(self) -> str:
-        return ", ".join([*(f"{name} {x:g}" for name, x in self.bounds.items()), self.aggregation])
+        return ", ".join([*(f"{name} {x:g}" for name, x in (self.bounds | self.numbers).items()), self.aggregation])
 
 
-POLICY_LOSSES = {
-    "ppo": ppo, "grpo": ppo, "dapo": ppo, "dr_grpo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo,
-    "clip_cov": clip_cov, "kl_cov": kl_cov, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "reinforce": reinforce,
+LOSSES = {                                                          # the beta of dro must be given
+    "ppo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
+    "grpo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
+    "dapo": LossSettings(ppo, 0.2, 0.28, 3.0, "token-mean"),
+    "dr_grpo": LossSettings(ppo, 0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
+    "gspo": LossSettings(gspo, 3e-4, 4e-4, None, "seq-mean-token-mean"),
+    "gmpo": LossSettings(gmpo, 0.4, 0.4, None, "seq-mean-token-mean"),
+    "cispo": LossSettings(cispo, 1.0, 0.28, None, "token-mean"),
+    "sapo": LossSettings(sapo, None, None, None, "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}),
+    "clip_cov": LossSettings(clip_cov, 0.2, 0.2, None, "token-mean", {"fraction": 2e-4, "cov_low": 1, "cov_high": 5}),
+    "kl_cov": LossSettings(kl_cov, None, None, None, "token-mean", {"fraction": 2e-4, "cov_kl_coef": 1.0}),
+    "dppo_tv": LossSettings(dppo_tv, 0.15, 0.15, None, "token-mean", {"max_ratio": 20.0}),
+    "dppo_kl": LossSettings(dppo_kl, 0.05, 0.05, None, "token-mean", {"max_ratio": 20.0}),
+    "dro": LossSettings(dro, None, None, None, "token-mean", {"beta": 0.0}),
+    "reinforce": LossSettings(reinforce, None, None, None, "token-mean"),
 }
-LOSS_DEFAULTS = {
-    "ppo": LossSettings(0.2, 0.2, 3.0, "token-mean"),
-    "grpo": LossSettings(0.2, 0.2, 3.0, "token-mean"),
-    "dapo": LossSettings(0.2, 0.28, 3.0, "token-mean"),
-    "dr_grpo": LossSettings(0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
-    "gspo": LossSettings(3e-4, 4e-4, None, "seq-mean-token-mean"),
-    "gmpo": LossSettings(0.4, 0.4, None, "seq-mean-token-mean"),
-    "cispo": LossSettings(1.0, 0.28, None, "token-mean"),
-    "sapo": LossSettings(None, None, None, "seq-mean-token-mean"),
-    "clip_cov": LossSettings(0.2, 0.2, None, "token-mean"),
-    "kl_cov": LossSettings(None, None, None, "token-mean"),
-    "dppo_tv": LossSettings(0.15, 0.15, None, "token-mean"),
-    "dppo_kl": LossSettings(0.05, 0.05, None, "token-mean"),
-    "reinforce": LossSettings(None, None, None, "token-mean"),
-}
+PolicyLoss = Literal[*LOSSES]
 
 
 def resolve_loss(name: str, clip_low: float | None, clip_high: float | None, clip_dual: float | None,
-                 aggregation: str | None) -> LossSettings:
+                 aggregation: str | None, numbers: dict[str, float]) -> LossSettings:
     """The flags that were given, and for the others the values of the loss's paper.
 
-    Raises ValueError for a bound that the loss does not have, or one that cannot be meant.
+    Raises ValueError for a bound or number that the loss does not have, or one that cannot be meant.
     """
-    given = LossSettings(clip_low, clip_high, clip_dual, aggregation)
-    default = LOSS_DEFAULTS[name]
-    for field, value, own in zip(given._fields, given, default):
-        if value is not None and own is None:
+    default = LOSSES[name]
+    given = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual, "aggregation": aggregation}
+    given = {field: value for field, value in given.items() if value is not None}
+    for field, value in given.items():
+        if getattr(default, field) is None:
             raise ValueError(f"--{field.replace('_', '-')} {value}: the loss {name} has no such bound; leave it out")
-    settings = LossSettings(*(own if value is None else value for value, own in zip(given, default)))
-    low, high, dual, _ = settings
+    settings = default._replace(**given, numbers=default.numbers | numbers)
+    for number, value in settings.numbers.items():
+        if number not in default.numbers or value <= 0:
+            raise ValueError(f"--loss-numbers {number} {value:g}: must be above 0, and --loss {name} has only these: "
+                             f"{', '.join(default.numbers) or 'none'}")
+    low, high, dual = settings.clip_low, settings.clip_high, settings.clip_dual
     if low is not None and not 0 <= low <= 1:
         raise ValueError(f"--clip-low {low} must be in [0, 1]")
     if high is not None and high < (low if low < 1 else 0):
@@ -236,7 +253,7 @@ def resolve_loss(name: str, clip_low: float | None, clip_high: float | None, cli
 
 def on_last_token(reward: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S] -> [T]: each response's number on its last token with mask (a tool's token would lose it); 0 elsewhere."""
-    count = mask.long().cumsum(0)                                                       # [T] masked so far
+    count = segment_cumsum(mask.long(), cu_seqlens)                                     # [T] masked so far
     last = mask & (count == expand(count[cu_seqlens[1:].long() - 1], cu_seqlens, len(mask)))
     return torch.where(last, expand(reward, cu_seqlens, len(mask)), 0)
 
@@ -251,32 +268,12 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     return values[name].detach() + k2 - k2.detach() if kind.endswith("+") else values[name]
 
 
-def adapt_kl_coef(coef: float, kl: float, target: float, horizon: float, num_responses: int) -> float:
-    """The next coefficient of the KL in the reward, moved so that the KL stays near `target` (Ziegler 2019)."""
-    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_responses / horizon)
-
-
 def mean_kl(kl: Tensor, batch: Batch) -> float:
     """The KL [T] in the reward, averaged over each response and then over the responses of all ranks, as in verl. The
     adaptive controller aims at this number."""
     per_response = segment_mean(kl.double(), batch.mask, batch.cu_seqlens)              # [S]
     has_tokens = segment_sum(batch.mask.double(), batch.cu_seqlens) > 0
     return moments(per_response[has_tokens])[1]
-
-
-def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the larger of the squared errors of the value and of the value clipped around the old one: [T]."""
-    value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
-    clipped = torch.minimum(torch.maximum(value, old_value - clip), old_value + clip)
-    plain_error, clipped_error = (value - returns).square(), (clipped - returns).square()
-    stats = {"critic/vf_clipfrac": (clipped_error > plain_error).to(value.dtype), "critic/vpred_mean": value.detach()}
-    return torch.maximum(plain_error, clipped_error) / 2, stats
-
-
-def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(returns - value) / var(returns) over all tokens with mask on all ranks; 0 where returns do not vary."""
-    total, left = (moments(x[mask].double())[2] for x in (returns, returns - value))
-    return 1 - left / total if total > 0 else 0.0
 
 
 def gae(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float):

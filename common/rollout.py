@@ -8,8 +8,8 @@ Two ideas say what a response takes part in. A reward of NaN: it has no reward a
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.dataset.store import PromptSet
 from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers
-from common.parallel.ranks import World, all_gather_objects, all_sum
+from common.parallel.ranks import World, all_sum
 from common.prompts import Prompt
 from common.segments import segment_sum
 
@@ -80,36 +79,6 @@ class Rollout:
         theirs["group"] = theirs["group"] + num_groups
         joined = {name: torch.cat([mine, theirs[name]]) for name, mine in self.tensors().items()}
         return Rollout(self.samples + moved, **joined)
-
-    def take_groups(self, groups: Sequence[int]) -> "Rollout":
-        """The responses of these groups. Groups are numbered in this order, responses group by group."""
-        new_group = {old: new for new, old in enumerate(groups)}
-        of_group = [(self.group == old).nonzero()[:, 0] for old in groups]
-        order = torch.cat(of_group) if of_group else torch.zeros(0, dtype=torch.int64)
-        new_index = {int(old): new for new, old in enumerate(order)}
-        samples = [
-            replace(s, index=new_index[s.index], group=new_group[s.group]) for s in self.samples if s.group in new_group
-        ]
-        taken = {name: values[order] for name, values in self.tensors().items()}
-        taken["group"] = torch.tensor([new_group[int(old)] for old in taken["group"]], dtype=torch.int64)
-        return Rollout(samples, **taken)
-
-    def state_dict(self) -> list[list]:
-        """The samples of all ranks, for JSON. All ranks call this together."""
-        mine = [
-            [s.index, s.group, s.row, asdict(s.response), s.score, s.extras] for s in self.samples
-        ]
-        return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
-
-    @classmethod
-    def from_state(cls, state: list[list], data: PromptSet, world: World) -> "Rollout":
-        """What `state_dict` returned, its groups dealt to the ranks in turn. All ranks call this together."""
-        samples = [
-            Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras)
-            for index, group, row, response, score, extras in state
-            if group % world.size == world.rank
-        ]
-        return gather_rollout(samples)
 
 
 def gather_rollout(samples: list[Sample]) -> Rollout:

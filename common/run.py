@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
-from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, RolloutConfig
 from common.engine.episodes import start_episodes
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
@@ -119,7 +119,7 @@ class Run(Training):
             self.log_validation(self._validate(self.first_step))
 
     def sample(
-        self, rows: Sequence[int], num_samples: int, sampling: SamplingConfig, *seed: int | str
+        self, rows: Sequence[int], num_samples: int, sampling: RolloutConfig, *seed: int | str
     ) -> PendingRollout:
         """Sample responses to these rows; scoring of each one starts as it ends."""
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples

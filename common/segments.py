@@ -17,6 +17,12 @@ def segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return segment_sum(torch.where(mask, x, 0), cu_seqlens) / count.clamp(min=1)
 
 
+def segment_cumsum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [T]: within each sequence the sum up to each token, itself included."""
+    total = x.cumsum(0)
+    return total - expand((total - x)[cu_seqlens[:-1].long()], cu_seqlens, len(x))
+
+
 def expand(x: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[S] -> [T]: each sequence's number on all of its tokens."""
     return x.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)

@@ -1,11 +1,10 @@
 """Tokens that a loss selects over a whole mini-batch before it is computed: clip-cov and kl-cov (Cui et al. 2025)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from common.losses import LossSettings, ppo
+from common.model.policy import Policy
 from common.parallel.choice import choose_largest
 from common.parallel.ranks import seed_of
 from common.segments import moments
@@ -13,35 +12,30 @@ from common.segments import moments
 SELECTED = ("clip_cov", "kl_cov")                       # losses that need a selection
 
 
-def select(name: str, microbatches: list, score: Callable, settings: LossSettings,
-           *seed: int) -> list[dict[str, Tensor]]:
-    """For each micro-batch the further arguments of the loss: its selected tokens, or none.
-
-    `score(microbatch)` gives the current log-probs and is called only if they are needed: on all ranks or on none."""
+def select(name: str, microbatches: list, policy: Policy, temperature: float, settings: LossSettings,
+           *seed: int) -> None:
+    """Write `microbatch.selected`, if the loss needs it, by the log-probs of the policy as it is."""
     if name not in SELECTED:
-        return [{}] * len(microbatches)
-    logps = [score(microbatch) for microbatch in microbatches]
-    if name == "clip_cov":
-        selected = select_clip_cov(microbatches, logps, seed_of(*seed), settings.clip_low, settings.clip_high)
-    else:
-        selected = select_kl_cov(microbatches, logps, seed_of(*seed))
-    return [{"selected": tokens} for tokens in selected]
+        return
+    logps = [policy.score(microbatch, temperature) for microbatch in microbatches]
+    function = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[name]
+    for microbatch, selected in zip(microbatches, function(microbatches, logps, seed_of(*seed), settings)):
+        microbatch.selected = selected
 
 
-def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, clip_low: float, clip_high: float, *,
-                    fraction=2e-4, cov_low=1.0, cov_high=5.0) -> list[Tensor]:
-    """Of the tokens with cov_low < cov < cov_high that ppo has not clipped, a random `fraction` of all: [T] bools."""
-    candidates = []
+def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
+    """Of the tokens with cov_low < cov < cov_high that ppo has not clipped, a random share of all: [T] bools."""
+    low, high, candidates = settings.numbers["cov_low"], settings.numbers["cov_high"], []
     for b, logp, cov in zip(microbatches, logps, covariances(microbatches, logps)):
-        _, stats = ppo(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens, clip_low, clip_high)
-        candidates.append(b.mask & (cov > cov_low) & (cov < cov_high) & (stats["actor/pg_clipfrac"] == 0))
+        _, stats = ppo(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens, **settings.bounds)
+        candidates.append(b.mask & (cov > low) & (cov < high) & (stats["actor/pg_clipfrac"] == 0))
     equal = [torch.zeros_like(logp, dtype=torch.float64) for logp in logps]
-    return choose_largest(microbatches, equal, candidates, seed, fraction)
+    return choose_largest(microbatches, equal, candidates, seed, settings.numbers["fraction"])
 
 
-def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, *, fraction=2e-4) -> list[Tensor]:
-    """The `fraction` of all tokens that has the largest cov, `seed` deciding among equals: [T] bools."""
-    masks = [b.mask for b in microbatches]
+def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
+    """The share of all tokens that has the largest cov, `seed` deciding among equals: [T] bools."""
+    masks, fraction = [b.mask for b in microbatches], settings.numbers["fraction"]
     return choose_largest(microbatches, covariances(microbatches, logps), masks, seed, fraction)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.parallel import ranks
-from tests.checkpoint.faulty import server
+from tests.checkpoint.faulty import Server, server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
@@ -27,8 +27,11 @@ LONGEST_FILES = (
     "scripts/test_distillation.py", "model/test_liger.py", "parallel/test_exchange.py",
 )
 
+VLLM = "vllm.entrypoints.llm"
+VOCAB = 4096                                                            # of tiny models
+
 # Every 64th token ends a response, so that those of a random model differ in length.
-STOPS = ["--rollout.stop-token-ids", *map(str, range(0, 49152, 64))]
+STOPS = ["--rollout.stop-token-ids", *map(str, range(0, VOCAB, 64))]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -55,17 +58,30 @@ def world():
     ranks.shutdown()
 
 
+def save_tokenizer(folder: Path) -> None:
+    """The real tokenizer with its first VOCAB tokens, the merges that make them, and its chat template: of the CPU
+    seconds of a tiny run, 49,152 tokens would take a third."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    bpe = content["model"]
+    bpe["vocab"] = {token: number for token, number in bpe["vocab"].items() if number < VOCAB}
+    bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
 def make_tiny_llama(folder: Path, hidden_size: int = 32) -> str:
-    """A random 2-layer Llama with the real tokenizer, in float32: a folder like any other model's."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    """A random 2-layer Llama with a small part of the real tokenizer, in float32: a folder like any other model's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=49152, hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.1,
         bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    save_tokenizer(folder)
     return str(folder)
 
 
@@ -75,14 +91,14 @@ def tiny_llama(tmp_path_factory, smollm) -> str:
 
 
 def launch(
-    *command: str, ranks: int = 0, warm: bool = False, env: dict[str, str] | None = None, timeout: float = 600.0,
+    *command: str, ranks: int = 0, warm: bool | str = False, env: dict[str, str] | None = None, timeout: float = 600.0,
     check: bool = True,
 ):
     """`python COMMAND` in the repository, or `torchrun --nproc-per-node ranks COMMAND`; one OpenMP thread a rank.
 
-    `warm`: a script, in a fork a rank of a process that has done its imports."""
+    `warm`: a script, in a fork a rank of a process that has done its imports, with VLLM those of vLLM too."""
     if warm:
-        done = _warm_start(*map(str, command), ranks=ranks or 1, env=env)
+        done = _warm_start(server() if warm is True else server(warm), *map(str, command), ranks=ranks or 1, env=env)
     else:
         python = [sys.executable]
         if ranks:
@@ -110,8 +126,10 @@ def launch_all(folder: Path, jobs: dict[str, list[str]], ranks: int = 1) -> None
     launch("tests/scripts/variant_worker.py", folder / "jobs.json", ranks=ranks, warm=True)
 
 
-def _warm_start(*command: str, ranks: int, env: dict[str, str] | None) -> subprocess.CompletedProcess:
+def _warm_start(
+    start: Server, *command: str, ranks: int, env: dict[str, str] | None
+) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        code = server()(out, "none", *command, ranks=ranks, errors=errors, env=env)
+        code = start(out, "none", *command, ranks=ranks, errors=errors, env=env)
         return subprocess.CompletedProcess(command, code, out.read_text(), errors.read_text())

@@ -63,7 +63,7 @@ def linear_logp(hidden, weight, targets, temperature=1.0, softcap=None, logit_sc
 # --------------------------------------------------------------------------- policy losses
 
 def policy_loss(name, logp, old, adv, mask, cu, lo=None, hi=None, *, selected=None, weight, clip_dual=3.0, coef=1.0,
-                tau_pos=1.0, tau_neg=1.05):
+                tau_pos=1.0, tau_neg=1.05, cap=20.0, beta=None):
     """loss [T] and the gradient of sum(weight * loss) with regard to logp [T], case by case."""
     T = len(logp)
     loss, grad = [0.0] * T, [0.0] * T
@@ -137,8 +137,11 @@ def policy_loss(name, logp, old, adv, mask, cu, lo=None, hi=None, *, selected=No
             else:
                 kl = r * math.log(r / p) + (1 - r) * (math.log1p(-r) - math.log1p(-p))
                 keep = (p <= r or kl <= hi) if a > 0 else (p >= r or kl <= lo)
-            slope = -a * min(q, 20.0) if keep else 0.0
+            slope = -a * min(q, cap) if keep else 0.0
             value = slope * logp[t]
+        elif name == "dro":
+            d = logp[t] - old[t]
+            value, slope = beta * d * d / 2 - a * logp[t], beta * d - a
         elif name == "reinforce":
             value, slope = -a * logp[t], -a
         else:

@@ -51,8 +51,8 @@ RUNS = {
     "grpo_clip_cov_shared": Run("grpo", f"""{HF32} --loss clip_cov --advantage passk --policy.share-prompt
         --minibatches-per-step 2 --policy.gradient-checkpointing True --reward.function reward.py:graded""", ranks=2),
     "grpo_rejection": Run("grpo", f"""{HF16} --correction.preset decoupled-k3-rs-token-tis
-        --correction.reject-above 2e-5 --correction.rejected-leave-group --correction.batch-normalise --no-norm-by-std
-        --aggregation seq-mean-token-mean"""),
+        --correction.reject-above 2e-5 --correction.rejected-leave-group --correction.batch-normalise
+        --norm-by-std False --aggregation seq-mean-token-mean"""),
     "grpo_oversample": Run("grpo", f"""{HF16} --rollout.oversample 0.5 --rollout.top-p 0.9
         --rollout.temperature 0.8 --correction.weights sequence --data.template plain --loss gspo --run-zero-advantage
         --offload.params --offload.optimizer"""),

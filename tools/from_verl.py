@@ -31,11 +31,15 @@ ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollo
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 PROGRAM = re.compile(r"main_(ppo|dapo)")
 OFF = ("", "0", "0.0", "-1", "none", "null", "false", "disabled", "[]", "{}")  # values that ask for nothing
-# constants of a loss: verl's key below the actor -> ours and verl's default; here they are arguments, not flags
-CONSTANTS = {
-    "sapo": {"tau_pos": (1.0, 1.0), "tau_neg": (1.05, 1.05)},
-    "kl_cov": {"kl_cov_ratio": (2e-4, 2e-4), "ppo_kl_coef": (1.0, 0.1)},
-    "clip_cov": {"clip_cov_ratio": (2e-4, 2e-4), "clip_cov_lb": (1.0, 1.0), "clip_cov_ub": (5.0, 5.0)},
+# --loss-numbers: loss -> our name: verl's key below actor or actor.policy_loss, and its default
+NUMBERS = {
+    "sapo": {"tau_pos": ("tau_pos", 1.0), "tau_neg": ("tau_neg", 1.05)},
+    "kl_cov": {"fraction": ("kl_cov_ratio", 2e-4), "cov_kl_coef": ("ppo_kl_coef", 0.1)},
+    "clip_cov": {
+        "fraction": ("clip_cov_ratio", 2e-4), "cov_low": ("clip_cov_lb", 1.0), "cov_high": ("clip_cov_ub", 5.0),
+    },
+    "dppo_tv": {"max_ratio": ("clip_ratio_c", 3.0)},
+    "dppo_kl": {"max_ratio": ("clip_ratio_c", 3.0)},
 }
 
 RESTRICTED = r"""
@@ -195,8 +199,9 @@ def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -
     """Our flags for verl's keys. `rows`: rows of the training files, to turn a share of the steps into steps."""
     verl = Settings(given)
     ours = Translation(choose_script(verl, program))
+    undiscounted = verl.get("algorithm.adv_estimator") in ("remax", "optimal_token_baseline")
     for key, flag in SAME.items():
-        if ours.script not in SCRIPTS.get(flag, (ours.script,)):
+        if ours.script not in SCRIPTS.get(flag, (ours.script,)) or (flag == "--gamma" and undiscounted):
             if key in verl.given:
                 ours.needless[f"{key}={verl.get(key)}"] = f"this estimator does not read it; {flag} of ppo.py does"
         elif value := verl.get(key, DEFAULTS.get(key, "")):
@@ -220,9 +225,7 @@ def choose_script(verl: Settings, program: str) -> str:
     if estimator == "gae":
         return "ppo"
     is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable") or verl.is_on(f"{OVERLONG}.enable")
-    is_plain = verl.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla") == "vanilla"
-    has_kl = verl.is_on(f"{ACTOR}.use_kl_loss") and verl.number(f"{ACTOR}.kl_loss_coef", 0.001) > 0
-    return "dapo" if is_dapo and is_plain and not has_kl else "grpo"
+    return "dapo" if is_dapo and estimator in ("grpo", "grpo_vectorized") else "grpo"
 
 
 def set_sizes(verl: Settings, ours: Translation) -> None:
@@ -254,49 +257,65 @@ def set_objective(verl: Settings, ours: Translation) -> None:
     estimator = verl.get("algorithm.adv_estimator", "gae")
     mode = verl.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     no_ratio = verl.get(f"{CORRECTION}.loss_type") == "reinforce" and verl.is_on(f"{CORRECTION}.bypass_mode")
-    loss = "ppo"
+    clipped = {"grpo": "grpo", "dapo": "dapo"}.get(ours.script, "ppo")
+    loss = "reinforce" if no_ratio or mode == "gpg" else LOSSES.get(mode, clipped)
     if ours.script == "rloo":
-        loss = "reinforce" if no_ratio or mode == "gpg" else "ppo"
         ours.add("--baseline", BASELINES[estimator])
-        ours.add("--loss", loss)
-    elif ours.script == "grpo":
-        loss = LOSSES.get(mode, "grpo")
-        ours.add("--loss", loss)
-        if estimator == "grpo_passk":
-            ours.add("--advantage", "passk")
-        elif estimator not in ("grpo", "grpo_vectorized"):
-            ours.without[f"algorithm.adv_estimator={estimator}"] = "no such advantage; the command is that of GRPO"
-    if mode not in (LOSSES if ours.script == "grpo" else ("vanilla", "bypass_mode", "gpg")):
-        ours.without[f"{ACTOR}.policy_loss.loss_mode={mode}"] = f"{ours.script}.py has no such loss, it takes {loss}"
-    if no_ratio and ours.script != "rloo":
-        ours.without[f"{CORRECTION}.loss_type=reinforce"] = "rloo.py alone has a loss without a ratio"
-    if not verl.is_on("algorithm.norm_adv_by_std_in_grpo", True) and estimator.startswith("grpo"):
-        ours.add("--no-norm-by-std")
+    ours.add("--loss", clipped if loss == "grpo" else loss)
+    if estimator == "grpo_passk":
+        ours.add("--advantage", "passk")
+    elif estimator == "gdpo":
+        set_components(verl, ours)
+    elif estimator not in ("gae", "grpo", "grpo_vectorized", *BASELINES):
+        ours.without[f"algorithm.adv_estimator={estimator}"] = "no such advantage; the command is that of GRPO"
+    if mode not in (*LOSSES, "bypass_mode", "gpg"):
+        ours.without[f"{ACTOR}.policy_loss.loss_mode={mode}"] = f"no such loss; the command has {loss}"
+    if not verl.is_on("algorithm.norm_adv_by_std_in_grpo", True) and ours.script in ("grpo", "dapo"):
+        ours.add("--norm-by-std", False)
     set_clip(verl, ours, loss)
-    for name, (value, default) in CONSTANTS.get(loss, {}).items():
-        key = next((key for key in (f"{ACTOR}.policy_loss.{name}", f"{ACTOR}.{name}") if key in verl.given), "")
-        found = verl.number(key, default)
-        if found != value:
-            ours.without[f"{name}={found}"] = f"it is {value} here, an argument of common/losses.py or selection.py"
+    set_numbers(verl, ours, loss)
     if ours.script == "dapo":
         set_dynamic_sampling(verl, ours)
     elif verl.is_on("algorithm.filter_groups.enable"):
-        ours.without["algorithm.filter_groups.enable=True"] = "dapo.py alone samples groups again, and it has no KL"
+        ours.without["algorithm.filter_groups.enable=True"] = "dapo.py alone samples groups again"
+
+
+def set_components(verl: Settings, ours: Translation) -> None:
+    """GDPO's components and their factors; verl has further keys that begin with gdpo."""
+    ours.add("--advantage", "gdpo")
+    found = {end: verl.items(key) for key in sorted(verl.given) for end in ("keys", "weights")
+             if key.startswith("algorithm.gdpo") and key.endswith(end)}
+    names = found.get("keys", [])
+    factors = found.get("weights", []) or ["1"] * len(names)
+    if names:
+        ours.add("--reward-components", *(word for pair in zip(names, factors) for word in pair))
+    else:
+        ours.notes.append("--reward-components NAME FACTOR ... must be given: numbers that the reward function returns")
+
+
+def set_numbers(verl: Settings, ours: Translation, loss: str) -> None:
+    """Numbers that one loss has; verl's own defaults too where they differ."""
+    words: list[object] = []
+    for name, (verls, default) in NUMBERS.get(loss, {}).items():
+        key = next((key for key in (f"{ACTOR}.policy_loss.{verls}", f"{ACTOR}.{verls}") if key in verl.given), "")
+        words += [name, verl.number(key, default)]
+    if words:
+        ours.add("--loss-numbers", *words)
+    if loss == "dro":
+        ours.notes.append("--loss-numbers beta NUMBER must be given")
 
 
 def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
     """Clip bounds and aggregation of the loss, verl's own defaults too: ours are those of each loss's paper."""
     low, high = (verl.number(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high"))
     dual, aggregation = verl.number(f"{ACTOR}.clip_ratio_c", 3.0), verl.get(f"{ACTOR}.loss_agg_mode", "token-mean")
-    if loss not in ("sapo", "kl_cov", "reinforce"):
+    if loss not in ("sapo", "kl_cov", "dro", "reinforce"):
         ours.add("--clip-low", min(low, 1))
         ours.add("--clip-high", high)
         if low > 1:
             ours.notes.append(f"--clip-low 1: there is no lower bound, as with clip_ratio_low={low}")
-    if loss in ("grpo", "ppo"):
+    if loss in ("grpo", "ppo", "dapo"):
         ours.add("--clip-dual", dual)
-    elif loss.startswith("dppo"):
-        ours.notes.append(f"the ratio is cut at 20; verl cuts it at clip_ratio_c={dual}")
     if loss in ("sapo", "gmpo"):
         ours.notes.append(f"{loss} has its paper's aggregation, in verl too, whatever loss_agg_mode={aggregation} says")
     else:
@@ -365,20 +384,21 @@ def set_correction(verl: Settings, ours: Translation) -> None:
         if normalise:
             ours.add("--correction.batch-normalise")
     criteria, thresholds = verl.items(f"{CORRECTION}.rollout_rs"), verl.items(f"{CORRECTION}.rollout_rs_threshold")
-    for name in criteria[1:]:
-        ours.without[f"{CORRECTION}.rollout_rs={name}"] = f"there is one --correction.reject, that of {criteria[0]}"
-    if criteria and thresholds and criteria[0].rpartition("_")[2] not in KL:
-        ours.without[f"{CORRECTION}.rollout_rs={criteria[0]}"] = "a criterion of an earlier version"
-    elif criteria and thresholds:
-        level, _, estimate = criteria[0].rpartition("_")
-        low, _, high = thresholds[0].rpartition("_")
-        ours.add("--correction.reject", estimate)
-        ours.add("--correction.reject-over", level.removeprefix("seq_"))
+    flags: dict[str, list[object]] = {"reject": [], "reject-over": [], "reject-below": [], "reject-above": []}
+    for name, threshold in zip(criteria, thresholds):
+        level, _, estimate = name.rpartition("_")
+        if estimate not in KL:
+            ours.without[f"{CORRECTION}.rollout_rs={name}"] = "a criterion of an earlier version"
+            continue
+        low, _, high = threshold.rpartition("_")
+        bounds = ["-inf", high]
         if estimate == "k1":
-            ours.add("--correction.reject-below", round(math.log(float(low or 1 / float(high))), 6))
-            ours.add("--correction.reject-above", round(math.log(float(high)), 6))
-        else:
-            ours.add("--correction.reject-above", high)
+            bounds = [round(math.log(float(bound)), 6) for bound in (low or 1 / float(high), high)]
+        for flag, value in zip(flags, (estimate, level.removeprefix("seq_"), *bounds)):
+            flags[flag].append(value)
+    for flag, values in flags.items():
+        if values:
+            ours.add(f"--correction.{flag}", *values)
 
 
 def set_data(verl: Settings, ours: Translation) -> None:

@@ -4,15 +4,15 @@ The order of the last two tables counts: the first pattern that fits gives the r
 """
 
 BASELINES = {"rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce++",
-             "reinforce_plus_plus_baseline": "reinforce++-baseline", "remax": "remax", "opo": "opo", "gpg": "gpg"}
+             "reinforce_plus_plus_baseline": "reinforce++-baseline", "remax": "remax", "opo": "opo", "gpg": "gpg",
+             "optimal_token_baseline": "otb"}
 LOSSES = {"vanilla": "grpo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo", "sapo": "sapo",
-          "clip_cov": "clip_cov", "kl_cov": "kl_cov", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl"}
+          "clip_cov": "clip_cov", "kl_cov": "kl_cov", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro"}
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 # flags that not all scripts have -> those that have them
 SCRIPTS = {
-    "--advantage": ("grpo",), "--loss": ("grpo", "rloo"), "--no-norm-by-std": ("grpo", "dapo"),
-    "--kl-loss-coef": ("grpo", "ppo"), "--kl-estimator": ("grpo", "ppo"),
-    "--kl-reward-coef": ("ppo", "rloo"), "--kl-reward-estimator": ("ppo", "rloo"), "--gamma": ("ppo", "rloo"),
+    "--advantage": ("grpo",), "--reward-components": ("grpo",), "--norm-by-std": ("grpo", "dapo"),
+    "--gamma": ("ppo", "rloo"),
     "--lam": ("ppo",), "--kl-controller": ("ppo",), "--kl-target": ("ppo",), "--kl-horizon": ("ppo",),
     "--overlong-buffer": ("dapo",), "--overlong-factor": ("dapo",), "--max-gen-batches": ("dapo",),
     "--critic-model": ("ppo",), "--critic-warmup-steps": ("ppo",), "--value-clip": ("ppo",),
@@ -94,6 +94,7 @@ NEEDLESS = {  # patterns of keys -> why they need no flag here
     "*log_prob_micro_batch_size*": "one budget for all passes: --max-tokens-per-gpu",
     "critic.*_max_token_len_per_gpu": "one budget for all passes: --max-tokens-per-gpu",
     "critic.*_micro_batch_size*": "one budget for all passes: --max-tokens-per-gpu",
+    "*.calculate_sum_pi_squared": "--baseline otb asks for it",
     "critic.enable": "ppo.py has a critic, the other scripts have none",
     "critic.fsdp.*_offload": "--offload.* holds for the critic, too",
     "critic.model.enable_gradient_checkpointing": "--policy.* holds for the critic, too",
@@ -186,8 +187,6 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "*.optim.override_optimizer_config.*": "the optimizer is torch's AdamW on the GPU",
     "*.optim.*": "AdamW with a constant, linear or cosine learning rate",
     "reward.reward_model.*": "a reward model is a classifier that runs in the trainer, without an engine",
-    "algorithm.gdpo_*": "a reward is one number a response",
-    "*.calculate_sum_pi_squared": "the optimal token baseline is not implemented",
     "algorithm.*pf_ppo*": "responses are not drawn again by their reward",
     "trainer.v1.*": "rollout and update take turns: no asynchronous trainer",
     "transfer_queue.*": "there is no transfer queue",

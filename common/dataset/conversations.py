@@ -3,24 +3,27 @@ scripts say what a row's conversations are, and what of their text is trained on
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.dataset.reading import find_files, read_batches, rows_of
 from common.dataset.store import Loaded, load_shared
 from common.dataset.template import template_arguments
+from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.packing import plan_step
 from common.parallel.ranks import World
 from common.prompts import TemplateConfig
-from common.rollout import Minibatch
+from common.rollout import Minibatch, Rollout, gather_rollout
 
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
@@ -142,3 +145,17 @@ def cut_to_length(encoded: list[Encoded], config: ConversationConfig, loaded: Lo
         return []
     loaded.num_truncated += 1
     return cut
+
+
+def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:
+    """The responses [S] and after them the data's answers to the prompts [P]; and pairs of answer and response."""
+    answers = []
+    for sample in {sample.group: sample for sample in rollout.samples}.values():
+        if not isinstance(sample.prompt.extra_info.get(key), str):
+            raise ValueError(f"row {sample.row} of --train-data has no text in extra_info[{key!r}] (--answer-key)")
+        tokens = [*tokenizer.encode(sample.prompt.extra_info[key], add_special_tokens=False), tokenizer.eos_token_id]
+        answer = Response(tokens, [0.0] * len(tokens), "stop")
+        answers.append(replace(sample, index=sample.group, response=answer, score=math.nan, extras={}))
+    scored = rollout.in_loss.nonzero()[:, 0]
+    pairs = torch.stack([len(rollout) + rollout.group[scored], scored], dim=1)
+    return rollout.cat(gather_rollout(answers)), pairs.flatten()

@@ -86,7 +86,7 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Additional arguments for vLLM's LLM(...), as a JSON object."""
 
 
-def validation_sampling(config: RolloutConfig, temperature: float) -> SamplingConfig:
+def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutConfig:
     """How validation samples; temperature 0 is greedy."""
     return replace(
         config,

@@ -3,17 +3,20 @@
 `start_rollout` samples. `PendingRollout.collect` waits for the scores and gives a `Rollout`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, Response, SamplingConfig
+from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.episodes import Episodes, drop_episodes, measure_episodes
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import all_names, all_sum, seed_of
+from common.parallel.ranks import all_gather_objects, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
@@ -44,7 +47,7 @@ class Scoring:
 
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                  sampling: SamplingConfig, seed: Sequence[int | str],
+                  sampling: RolloutConfig, seed: Sequence[int | str],
                   stop: Callable[[], bool] = lambda: False) -> "PendingRollout":
     """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
 
@@ -70,7 +73,7 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
 class PendingRollout:
     """Responses that were sampled and are being scored."""
 
-    def __init__(self, scoring: Scoring, samples: list[Sample], sampling: SamplingConfig):
+    def __init__(self, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
         self.scoring, self.samples, self.sampling = scoring, samples, sampling
 
     def score(self, i: int, response: Response) -> None:
@@ -128,3 +131,21 @@ class PendingRollout:
             measure_episodes(meter, mine)
             drop_episodes(meter, mine, self.sampling.drop)
         return gather_rollout(mine)
+
+
+Component = tuple[float, Tensor]                        # a factor, and a number [S] that the reward function returned
+
+
+def gather_components(rollout: Rollout, factors: dict[str, float]) -> list[Component]:
+    """These numbers, which reward functions returned beside the score, of all responses on every rank; NaN: no score.
+    All ranks call this together. Raises ValueError, naming row and component, where one is missing."""
+    scored = [sample for sample in rollout.samples if math.isfinite(sample.score)]
+    mine = [(sample.index, sample.row, [sample.extras.get(name) for name in factors]) for sample in scored]
+    values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
+    for index, row, numbers in sorted(chain(*all_gather_objects(mine))):
+        for k, (name, number) in enumerate(zip(factors, numbers)):
+            if not isinstance(number, float):
+                raise ValueError(f"row {row} of --train-data: the reward function returned {name} = {number!r:.80}, "
+                                 f"must be a number (--reward-components)")
+            values[k, index] = number
+    return list(zip(factors.values(), values))

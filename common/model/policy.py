@@ -85,20 +85,24 @@ class Policy(PackedModel):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
+        self.keeps_sum_p2 = False  # `score` then also writes `batch.sum_p2`
 
     def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
         and entropy [T], float32, 0 where `batch.mask` is False."""
         sampled, hidden = self.hidden_before(self.lm.base_model, batch)
-        logp, entropy = linear_logp(
+        logp, entropy, sum_p2 = linear_logp(
             hidden,
             self.lm.get_output_embeddings().weight,
             batch.tokens[sampled],
             temperature=temperature,
             with_entropy_grad=entropy_grad,
+            with_sum_p2=self.keeps_sum_p2 and not torch.is_grad_enabled(),
             **head_options(self.lm.config),
-        )                                                                                       # [N], [N]
+        )                                                                                       # [N] each
         zeros = logp.new_zeros(len(batch.tokens))
+        if sum_p2 is not None:
+            batch.sum_p2 = zeros.index_copy(0, sampled, sum_p2)                                 # [T]
         return zeros.index_copy(0, sampled, logp), zeros.index_copy(0, sampled, entropy)        # [T], [T]
 
     @torch.no_grad()

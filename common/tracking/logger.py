@@ -22,6 +22,8 @@ from common.tracking.health import HealthCheck
 from common.tracking.profiling import Profiler
 from common.tracking.start import record_start
 
+TABLE_COLUMNS = ["group", "prompt", "response", "ground_truth", "score", "reward"]
+
 
 @dataclass
 class LogConfig:
@@ -106,23 +108,17 @@ class Tracker:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         sync(self.jsonl)                                                    # before a checkpoint knows this step
         if self.wandb is not None:
-            tables = {kind: self._table(f"{kind}_{step:06d}.parquet") for kind in ("step", "val")}
-            self.wandb.log(metrics | {f"rollouts/{kind}": table for kind, table in tables.items() if table}, step=step)
+            import wandb
+            tables = {}
+            for file in (self.run_dir / "rollouts").glob(f"*_{step:06d}.parquet"):
+                rows = pq.read_table(file, columns=TABLE_COLUMNS).to_pylist()
+                name = f"rollouts/{file.stem.partition('_')[0]}"                                # step or val
+                tables[name] = wandb.Table(columns=TABLE_COLUMNS, data=[[*row.values()] for row in rows])
+            self.wandb.log(metrics | tables, step=step)
         if self.board is not None:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
             self.board.flush()
-
-    def _table(self, name: str) -> Any:
-        """The responses of a file in RUN_DIR/rollouts, for wandb; None if there is no such file."""
-        import wandb
-
-        file = self.run_dir / "rollouts" / name
-        if not file.is_file():
-            return None
-        columns = ["group", "prompt", "response", "ground_truth", "score", "reward"]
-        rows = pq.read_table(file, columns=columns).to_pylist()
-        return wandb.Table(columns=columns, data=[list(row.values()) for row in rows])
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:

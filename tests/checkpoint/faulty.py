@@ -5,6 +5,7 @@ FAULT is POINT:COUNT:RANK:ACTION[:DELAY_S]; `write:3:0:kill`: as rank 0 writes i
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -130,17 +132,27 @@ def run(fault: str, script: str, *flags: str) -> None:
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def serve() -> None:
+def serve(*more: str) -> None:
     """Commands as JSON lines on stdin, exit codes on stdout; each runs in forks of this process, one a rank, which has
-    imported all that is slow to import and done nothing else."""
-    for name in ("common.checkpoint.manager", "common.engine.base", "common.prompts",
-                 "transformers.models.llama.modeling_llama"):
+    imported all that is slow to import and done nothing else. What the chip can do is measured in 10 ms, not 0.8 s."""
+    for name in ("common.run", "common.losses", "common.correction", "common.selection", "common.engine.hf", "pandas",
+                 "torch._dynamo", "transformers.models.llama.modeling_llama", *more):
         importlib.import_module(name)
+    profiling = importlib.import_module("common.tracking.profiling")
+    profiling.matmul_flops = functools.partial(profiling.matmul_flops, size=256, seconds=0.01)
+    freeze()                                            # or the end of each fork copies and visits all of these objects
     for line in sys.stdin:
         command = json.loads(line)
         open(command["log"], "w").close()
         children = [fork(command, env) for env in command["environments"]]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
+
+
+def freeze() -> None:
+    """What is there now is never visited by garbage collection again; vLLM thaws it at the end of each engine."""
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def fork(command: dict, env: dict[str, str]) -> int:
@@ -151,6 +163,7 @@ def fork(command: dict, env: dict[str, str]) -> int:
     for descriptor, name in ((1, "log"), (2, "errors")):
         os.dup2(os.open(command[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(env)
+    tempfile.tempdir = None                             # TMPDIR may be another one
     signal.set_wakeup_fd(-1)
     run(*command["arguments"])
     sys.exit(0)
@@ -159,12 +172,12 @@ def fork(command: dict, env: dict[str, str]) -> int:
 class Server:
     """`start(log, fault, script, *flags)` without the seconds that imports take, and without torchrun."""
 
-    def __init__(self):
+    def __init__(self, *modules: str):
         ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+            [sys.executable, __file__, "serve", *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
     def __call__(
         self, log: Path, *arguments: str, ranks: int = 1, errors: Path | None = None, env: dict | None = None
@@ -194,9 +207,9 @@ class Server:
 
 
 @functools.cache
-def server() -> Server:
-    """One for all tests of this process."""
-    shared = Server()
+def server(*modules: str) -> Server:
+    """One for all tests of this process that want the same modules imported beside ours."""
+    shared = Server(*modules)
     atexit.register(shared.close)
     return shared
 
@@ -204,6 +217,6 @@ def server() -> Server:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     if sys.argv[1] == "serve":
-        serve()
+        serve(*sys.argv[2:])
     else:
         run(*sys.argv[1:])

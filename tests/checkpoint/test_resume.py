@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from common.checkpoint import files
 from tests.checkpoint.faulty import server
-from tests.conftest import launch, make_tiny_llama
+from tests.conftest import VLLM, launch, make_tiny_llama
 
 TOTAL, PROMPTS, SAMPLES = 4, 2, 4
 # seconds, memory, and how many weights a process compares: all at its first sync
@@ -209,22 +209,23 @@ def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, t
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "fault", "code"), [
-    (0, "reward:4:0:term", 128 + signal.SIGTERM),
-    pytest.param(2, "log after:3:0:kill", 1, marks=pytest.mark.slow),
+    (1, "reward:4:0:term", 128 + signal.SIGTERM),
+    pytest.param(2, "log after:3:0:kill", -signal.SIGKILL, marks=pytest.mark.slow),
 ])
 def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, fault, code, tmp_path, smollm):
     """In step 2: by SIGTERM, where the engine must be closed before the process group, or by kill -9."""
     model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
     flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
              "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3"]
-    launch("grpo.py", *flags, "--run-dir", tmp_path / "whole", ranks=ranks)
+    start, log, errors = server(VLLM), tmp_path / "log", tmp_path / "errors"
+    assert start(log, "none", "grpo.py", *flags, "--run-dir", tmp_path / "whole", ranks=ranks) == 0, log.read_text()
     flags += ["--run-dir", tmp_path / "again"]
-    done = launch("tests/checkpoint/faulty.py", fault, "grpo.py", *flags, ranks=ranks, check=False)
-    assert done.returncode == code and steps_on_disk(tmp_path / "again") == [1], done.stderr[-6000:]
+    assert start(log, fault, "grpo.py", *flags, ranks=ranks, errors=errors) == code, errors.read_text()[-6000:]
+    assert steps_on_disk(tmp_path / "again") == [1]
     if "term" in fault:
-        assert "stopped by SIGTERM after step 1, which is saved" in done.stdout
-        assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr[-6000:]
-    assert "resumed after step 1" in launch("grpo.py", *flags, ranks=ranks).stdout
+        assert "stopped by SIGTERM after step 1, which is saved" in log.read_text()
+        assert "Traceback" not in errors.read_text() and "Exception" not in errors.read_text(), errors.read_text()
+    assert start(log, "none", "grpo.py", *flags, ranks=ranks) == 0 and "resumed after step 1" in log.read_text()
     assert_same_run(tmp_path / "again", tmp_path / "whole", 3)
 
 

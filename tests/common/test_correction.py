@@ -72,6 +72,21 @@ def make_step(seed: int) -> list[Sampled]:
 STEP = make_step(1)
 
 
+CRITERION = ("reject", "reject_over", "reject_below", "reject_above")
+
+
+def in_tuples(options: dict) -> dict:
+    """One criterion of rejection, as a tuple of one, as flags have it; none: of none."""
+    if options.get("reject") == "none":
+        return options | dict.fromkeys(CRITERION, ())
+    single = {name: (options[name],) for name in CRITERION if name in options and not isinstance(options[name], tuple)}
+    return options | single
+
+
+def make_config(**options) -> CorrectionConfig:
+    return CorrectionConfig(**in_tuples(options))
+
+
 def clamp(x: float, low: float, high: float) -> float:
     return low if x < low else high if x > high else x
 
@@ -88,28 +103,26 @@ def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[fl
         return low <= x <= high
 
     for r, ls in zip(step, log_ratios):                                   # rejection
-        estimates = []
-        for l in ls:
-            if o["reject"] == "k1":
-                estimates.append(-l)
-            elif o["reject"] == "k2":
-                estimates.append(l * l / 2)
-            elif o["reject"] == "k3":
-                estimates.append(math.exp(l) - l - 1)
+        keeps.append(list(r.mask))
+        for kind, over, low, high in zip(*(in_tuples(o)[name] for name in CRITERION)):
+            estimates = []
+            for l in ls:
+                if kind == "k1":
+                    estimates.append(-l)
+                elif kind == "k2":
+                    estimates.append(l * l / 2)
+                else:
+                    estimates.append(math.exp(l) - l - 1)
+            sampled = [x for x, m in zip(estimates, r.mask) if m]         # whatever another criterion rejects
+            if not sampled:
+                continue
+            if over == "token":
+                verdict = [not m or inside(x, low, high) for x, m in zip(estimates, r.mask)]
             else:
-                estimates.append(0.0)
-        sampled = [x for x, m in zip(estimates, r.mask) if m]
-        if o["reject"] == "none" or not sampled:
-            keeps.append(list(r.mask))
-            continue
-        low, high = o["reject_below"], o["reject_above"]
-        if o["reject_over"] == "token":
-            keeps.append([m and inside(x, low, high) for x, m in zip(estimates, r.mask)])
-        else:
-            total = math.fsum(sampled)
-            x = {"sum": total, "mean": total / len(sampled), "max": max(sampled)}[o["reject_over"]]
-            keep = inside(x, low, high)
-            keeps.append([m and keep for m in r.mask])
+                total = math.fsum(sampled)
+                x = {"sum": total, "mean": total / len(sampled), "max": max(sampled)}[over]
+                verdict = [inside(x, low, high)] * len(ls)
+            keeps[-1] = [k and v for k, v in zip(keeps[-1], verdict)]
 
     raws, of_tokens = [], []                                              # one entry a token, or a response
     for i, (ds, keep) in enumerate(zip(differences, keeps)):
@@ -291,6 +304,12 @@ def make_cases() -> dict[str, tuple[dict, str]]:
         cases[f"reject {over}, sequence, {more}"] = ({
             "weights": "sequence", "reject": "k1", "reject_over": over, "reject_below": -0.4, "reject_above": 0.4,
         } | more, "reinforce")
+    two = {"reject": ("k3", "k1"), "reject_over": ("token", "mean"), "reject_below": (-math.inf, -0.2),
+           "reject_above": (0.3, 0.3)}
+    cases["two criteria"] = (two | {"weights": "token"}, "ppo")
+    cases["three criteria, sequence"] = ({
+        "reject": ("k2", "k1", "k1"), "reject_over": ("max", "sum", "token"), "reject_below": (-math.inf, -1.0, -0.8),
+        "reject_above": (0.5, 0.9, 0.6), "weights": "sequence", "batch_normalise": True}, "ppo")
     cases["nothing remains"] = ({"weights": "geometric", "reject": "k2", "reject_over": "sum",
                                          "reject_above": 0.0}, "ppo")
     for preset in VERL:
@@ -325,7 +344,7 @@ def errors(case: str, found, rejected, metrics) -> dict[str, float]:
 def case_errors(case: str) -> dict[str, float]:
     """The worst of each over all layouts, old known before the update and not."""
     options, loss = CASES[case]
-    config, worst, weights = resolve_correction(CorrectionConfig(**options), loss), {}, []
+    config, worst, weights = resolve_correction(make_config(**options), loss), {}, []
     for layout, num_updates in itertools.product(LAYOUTS.values(), (1, 4)):
         found, rejected, metrics, counts = correct(layout, config, num_updates)
         remaining = [[sum(found[i][0]) for i in ids] for ids in MINIBATCHES]
@@ -368,7 +387,7 @@ def test_by_hand():
     logp = torch.tensor([9, log(0.4), 9, log(0.2), 9, 9, log(0.75)], requires_grad=True)
 
     def apply(**flags):
-        meter, config = Meter(), resolve_correction(CorrectionConfig(**flags), "ppo")
+        meter, config = Meter(), resolve_correction(make_config(**flags), "ppo")
         correction.reject_and_weight([[batch]], 2, config, meter)
         return correction.importance_weights(batch, logp, config, meter)[batch.mask].tolist(), meter.reduce()
 
@@ -411,7 +430,7 @@ def test_log_ratios_are_summed_before_they_are_clamped():
 
 def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
     """Worst errors of weight * loss and of its gradient where logp has moved on from old; token-mean."""
-    config, meter = resolve_correction(CorrectionConfig(**options), loss), Meter()
+    config, meter = resolve_correction(make_config(**options), loss), Meter()
     rng = torch.Generator().manual_seed(3)
     batch = make_batch(list(range(NUM_RESPONSES)))
     old, drift = old_logp(batch), 0.2 * torch.randn(len(batch.mask), generator=rng)
@@ -421,7 +440,7 @@ def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
     losses.set_token_weights([batch], "token-mean")
     advantage = torch.randn(NUM_RESPONSES, generator=rng)[batch.sequence_ids] * batch.mask
     logp = (old + drift).requires_grad_()
-    out, _ = losses.POLICY_LOSSES[loss](logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
+    out, _ = losses.LOSSES[loss].function(logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
     out = out * correction.importance_weights(batch, logp, config, meter)
     (out * batch.weight).sum().backward()
 
@@ -467,7 +486,7 @@ def test_corrected_losses_and_their_gradients(loss, options):
 
 def test_two_ranks_are_the_loop(tmp_path):
     """Every case on two gloo ranks, one of which has dummies: same masks, weights, rejections and metrics on both."""
-    launch("tests/common/test_correction.py", tmp_path, ranks=2, timeout=170)
+    launch("tests/common/test_correction.py", tmp_path, ranks=2, warm=True)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first.keys() == second.keys() and len(first) == len(CASES) * 2
     for (case, layout), (found, rejected, metrics, counts) in first.items():
@@ -483,7 +502,7 @@ def work(folder: Path) -> None:
     world = ranks.init()
     results = {}
     for (case, (options, loss)), layout in itertools.product(CASES.items(), ("whole", "mixed")):
-        config = resolve_correction(CorrectionConfig(**options), loss)
+        config = resolve_correction(make_config(**options), loss)
         layouts = [mb + [[]] * (len(mb) % 2) for mb in LAYOUTS[layout]]
         results[case, layout] = correct(layouts, config, 4, world.size, world.rank)
     torch.save(results, folder / f"{world.rank}.pt")
@@ -521,7 +540,7 @@ def run(model: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
            "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1",
            "--save.hf", "never", "--prompts-per-step", "4", "--samples-per-prompt", "3", "--total-steps", "2",
            "--reward.function", "tests/scripts/reward_by_length.py:compute_score", "--rollout.max-response-length", "6",
-           "--optim.lr", "0.01", *flags, ranks=ranks, warm=not ranks)
+           "--optim.lr", "0.01", *flags, ranks=ranks, warm=True)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -531,13 +550,13 @@ def test_presets_are_verls():
     assert list(PRESETS) == list(VERL)
     for name, (*_, loss) in VERL.items():
         config = resolve_correction(CorrectionConfig(preset=name), loss or "ppo")
-        assert vars(config) == options_of(name) | {"preset": name, "rejected_leave_group": False}
+        assert vars(config) == in_tuples(options_of(name)) | {"preset": name, "rejected_leave_group": False}
 
 
 def test_who_needs_old_log_probs():
     def needs(num_updates, **flags):
         loss = "reinforce" if "pg" in flags.get("preset", "") else "ppo"
-        return resolve_correction(CorrectionConfig(**flags), loss).needs_old_logp(num_updates > 1)
+        return resolve_correction(make_config(**flags), loss).needs_old_logp(num_updates > 1)
 
     assert not needs(1) and needs(2) and not needs(1, preset="decoupled-seq-is")
     assert not needs(8, preset="bypass-ppo-clip") and not needs(8, preset="bypass-pg-is")
@@ -548,10 +567,14 @@ def test_who_needs_old_log_probs():
 def test_flags_override_the_preset():
     args = ["--preset", "decoupled-geo-rs-token-tis", "--upper", "3", "--reject-above", "0.5"]
     config = resolve_correction(tyro.cli(CorrectionConfig, args=args), "ppo")
-    assert (config.weights, config.upper, config.reject_above) == ("token", 3.0, 0.5)
-    assert config.reject_below == pytest.approx(-0.001, rel=1e-3)
+    assert (config.weights, config.upper, config.reject_above) == ("token", 3.0, (0.5,))
+    assert config.reject_below == pytest.approx((-0.001,), rel=1e-3)
+    args = ["--reject", "k1", "k3", "--reject-below", "-1", "-inf", "--reject-above", "0.5", "2"]
+    config = resolve_correction(tyro.cli(CorrectionConfig, args=args), "ppo")
+    assert (config.reject, config.reject_over, config.reject_below) == (("k1", "k3"), ("mean", "mean"), (-1, -math.inf))
+    args = ["--preset", "decoupled-geo-rs-token-tis"]
     config = resolve_correction(tyro.cli(CorrectionConfig, args=[*args[:2], "--reject", "none"]), "ppo")
-    assert config.reject == "none" and config.weights == "token"
+    assert config.reject == () == config.reject_above and config.weights == "token"
     config = tyro.cli(CorrectionConfig, args=["--preset", "bypass-ppo-clip", "--bypass", "False"])
     config = resolve_correction(config, "ppo")
     assert not config.bypass
@@ -568,6 +591,8 @@ def test_flags_override_the_preset():
     ({"reject": "k3"}, "ppo", "--correction.reject-above inf must keep k3 = 0, .* and reject something"),
     ({"reject": "k2", "reject_below": -1.0}, "ppo", "--correction.reject-below -1 --correction.reject-above inf"),
     ({"reject": "k1", "reject_below": 0.1}, "ppo", "--correction.reject-below 0.1 .* must keep k1 = 0"),
+    ({"reject": ("k1", "k3"), "reject_above": (0.1,)}, "ppo", r"--correction.reject-above \(0.1,\) must have 2"),
+    ({"reject": ("k1", "k3"), "reject_below": (-1.0, -1.0)}, "ppo", "--correction.reject-above inf must keep k3 = 0"),
     ({"reject": "k1", "reject_above": math.nan}, "ppo", "--correction.reject-above nan"),
     ({"preset": "decoupled-geo-rs", "reject": "k3"}, "ppo", "--correction.reject-above inf"),      # preset's: k1's
     ({"preset": "decoupled-geo-rs", "reject_over": "sum"}, "ppo", "--correction.reject-above inf"),
@@ -579,7 +604,7 @@ def test_flags_override_the_preset():
 ])
 def test_what_is_refused(flags, loss, said):
     with pytest.raises(ValueError, match=said):
-        resolve_correction(CorrectionConfig(**flags), loss)
+        resolve_correction(make_config(**flags), loss)
 
 
 if __name__ == "__main__":

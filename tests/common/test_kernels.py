@@ -48,7 +48,7 @@ def tiles(tokens: int, vocab: int):
 
 def gradients(function, hidden, weight, targets, up, entropy=True, **settings):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logp, ent = function(hidden, weight, targets, **settings)
+    logp, ent, *_ = function(hidden, weight, targets, **settings)
     objective = (logp * up[0]).sum() + ((ent * up[1]).sum() if entropy else 0)
     return logp.detach(), ent.detach(), *torch.autograd.grad(objective, (hidden, weight))
 
@@ -90,7 +90,7 @@ def test_kernel_gradcheck(settings):
     hidden, weight, targets, _ = inputs(N=5, H=3, V=8)
 
     def f(hidden, weight):
-        return linear_logp(hidden, weight, targets, with_entropy_grad=True, **settings)
+        return linear_logp(hidden, weight, targets, with_entropy_grad=True, **settings)[:2]
 
     with tiles(2, 3):
         assert gradcheck(f, (hidden.requires_grad_(), weight.requires_grad_()))
@@ -105,12 +105,31 @@ def test_chunks_do_not_change_the_result(chunks):
     assert max(error(g, w) for g, w in zip(got, want)) < 1e-13
 
 
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_the_sum_of_squared_probabilities(dtype, settings):
+    """Word by word: p of the oracle with each word as the target. The other results and gradients stay as they are."""
+    hidden, weight, targets, up = inputs(dtype=dtype, size=2.0)
+    hidden[0] *= 20                                                    # a probability near 1
+    rows = (hidden.tolist(), weight.tolist())
+    words = [oracles.linear_logp(*rows, [v] * len(hidden), **settings)[0] for v in range(len(weight))]
+    want = [math.fsum(math.exp(2 * word[n]) for word in words) for n in range(len(hidden))]
+    with tiles(4, 7):
+        *_, got = linear_logp(hidden.requires_grad_(), weight, targets, with_sum_p2=True, **settings)
+        plain = gradients(linear_logp, hidden.detach(), weight, targets, up, **settings, with_entropy_grad=True)
+        with_it = gradients(linear_logp, hidden.detach(), weight, targets, up, **settings, with_entropy_grad=True,
+                            with_sum_p2=True)
+    assert got.dtype == dtype and not got.requires_grad
+    assert error(got, want) < TOLERANCE[dtype] and max(want) > 1.1 * min(want) > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, with_it))
+
+
 def test_entropy_has_no_gradient_unless_asked():
     hidden, weight, targets, _ = inputs()
-    logp, entropy = linear_logp(hidden.requires_grad_(), weight, targets)
+    logp, entropy, _ = linear_logp(hidden.requires_grad_(), weight, targets)
     assert logp.requires_grad
     assert not entropy.requires_grad
-    logp, entropy = linear_logp(hidden, weight, targets, with_entropy_grad=True)
+    logp, entropy, _ = linear_logp(hidden, weight, targets, with_entropy_grad=True)
     assert entropy.requires_grad
 
 
@@ -118,12 +137,12 @@ def test_closed_forms():
     """Equal logits: logp = -log V, entropy log V. Two words: the logistic function."""
     V = 37
     with tiles(512, 5):
-        logp, entropy = linear_logp(torch.zeros(2, 4), torch.randn(V, 4), torch.tensor([0, 3]))
+        logp, entropy, _ = linear_logp(torch.zeros(2, 4), torch.randn(V, 4), torch.tensor([0, 3]))
     assert torch.cat([-logp, entropy]).tolist() == pytest.approx([math.log(V)] * 4)
     z = torch.tensor([[-40.0], [-1.0], [0.5], [40.0]], dtype=F64)
     head = torch.tensor([[1.0], [0.0]], dtype=F64)
     with tiles(512, 1):
-        logp, _ = linear_logp(z, head, torch.zeros(4, dtype=torch.long), temperature=2.0)
+        logp, _, _ = linear_logp(z, head, torch.zeros(4, dtype=torch.long), temperature=2.0)
     assert logp.tolist() == pytest.approx([-math.log1p(math.exp(-x / 2)) for x in z[:, 0].tolist()], rel=1e-14)
 
 
@@ -169,9 +188,9 @@ def test_precision_setting_is_restored():
 def test_frozen_head_frozen_hidden_and_no_tokens():
     hidden, weight, targets, up = inputs()
     full = gradients(linear_logp, hidden, weight, targets, up, entropy=False)
-    logp, _ = linear_logp(hidden.requires_grad_(), weight, targets)
+    logp, _, _ = linear_logp(hidden.requires_grad_(), weight, targets)
     assert torch.equal(torch.autograd.grad((logp * up[0]).sum(), hidden)[0], full[2])
-    logp, _ = linear_logp(hidden.detach(), weight.requires_grad_(), targets)
+    logp, _, _ = linear_logp(hidden.detach(), weight.requires_grad_(), targets)
     assert torch.equal(torch.autograd.grad((logp * up[0]).sum(), weight)[0], full[3])
     logp, entropy, *grads = gradients(linear_logp, hidden[:0].detach(), weight.detach(), targets[:0], up[:, :0])
     assert logp.shape == entropy.shape == (0,)
@@ -185,7 +204,7 @@ def test_tied_head_sums_both_gradients():
     grads = []
     for function in (naive, linear_logp):
         tied = table.clone().requires_grad_()
-        logp, _ = function(torch.tanh(tied[ids]), tied, ids.roll(-1))
+        logp, *_ = function(torch.tanh(tied[ids]), tied, ids.roll(-1))
         grads.append(torch.autograd.grad(logp.sum(), tied)[0])
     assert error(grads[1], grads[0]) < 1e-13
 

@@ -1,6 +1,7 @@
 """Losses, KL, value loss, GAE, whitening, weights and token selection against the oracles, and their closed forms."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -10,27 +11,26 @@ import torch.multiprocessing as mp
 import rloo
 from common.batch import Batch
 from common.losses import (
-    LOSS_DEFAULTS,
-    POLICY_LOSSES,
-    adapt_kl_coef,
+    LOSSES,
     check_finite,
-    explained_variance,
     gae,
     kl_estimate,
     mean_kl,
     on_last_token,
     resolve_loss,
     set_token_weights,
-    value_loss,
 )
-from common.segments import segment_mean, segment_sum, whiten
+from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
 from common.selection import covariances, select_clip_cov, select_kl_cov
+from ppo import adapt_kl_coef, explained_variance, value_loss
 from tests import oracles
 from tests.oracles import AGGREGATIONS
 
 F64, F32 = torch.float64, torch.float32
 TOLERANCE = {F64: 1e-10, F32: 2e-5}      # relative to max(1, |oracle|); float32 holds a log-prob of 50 to 4e-6
-CLIPS = {name: (d.clip_low, d.clip_high) for name, d in LOSS_DEFAULTS.items()}
+POLICY_LOSSES = {name: functools.partial(d.function, **d.numbers | ({"beta": 0.7} if name == "dro" else {}))
+                 for name, d in LOSSES.items()}
+CLIPS = {name: (d.clip_low, d.clip_high) for name, d in LOSSES.items()}
 CLIPS["gspo"] = (0.1, 0.1)                # its 4e-4 would clip almost every random sequence
 KL_KINDS = [kind + plus for kind in ("k1", "abs", "k2", "mse", "k3", "low_var_kl") for plus in ("", "+")]
 
@@ -92,7 +92,7 @@ def policy_errors(name, dtype, seed, extreme=True):
                                       **keywords(name, batch))
     (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
     want, want_grad = oracles.policy_loss(name, x.logp, x.old_logp, x.advantage, x.mask, x.cu_seqlens, lo, hi,
-                                          selected=x.selected, weight=x.weight)
+                                          selected=x.selected, weight=x.weight, beta=0.7)
     assert sum(abs(w) > 1e-3 for w in want) > 20                           # the oracle is not trivially zero
     assert sum(abs(w) > 1e-3 for w in want_grad) > 5
     assert (loss[~batch.mask] == 0).all()
@@ -330,7 +330,7 @@ def test_reward_goes_to_the_last_token_that_was_sampled():
 
 def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
     """The defaults are the table "Policy losses" of algorithms.md, line by line: low, high, dual, aggregation."""
-    assert LOSS_DEFAULTS == {
+    assert {name: tuple(loss[1:5]) for name, loss in LOSSES.items()} == {
         "ppo": (0.2, 0.2, 3.0, "token-mean"),
         "grpo": (0.2, 0.2, 3.0, "token-mean"),
         "dapo": (0.2, 0.28, 3.0, "token-mean"),
@@ -343,14 +343,54 @@ def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
         "kl_cov": (None, None, None, "token-mean"),
         "dppo_tv": (0.15, 0.15, None, "token-mean"),
         "dppo_kl": (0.05, 0.05, None, "token-mean"),
+        "dro": (None, None, None, "token-mean"),
         "reinforce": (None, None, None, "token-mean"),
     }
-    assert LOSS_DEFAULTS.keys() == POLICY_LOSSES.keys()
-    assert resolve_loss("dapo", None, None, None, None) == (0.2, 0.28, 3.0, "token-mean")
-    assert resolve_loss("gspo", None, 1e-3, None, None) == (3e-4, 1e-3, None, "seq-mean-token-mean")
-    assert resolve_loss("cispo", None, None, None, "token-sum") == (1.0, 0.28, None, "token-sum")
+    assert {name: loss.numbers for name, loss in LOSSES.items() if loss.numbers} == {
+        "sapo": {"tau_pos": 1.0, "tau_neg": 1.05}, "clip_cov": {"fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+        "kl_cov": {"fraction": 2e-4, "cov_kl_coef": 1.0}, "dppo_tv": {"max_ratio": 20.0},
+        "dppo_kl": {"max_ratio": 20.0}, "dro": {"beta": 0.0},
+    }
+    assert resolve_loss("dapo", None, None, None, None, {})[1:5] == (0.2, 0.28, 3.0, "token-mean")
+    assert resolve_loss("gspo", None, 1e-3, None, None, {})[1:5] == (3e-4, 1e-3, None, "seq-mean-token-mean")
+    assert resolve_loss("cispo", None, None, None, "token-sum", {})[1:5] == (1.0, 0.28, None, "token-sum")
+    assert resolve_loss("sapo", None, None, None, None, {"tau_neg": 2.0}).numbers == {"tau_pos": 1.0, "tau_neg": 2.0}
+    assert LOSSES["sapo"].numbers["tau_neg"] == 1.05                       # the table itself stays
     with pytest.raises(ValueError, match=r"--clip-high 0.1: the loss kl_cov has no such bound"):
-        resolve_loss("kl_cov", None, 0.1, None, None)
+        resolve_loss("kl_cov", None, 0.1, None, None, {})
+    for name, numbers, message in (
+        ("dro", {}, "--loss-numbers beta 0: must be above 0, and --loss dro has only these: beta"),
+        ("grpo", {"beta": 0.1}, "--loss-numbers beta 0.1: .* --loss grpo has only these: none"),
+        ("clip_cov", {"cov_high": -1.0}, "--loss-numbers cov_high -1: .* only these: fraction, cov_low, cov_high"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_loss(name, None, None, None, None, numbers)
+
+
+def test_running_sums_restart_with_each_sequence():
+    batch = ragged(0)
+    got = segment_cumsum(batch.value, batch.cu_seqlens)
+    for span in oracles.spans(batch.cu_seqlens.tolist()):
+        assert error(got[span], [math.fsum(batch.value[span.start : t + 1].tolist()) for t in span]) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "numbers"), [
+    ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}), ("kl_cov", {"coef": 0.2}), ("dppo_tv", {"cap": 1.5}),
+    ("dppo_kl", {"cap": 1.5}), ("dro", {"beta": 2.0})])
+def test_numbers_of_a_loss_are_used(name, numbers):
+    batch = ragged(1)
+    x, (lo, hi) = as_lists(batch), (0.9, 0.9) if name.startswith("dppo") else CLIPS[name]
+    ours = {"coef": "cov_kl_coef", "cap": "max_ratio"}
+    logp = batch.logp.clone().requires_grad_()
+    arguments = {ours.get(number, number): value for number, value in numbers.items()} | keywords(name, batch)
+    inputs = (batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens)
+    loss, _ = LOSSES[name].function(logp, *inputs, lo, hi, **arguments)
+    (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
+    (want, want_grad), (usual, _) = (
+        oracles.policy_loss(name, x.logp, x.old_logp, x.advantage, x.mask, x.cu_seqlens, lo, hi, selected=x.selected,
+                            weight=x.weight, **({"beta": 0.7} | more)) for more in (numbers, {}))
+    assert max(error(loss.detach(), want), error(grad, want_grad)) < 1e-10
+    assert max(abs(a - b) for a, b in zip(want, usual)) > 0.01             # the number matters
 
 
 def test_gae_closed_forms():
@@ -476,9 +516,11 @@ def test_check_finite_names_the_sample():
 
 def select(name, batches, seed=7):
     logps = [b.value for b in batches]
-    if name == "kl_cov":
-        return select_kl_cov(batches, logps, seed, fraction=0.1)
-    return select_clip_cov(batches, logps, seed, 0.2, 0.2, fraction=0.1, cov_low=0.01, cov_high=0.5)
+    return {"kl_cov": select_kl_cov, "clip_cov": select_clip_cov}[name](batches, logps, seed, settings_of(name))
+
+
+def settings_of(name, **numbers):
+    return LOSSES[name]._replace(numbers={"fraction": 0.1, "cov_low": 0.01, "cov_high": 0.5} | numbers)
 
 
 def selection_batch(seed=9):
@@ -512,7 +554,7 @@ def test_kl_cov_takes_the_largest_covariances():
     assert error(covariances([batch], [batch.logp])[0], cov) < 1e-12
     order = sorted((t for t in range(len(cov)) if x.mask[t]), key=lambda t: -cov[t])
     want = set(order[:int(0.1 * sum(x.mask))])
-    assert set(select_kl_cov([batch], [batch.logp], 7, fraction=0.1)[0].nonzero()[:, 0].tolist()) == want
+    assert set(select("kl_cov", [batch])[0].nonzero()[:, 0].tolist()) == want
 
 
 def test_clip_cov_draws_among_the_unclipped_tokens_within_the_bounds():
@@ -531,7 +573,7 @@ def test_clip_cov_draws_among_the_unclipped_tokens_within_the_bounds():
     counts = [sum(t in d for d in drawn) for t in candidates]              # every candidate has the same chance
     mean = 300 * len(drawn[0]) / len(candidates)
     assert all(abs(c - mean) < 5 * math.sqrt(mean) for c in counts)
-    everything = select_clip_cov([batch], [batch.logp], 0, 0.2, 0.2, fraction=1.0, cov_low=0.01, cov_high=0.5)[0]
+    everything = select_clip_cov([batch], [batch.logp], 0, settings_of("clip_cov", fraction=1.0))[0]
     assert set(everything.nonzero()[:, 0].tolist()) == candidates
 
 
@@ -542,7 +584,7 @@ def test_selection_breaks_ties_and_survives_no_candidate():
     assert [int(s.sum()) for s in selected] == [int(0.1 * batch.mask.sum())] * 2
     assert not torch.equal(*selected)
     assert not select("clip_cov", [batch])[0].any()                        # no cov within the bounds
-    assert int(select_kl_cov([batch], [batch.value], 0)[0].sum()) == 1     # at least one token
+    assert int(select_kl_cov([batch], [batch.value], 0, LOSSES["kl_cov"])[0].sum()) == 1     # at least one token
 
 
 # --------------------------------------------------------------------------- two ranks

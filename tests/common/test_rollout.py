@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+import dapo
+from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.engine import scoring
 from common.engine.base import Response, SamplingConfig
 from common.metrics import Meter
@@ -117,11 +119,11 @@ def test_groups_are_joined_taken_and_numbered_anew(world):
     assert both.scores.tolist() == [*range(1, 9)] and both.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert by_index(both) == {i: (i // 2, i + 1) for i in range(8)}
     assert by_index(second) == {i: (i // 2, i + 5) for i in range(4)}           # the argument stays as it was
-    taken = both.take_groups([3, 0])
+    taken = dapo.take_groups(both, [3, 0])
     assert taken.scores.tolist() == [7, 8, 1, 2] and taken.group.tolist() == [0, 0, 1, 1]
     assert by_index(taken) == {0: (0, 7), 1: (0, 8), 2: (1, 1), 3: (1, 2)}
     assert taken.response_lengths.tolist() == [3, 4, 1, 2]
-    nothing = both.take_groups([])
+    nothing = dapo.take_groups(both, [])
     assert nothing.samples == [] and len(nothing) == 0
     assert nothing.cat(first).scores.tolist() == first.scores.tolist()
 
@@ -130,16 +132,16 @@ def test_groups_may_differ_in_size(world):
     samples = make_samples([1, 2, 3, 4, 5], rows=[0, 1, 2])
     for sample, group in zip(samples, [0, 0, 0, 1, 2]):
         sample.group = group
-    taken = gather_rollout(samples).take_groups([2, 0])
+    taken = dapo.take_groups(gather_rollout(samples), [2, 0])
     assert taken.scores.tolist() == [5, 1, 2, 3] and taken.group.tolist() == [0, 1, 1, 1]
 
 
 def test_a_rollout_survives_a_checkpoint_on_any_number_of_ranks(world, monkeypatch):
     samples = make_samples([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], rows=[4, 2, 5], extras=[{"acc": i} for i in range(6)])
-    state = json.loads(json.dumps(gather_rollout(samples).state_dict()))
-    assert Rollout.from_state(state, DATA, world).samples == samples
-    monkeypatch.setattr("common.rollout.gather_rollout", lambda samples: samples)
-    shares = [Rollout.from_state(state, DATA, replace(world, rank=rank, size=2)) for rank in range(2)]
+    state = json.loads(json.dumps(responses_to_state(gather_rollout(samples))))
+    assert responses_from_state(state, DATA, world).samples == samples
+    monkeypatch.setattr("common.checkpoint.responses.gather_rollout", lambda samples: samples)
+    shares = [responses_from_state(state, DATA, replace(world, rank=rank, size=2)) for rank in range(2)]
     assert [[s.index for s in share] for share in shares] == [[0, 1, 4, 5], [2, 3]]
     assert shares[1] == samples[2:4]
 

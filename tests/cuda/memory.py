@@ -24,6 +24,7 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import ppo
 from common import losses
 from common.batch import Batch
 from common.engine import base
@@ -234,10 +235,10 @@ def update(case: Case, world: ranks.World, microbatches: list[Batch], trained: l
 
 def loss_of(case: Case, model: Policy | Critic, one: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if isinstance(model, Critic):
-        return losses.value_loss(model(one), one.value, one.returns, one.mask)
+        return ppo.value_loss(model(one), one.value, one.returns, one.mask)
     logp, entropy = model(one, 1.0, case.entropy)
     losses.check_finite("logp", logp.detach(), one)
-    bounds = losses.LOSS_DEFAULTS["grpo"].bounds
+    bounds = losses.LOSSES["grpo"].bounds
     loss, stats = losses.ppo(logp, one.old_logp, one.advantage, one.mask, one.cu_seqlens, **bounds)
     if case.reference:
         loss = loss + 0.01 * losses.kl_estimate(logp, one.ref_logp, "k3")

@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.conftest import ROOT, TRAIN, launch
+from tests.conftest import ROOT, TRAIN, VOCAB, launch, save_tokenizer
 from tests.cuda.fake_cuda import WHY_NOT
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-SIZES = {"vocab_size": 49152, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024, "initializer_range": 0.1,
          "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 MIXTURE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -48,8 +48,6 @@ JOBS = {                                                                # name -
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, smollm) -> Path:
     """A folder with a run folder of each job, all made by one process."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("cuda")
     models = {
         "tied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
@@ -58,7 +56,7 @@ def runs(tmp_path_factory, smollm) -> Path:
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
-        AutoTokenizer.from_pretrained(smollm).save_pretrained(folder / name)
+        save_tokenizer(folder / name)
     pq.write_table(pq.read_table(TRAIN).slice(length=32), folder / "train.parquet")
     jobs = [
         [script, str(folder / "runs" / name),
@@ -67,7 +65,7 @@ def runs(tmp_path_factory, smollm) -> Path:
     ]
     jobs.append([*jobs[-1][:2], [*jobs[-1][2], "--total-steps", "2"]])
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    (folder / "said.txt").write_text(launch("-m", "tests.cuda.worker", folder / "jobs.json").stdout)
+    (folder / "said.txt").write_text(launch("tests/cuda/worker.py", folder / "jobs.json", warm=True).stdout)
     return folder
 
 

@@ -35,7 +35,7 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def found(models) -> dict[int, dict]:
     """Number of ranks -> what its first rank found."""
-    said = {size: launch("-m", "tests.cuda.step_worker", models, 0, size).stdout for size in (1, 8)}
+    said = {size: launch("tests/cuda/step_worker.py", models, 0, size, warm=True).stdout for size in (1, 8)}
     return {size: json.loads(text.splitlines()[-1]) for size, text in said.items()}
 
 

@@ -17,6 +17,8 @@ from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy, saved_buffers
 from common.parallel import ranks
+from tests.engine.episode_runs import Runs, make_prompt
+from tests.engine.test_conversation import make_tokenizer
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2",
             "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
@@ -61,7 +63,7 @@ def start(
     if kind == "vllm":
         config.extra = '{"skip_tokenizer_init": true}'                  # these models have none
     engine = make_engine(
-        model, read_config(model, model_config), config, model_config, world, PROMPTS[:2], [2], 128, 0,
+        model, read_config(model, model_config), config, model_config, world, PROMPTS[:2], [2], 256, 0,
     )
     return engine, load_policy(model, model_config, world)
 
@@ -131,6 +133,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     finished = []
     again = engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12), on_finish=lambda i, _: finished.append(i))
     stopped = stop_early(engine)
+    episodes = play(engine, oracle(model, 0.0)) if engine.config.tp > 1 else []
     engine.sleep()
     engine.close()
     return {
@@ -143,7 +146,25 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
         "again": [r.tokens for r in again],
         "finished": finished,
         "stopped": stopped,
+        "episodes": episodes,
     }
+
+
+def play(engine: Engine, lm: torch.nn.Module) -> list[dict]:
+    """Episodes whose tools take random times: what this rank has of each, and how far its log-probs are from `lm`."""
+    tokenizer = make_tokenizer("SmolLM2", 0)
+    prompts = [make_prompt(tokenizer, number, max_sleep_s=0.1) for number in range(3)]
+    stops = [*engine.stop_token_ids, tokenizer.eos_token_id]
+    run = Runs(engine, tokenizer, engine.world, stops, max_length=256)
+    samples = run("three_turns", prompts, max_response_length=150)
+    found = []
+    for sample in samples:
+        response = sample.response
+        logp = logps(lm, sample.prompt.tokens, response.tokens)[response.mask]
+        worst = (logp - torch.tensor(response.logp)[response.mask]).abs().max()
+        ended = {"turns": response.num_turns, "end": response.end_reason}
+        found.append(ended | {"index": sample.index, "off": float(worst)})
+    return found
 
 
 def stop_early(engine: Engine) -> dict:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.batch import Batch
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
@@ -18,8 +19,9 @@ from common.prompts import DataConfig
 from rewards import json_object
 from tests.conftest import TRAIN
 from tests.engine.engine_models import make_model
+from tests.engine.episode_runs import Runs, make_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 SAMPLING = SamplingConfig(temperature=1.0, max_response_length=12)
 
 
@@ -177,6 +179,25 @@ def test_seeds_make_a_response_its_own(awake, prompts):
     assert [seen[i] for i in range(6)] == first
 
 
+def test_episodes_repeat_in_lockstep(awake, policy, smollm, world):
+    """Tools of random duration; engine and trainer agree on all turns as they do on single responses."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    prompts = [make_prompt(tokenizer, number, max_sleep_s=0.1) for number in range(6)]
+    run = Runs(awake, tokenizer, world, stop_tokens(smollm, tokenizer), 240)
+    first, again = (
+        run("three_turns", prompts, num_samples=2, lockstep=True, max_response_length=100) for _ in range(2)
+    )
+    assert [asdict(s.response) | {"tools": {}} for s in first] == [asdict(s.response) | {"tools": {}} for s in again]
+    assert all(sample.response.num_turns == 3 for sample in first)
+    responses = [sample.response for sample in first]
+    batch = Batch.build(
+        [sample.prompt.tokens for sample in first], [r.tokens for r in responses],
+        rollout_logps=[r.logp for r in responses], masks=[r.mask for r in responses],
+    )
+    difference = (policy.score(batch, 1.0).exp() - batch.rollout_logp.exp())[batch.mask].abs().mean()
+    assert difference < 0.012  # bfloat16; of single responses 0.007
+
+
 def test_an_engine_start_leaves_the_process_as_it_was(vllm):
     assert torch.set_num_threads.__module__ == "torch" or "built-in" in repr(torch.set_num_threads)
     import os
@@ -265,7 +286,8 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 
-def test_the_hf_engine_stops_between_tokens(tiny_llama, world, prompts):
+def test_the_hf_engine_stops_between_tokens(tiny_llama, world):
+    prompts = [[5, 17, 300, 41], [7] * 9]
     engine = start("hf", tiny_llama, world, prompts)
     engine.wake(load_policy(tiny_llama, ModelConfig(), world))
     answers = iter([False] * 3 + [True] * 100)
@@ -275,9 +297,9 @@ def test_the_hf_engine_stops_between_tokens(tiny_llama, world, prompts):
     engine.sleep()
 
 
-def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world, prompts):
+def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
     policy = load_policy(tiny_llama, ModelConfig(), world)
-    engine = start("hf", tiny_llama, world, prompts)
+    engine = start("hf", tiny_llama, world, [[5, 17, 300, 41], [7] * 9])
     engine.wake(policy)
     batch = engine._sample_probe()
     assert engine._check_probe(batch)["sync/probe_prob_diff"] < 0.02

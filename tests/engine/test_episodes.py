@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.batch import Batch
+from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.engine.base import Response, RolloutConfig
 from common.engine.episodes import start_episodes
 from common.engine.make import make_engine, stop_tokens
@@ -20,11 +21,11 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from common.parallel.ranks import seed_of
-from common.prompts import Prompt, TemplateConfig
-from common.rollout import Rollout, Sample, gather_rollout, to_minibatches
+from common.prompts import TemplateConfig
+from common.rollout import gather_rollout, to_minibatches
 from rewards.runtime.pool import RewardConfig
+from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of
 
-FILE = Path(__file__).parent / "episodes_of_tests.py"
 FLOAT32 = ModelConfig(compute_dtype="float32")
 STOPS = tuple(range(0, 49152, 64))  # else a random model never ends a reply
 
@@ -49,42 +50,9 @@ def engine(tiny_llama, tokenizer, policy, world):
     return engine
 
 
-def make_prompt(tokenizer, number: int, **columns) -> Prompt:
-    messages = [{"role": "user", "content": f"Game {number}. What is {number} + 2?"}]
-    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return Prompt(tokens, "word_problems", "2", {}, messages, {"number": number, **columns})
-
-
-class Runs:
-    """Runs episodes; each ends with its processes."""
-
-    def __init__(self, engine, tokenizer, world):
-        self.engine, self.tokenizer, self.world = engine, tokenizer, world
-
-    def __call__(self, name: str, prompts: list[Prompt], num_samples: int = 1, stop=lambda: False, metrics=None,
-                 kwargs: str = "{}", **flags) -> list[Sample]:
-        config = replace(self.engine.config, episode=f"{FILE}:{name}", **flags)
-        scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0), RewardModelConfig(), [],
-                          config.episode)
-        stops = [*self.engine.stop_token_ids, *STOPS]
-        scoring.episodes = start_episodes(config, self.tokenizer, TemplateConfig(chat_template_kwargs=kwargs), stops, 400,
-                                          self.world)
-        try:
-            pending = start_rollout(self.engine, scoring, prompts, range(len(prompts)), num_samples, config, (1, 2), stop)
-            if stop():
-                return pending.samples
-            meter = Meter()
-            rollout = pending.collect(meter)
-            if metrics is not None:
-                metrics.update(meter.reduce())
-            return rollout.samples
-        finally:
-            scoring.close()
-
-
 @pytest.fixture(scope="module")
 def run(engine, tokenizer, world):
-    return Runs(engine, tokenizer, world)
+    return Runs(engine, tokenizer, world, [*engine.stop_token_ids, *STOPS])
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +60,6 @@ def played(run, tokenizer):
     metrics = {}
     samples = run("three_turns", [make_prompt(tokenizer, n) for n in range(3)], num_samples=2, metrics=metrics)
     return samples, metrics
-
-
-def runs_of(mask: list[bool]) -> list[tuple[bool, int, int]]:
-    """(value, start, end) of each stretch of equal values."""
-    edges = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]] + [len(mask)]
-    return [(mask[a], a, b) for a, b in zip(edges, edges[1:])]
 
 
 def test_a_trace_by_hand(played, tokenizer, engine):
@@ -188,7 +150,7 @@ def test_faults_are_counted_and_hurt_nobody_else(run, tokenizer, capfd):
     start = time.monotonic()
     samples = run("misbehave", prompts, metrics=metrics, tool_timeout_s=1.0)
     assert time.monotonic() - start < 50  # those that would take 60 s were ended
-    by_kind = {kind: sample for kind, sample in zip(kinds, sorted(samples, key=lambda s: s.index))}
+    by_kind = dict(zip(kinds, sorted(samples, key=lambda s: s.index)))
     ends = {kind: sample.response.end_reason for kind, sample in by_kind.items()}
     assert ends == {"fine": "done", "raise": "error", "hang": "timeout", "wait": "timeout", "die": "error",
                     "print": "done", "shell": "done", "much": "error", "number": "done", "none": "error"}
@@ -282,13 +244,13 @@ def test_a_rewritten_history_makes_sequences_of_one_response(run, tokenizer, pol
     batches = [batch for minibatch in minibatches for batch in minibatch]
     whole = Batch.cat(batches).sort()
     assert whole.number.tolist() == list(range(num_sequences))
-    assert whole.index.tolist() == [s.index for s in sorted(rollout.samples, key=lambda s: s.index) for _ in s.sequences]
+    assert whole.index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     for minibatch in minibatches:  # all sequences of a response are in one mini-batch
         numbers = torch.cat([batch.index for batch in minibatch]).bincount(minlength=4)
         assert ((numbers == 0) | (numbers == rollout.num_sequences)).all()
     difference = (policy.score(whole, 1.0) - whole.rollout_logp)[whole.mask].abs()
     assert difference.max() < 2e-5
-    again = Rollout.from_state(rollout.state_dict(), prompts, world)
+    again = responses_from_state(responses_to_state(rollout), prompts, world)
     assert again.num_sequences.tolist() == rollout.num_sequences.tolist()
     assert again.samples[0].response == rollout.samples[0].response
 
@@ -299,7 +261,7 @@ def policy_path(policy) -> str:
 
 def test_one_sequence_has_the_gradient_of_one_sample_per_turn(played, policy):
     """For fewer tokens: what is before a turn is computed once."""
-    samples = [sample for sample in played[0]][:4]
+    samples = played[0][:4]
     responses = [sample.response for sample in samples]
     prompts = [sample.prompt.tokens for sample in samples]
     one = Batch.build(prompts, [r.tokens for r in responses], masks=[r.mask for r in responses])

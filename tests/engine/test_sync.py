@@ -12,11 +12,12 @@ import torch
 
 from common.engine.base import SamplingConfig
 from common.parallel.ranks import seed_of
-from tests.conftest import ROOT, launch
+from tests.conftest import VLLM, launch
 from tests.engine import engine_models
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start
+from tests.gpu import check_engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 
 
 def check(seen: dict, num_checksums: tuple[int, int]) -> None:
@@ -90,11 +91,13 @@ def test_hf_follows_every_family_and_comes_back(family, world, tmp_path):
 
 
 def test_two_ranks_are_one_engine(tmp_path):
-    """tp 2: both ranks return the same responses, which are right, and each finished one is announced by one rank."""
-    models = [make_model("llama", True, tmp_path), make_model("qwen3", False, tmp_path)]
-    launch(ROOT / "tests/engine/engine_models.py", tmp_path, *models, ranks=2, timeout=400.0)
+    """tp 2: both ranks return the same responses, which are right, and each finished one is announced by one rank. What
+    episodes say reaches both ranks at the same step."""
+    families = ("llama", "qwen3") if os.environ.get("ENGINE_FAMILIES") == "all" else ("qwen3",)
+    models = [make_model(family, family == "llama", tmp_path) for family in families]
+    launch("tests/engine/engine_models.py", tmp_path, *models, ranks=2, warm=VLLM)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for seen, other, family in zip(*ranks, ("llama", "qwen3")):
+    for seen, other, family in zip(*ranks, families):
         check(seen, num_compared(family, family == "llama"))
         stopped = seen.pop("stopped"), other.pop("stopped")
         assert stopped[0]["sampled"] == stopped[1]["sampled"]
@@ -102,6 +105,10 @@ def test_two_ranks_are_one_engine(tmp_path):
         print(f"{num_sampled} of 64 responses sampled, {stopped[0]['num_before']} before the stop")
         assert stopped[0]["num_before"] <= num_sampled < 32
         assert "checksums differ" in seen["verdict"] and "model.norm.weight" in seen["verdict"]
+        played = seen.pop("episodes"), other.pop("episodes")
+        assert [episode["index"] for episode in played[0]] == [0, 1, 2] and not played[1]  # the first rank has them
+        assert all(episode["turns"] == 3 and episode["end"] == "done" for episode in played[0])
+        assert all(episode["off"] < 2e-5 for episode in played[0])
         announced = seen.pop("finished"), other.pop("finished")
         assert [sorted(x) for x in announced] == [[0, 2, 4], [1, 3]]
         assert seen == other
@@ -347,11 +354,16 @@ def test_the_models_are_what_they_are_called(tmp_path):
         assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
 
 
-def test_the_gpu_check_runs_here_too():
+def test_the_gpu_check_runs_here_too(monkeypatch, capsys):
     """The same script, one tiny shape: every row of its table is filled, and its checks are alive."""
-    done = launch("-m", "tests.gpu.check_engine", "--cycles", "4", "--prompts", "2", "--max-tokens", "8", timeout=300.0)
-    row = json.loads(done.stdout.splitlines()[0])
+    def run(command, **_):
+        return launch("tests/gpu/check_engine.py", *command[3:], warm=VLLM)
+
+    monkeypatch.setattr(check_engine.subprocess, "run", run)
+    check_engine.main(check_engine.Args(cycles=4, prompts=2, max_tokens=8))
+    said = capsys.readouterr().out.splitlines()
+    row = json.loads(said[0])
     assert row["parameters"] == 512 * 128 + 2 * (128 * 256 + 256 + 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
     assert 0 < row["probe prob diff"] < 0.02 and row["sync gb_per_s"] > 0
     assert row["tokens/s in the loop"] > 0 and row["asleep growth GiB"] < 0.1
-    assert done.stdout.splitlines()[-1].startswith("| loop / bare |")
+    assert said[-1].startswith("| loop / bare |")

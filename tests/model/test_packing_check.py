@@ -157,6 +157,6 @@ except ValueError as error:
     open({str(tmp_path)!r} + f"/refused_{{world.rank}}", "w").write(str(error))
 ranks.shutdown()
 """)
-    launch(tmp_path / "load.py", ranks=2, timeout=120)
+    launch(tmp_path / "load.py", ranks=2, warm=True)
     texts = [(tmp_path / f"refused_{rank}").read_text() for rank in range(2)]
     assert texts[0] == texts[1] and "see each other" in texts[0]

@@ -26,6 +26,7 @@ from common.model.loading import CAUSAL_LM, SCORED, load_critic, load_policy, re
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
+from tests.conftest import VOCAB
 from tests.engine.engine_models import make_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -88,7 +89,7 @@ def assert_close(logp, entropy, want_logp, want_entropy):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_packed_forward_equals_transformers_one_by_one(policy, tiny_llama, temperature):
-    model, batch = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), make_batch(49152)
+    model, batch = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), make_batch(VOCAB)
     with torch.no_grad():
         logp, entropy = policy(batch, temperature)
     want_logp, want_entropy = one_by_one(model, batch, temperature)
@@ -125,7 +126,7 @@ def test_what_families_do_to_logits_is_done(family, world, tmp_path):
 
 
 def test_sequences_do_not_see_each_other(policy):
-    batch = make_batch(49152)
+    batch = make_batch(VOCAB)
     with torch.no_grad():
         before, _ = policy(batch, 1.0)
         others = batch.sequence_ids != 3
@@ -137,7 +138,7 @@ def test_sequences_do_not_see_each_other(policy):
 
 def test_the_stop_token_is_trained(policy):
     """The last token of a response has a log-prob and a gradient: mask and shift include it."""
-    batch = make_batch(49152)
+    batch = make_batch(VOCAB)
     last = int(batch.cu_seqlens[1]) - 1
     assert (int(batch.tokens[last]), bool(batch.mask[last])) == (STOP, True)
     logp, _ = policy(batch, 1.0)
@@ -148,7 +149,7 @@ def test_the_stop_token_is_trained(policy):
 
 
 def test_entropy_has_a_gradient_only_when_asked(policy):
-    batch = make_batch(49152)
+    batch = make_batch(VOCAB)
     _, entropy = policy(batch, 1.0)
     assert not entropy.requires_grad
     _, entropy = policy(batch, 1.0, entropy_grad=True)
@@ -159,7 +160,7 @@ def test_entropy_has_a_gradient_only_when_asked(policy):
 
 def test_gradient_checkpointing_changes_no_gradient(policy, tiny_llama, world):
     other = load_policy(tiny_llama, ModelConfig(compute_dtype="float32", gradient_checkpointing=True), world)
-    batch = make_batch(49152)
+    batch = make_batch(VOCAB)
     for model in (policy, other):
         (model(batch, 1.0)[0] * batch.mask).mean().backward()
     for (name, a), b in zip(policy.named_parameters(), other.parameters()):
@@ -171,7 +172,7 @@ def test_gradient_checkpointing_changes_no_gradient(policy, tiny_llama, world):
 
 def test_bfloat16_compute_keeps_float32_masters(tiny_llama, world, policy):
     """Close to float32, not equal; gradients arrive in float32."""
-    half, batch = load_policy(tiny_llama, ModelConfig(), world), make_batch(49152)
+    half, batch = load_policy(tiny_llama, ModelConfig(), world), make_batch(VOCAB)
     logp, _ = half(batch, 1.0)
     want = policy.score(batch, 1.0)
     assert 1e-4 < (logp.detach() - want).abs().max() < 0.1
@@ -239,7 +240,7 @@ def test_dropout_is_off(world, tmp_path):
 
 
 def test_frozen_has_no_gradient_and_no_masters(tiny_llama, world, policy):
-    frozen, batch = load_policy(tiny_llama, ModelConfig(), world, frozen=True), make_batch(49152)
+    frozen, batch = load_policy(tiny_llama, ModelConfig(), world, frozen=True), make_batch(VOCAB)
     assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in frozen.parameters())
     assert (frozen.score(batch, 1.0) - policy.score(batch, 1.0)).abs().max() < 0.1
@@ -345,7 +346,7 @@ def test_tiny_llama_is_what_it_says(tiny_llama):
 
 def test_critic_starts_at_zero_and_learns_what_transformers_computes(tiny_llama, world):
     """value[t] is the head on the hidden state before t; gradients against autograd without FSDP."""
-    critic, batch = load_critic(tiny_llama, FLOAT32, world), make_batch(49152)
+    critic, batch = load_critic(tiny_llama, FLOAT32, world), make_batch(VOCAB)
     assert float(critic(batch).abs().max()) == 0
     torch.manual_seed(1)
     head = torch.randn(1, 32) / 5

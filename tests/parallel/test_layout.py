@@ -156,7 +156,7 @@ def run(request, model, steps, tmp_path_factory):
     folder, ranks = tmp_path_factory.mktemp("layout"), request.param
     todo = {"model": model, "steps": steps, "layouts": make_layouts()}
     torch.save(todo, folder / "todo.pt")
-    launch("tests/parallel/layout_worker.py", folder, ranks=ranks, timeout=170)
+    launch("tests/parallel/layout_worker.py", folder, ranks=ranks, warm=True)
     found = [torch.load(folder / f"found_{ranks}_{rank}.pt") for rank in range(ranks)]
     return ranks, found[0]["gradients"], found
 

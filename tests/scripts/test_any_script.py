@@ -4,12 +4,14 @@ import ast
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, launch
 from tools import try_script
 
@@ -63,8 +65,8 @@ def test_the_gradient_does_not_depend_on_the_layout(ranks, more, flags, whole, t
 
 def test_a_killed_run_continues_exactly(flags, whole, tmp_path):
     """kill -9 as the second step is logged, then the same command again: weights and metrics byte for byte."""
-    faulty = ("tests/checkpoint/faulty.py", "log:2:0:kill", SCRIPT)
-    launch(*faulty, *flags, "--run-dir", tmp_path, check=False)
+    log = tmp_path / "log"
+    assert server()(log, "log:2:0:kill", SCRIPT, *flags, "--run-dir", tmp_path) == -signal.SIGKILL, log.read_text()
     assert [row["step"] for row in metrics_of(tmp_path)] == [1]
     assert "resumed after step 1" in launch(SCRIPT, *flags, "--run-dir", tmp_path, warm=True).stdout
     theirs = weights_of(whole)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 import online_dpo
+from common.dataset.conversations import add_answers
 from common.engine.base import Response
 from common.prompts import Prompt
 from common.rollout import Sample, gather_rollout
@@ -77,14 +78,14 @@ def test_the_data_answers_every_response_of_a_prompt(world, tiny_llama):
         Sample(i, i // 2, 7 + i // 2, prompts[i // 2], Response([5], [-0.5], "stop"), score=score)
         for i, score in enumerate((0.0, 1.0, math.nan, 0.5))
     ]
-    both, pairs = online_dpo.add_answers(gather_rollout(samples), tokenizer, "answer")
+    both, pairs = add_answers(gather_rollout(samples), tokenizer, "answer")
     assert pairs.tolist() == [4, 0, 4, 1, 5, 3]                             # the lost response has no pair
     texts = [tokenizer.decode(sample.response.tokens) for sample in both.samples[4:]]
     assert texts == ["yes<|im_end|>", "no no<|im_end|>"]
     assert [sample.prompt for sample in both.samples[4:]] == prompts
     assert both.scores[4:].isnan().all() and both.group.tolist() == [0, 0, 1, 1, 2, 3]
     with pytest.raises(ValueError, match=r"row 7 of --train-data has no text in extra_info\['other'\] \(--ans"):
-        online_dpo.add_answers(gather_rollout(samples), tokenizer, "other")
+        add_answers(gather_rollout(samples), tokenizer, "other")
 
 
 @pytest.mark.parametrize("layout", ["one/alone", "two/dpo"])

@@ -25,10 +25,11 @@ BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.c
         "--optim.lr", "1e-3", "--reward.num-workers", "1", "--total-steps", "1", "--save.hf", "never",
         "--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score"]
 TWO_UPDATES = ["--minibatches-per-step", "2"]
-LOSSES = ["grpo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"]
+ALL_RECORDED = ["--total-steps", "2", "--log.rollouts-every", "1", "--run-zero-advantage"]
+LOSSES = ["grpo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "reinforce"]
 LOST = ["--reward.function", f"{ROOT / 'tests/scripts/reward_that_is_lost.py'}:compute_score",
         "--reward.max-error-frac", "1", *TWO_UPDATES]
-BASELINES = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg"]
+BASELINES = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg", "otb"]
 VARIANTS = {
     **{f"grpo {loss}": ["--loss", loss, *TWO_UPDATES] for loss in LOSSES},
     **{f"grpo {name}": ["--aggregation", name] for name in
@@ -38,7 +39,16 @@ VARIANTS = {
     "grpo exported": ["--run-zero-advantage", "--kl-loss-coef", "0.1", "--entropy-coef", "0.1", "--total-steps", "2",
                       "--max-tokens-per-gpu", "300", "--save.hf", "end", *TWO_UPDATES],
     "grpo passk": ["--advantage", "passk"],
-    "grpo no std": ["--no-norm-by-std"],
+    "grpo dro": ["--loss", "dro", "--loss-numbers", "beta", "0.5", *TWO_UPDATES],
+    "grpo kl reward": ["--kl-reward-coef", "0.1", *ALL_RECORDED],
+    "rloo remax kl": ["--baseline", "remax", "--kl-reward-coef", "0.1", *ALL_RECORDED],
+    "grpo gdpo": ["--advantage", "gdpo", "--reward-components", "length", "1", "parity", "0.5",
+                  "--reward.function", f"{ROOT / 'tests/scripts/reward_parts.py'}:compute_score"],
+    "dapo kl": ["--loss", "kl_cov", "--kl-loss-coef", "0.1", "--kl-reward-coef", "0.1", "--max-gen-batches", "2",
+                *TWO_UPDATES],
+    "rloo gspo kl loss": ["--loss", "gspo", "--kl-loss-coef", "0.1", *TWO_UPDATES],
+    "ppo clip cov": ["--loss", "clip_cov", "--minibatches-per-step", "2"],
+    "grpo no std": ["--norm-by-std", "False"],
     "grpo entropy": ["--entropy-coef", "10"],
     "grpo epochs": ["--epochs-per-step", "2", "--optim.schedule", "cosine", "--optim.warmup-steps", "1"],
     "grpo checkpointing": ["--policy.gradient-checkpointing", "True"],
@@ -74,7 +84,7 @@ VARIANTS = {
 # What these change is a formula of a token, of a response or of a group, and groups are known on every rank. That
 # aggregations do not depend on ranks is in test_layout.py.
 ON_ONE_RANK = {
-    *(f"grpo {loss}" for loss in ("dr_grpo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl")),
+    *(f"grpo {loss}" for loss in ("dr_grpo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce")),
     *(f"grpo {name}" for name in ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "kl k1", "kl k3",
                                   "no std", "entropy", "checkpointing", "reward model alone")),
     *(f"rloo {name}" for name in ("opo", "gpg", "reinforce++-baseline")), "dapo one batch", "dapo overlong",
@@ -228,6 +238,36 @@ def test_the_flops_are_those_of_what_ran(folders, runs, tiny_llama, name, num_ep
     for ranks in (1, 2):
         row = runs[ranks][f"grpo {name}"][0]
         assert 1e12 * row["perf/update_tflops"] * row["timing_s/update_actor"] * ranks == pytest.approx(want, rel=1e-9)
+
+
+def recorded(folders, name: str) -> list[tuple[dict, list[float]]]:
+    """The second step's responses, and the KL (k1) of each of their tokens."""
+    rows = pq.read_table(folders[1] / f"{name}/rollouts/step_000002.parquet").to_pylist()
+    return [(row, [old - ref for old, ref in zip(row["old_logp"], row["ref_logp"])]) for row in rows]
+
+
+def test_the_kl_in_the_reward_of_a_group(folders):
+    """A_i = (R_i - mean) / std with R_i = score - 0.1 * the KL of all its tokens."""
+    rows = recorded(folders, "grpo kl reward")
+    rewards = torch.tensor([row["score"] - 0.1 * math.fsum(kl) for row, kl in rows], dtype=torch.float64).view(4, 3)
+    assert max(abs(math.fsum(kl)) for _, kl in rows) > 0.01
+    want = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    for (row, _), reward, advantage in zip(rows, rewards.flatten().tolist(), want.flatten().tolist()):
+        assert row["reward"] == pytest.approx(reward, abs=1e-5)
+        assert row["token_advantage"] == pytest.approx([advantage] * 6, rel=1e-4, abs=1e-4)
+
+
+def test_the_kl_in_the_reward_of_remax_counts_from_each_token_on(folders):
+    """A_t = score - baseline - 0.1 * the KL of this token and all after it; the baseline is the same for a prompt."""
+    for group in range(4):
+        baselines = []
+        for row, kl in recorded(folders, "rloo remax kl"):
+            if row["group"] == group:
+                to_go = [math.fsum(kl[t:]) for t in range(6)]
+                assert abs(to_go[0] - to_go[5]) > 1e-5
+                baselines += [row["score"] - 0.1 * x - a for x, a in zip(to_go, row["token_advantage"])]
+        assert len(baselines) == 18 and max(baselines) - min(baselines) < 1e-5
+        assert min(abs(baselines[0] - score) for score in (0, 1)) < 1e-5
 
 
 def test_adaptive_controller_moves_the_coefficient(runs):

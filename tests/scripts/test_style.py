@@ -35,13 +35,7 @@ SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300
                    "online_dpo.py": 260}
 FILE_CEILING = 350                                                      # any file of common/ and below it
 READ_CEILING = 2100                                                     # all files that lie directly in common/
-PACKAGES_CEILING = 4300                                                 # the packages below common/, without ...
-# What was planned for later, with which they have 5,500.
-PLANNED = {f"common/{name}.py" for name in (
-    "model/memory_plan", "model/liger", "dataset/conversations", "engine/conversation", "engine/episodes",
-    "engine/tool_calls",
-)}
-WHOLE_CEILING = 5500
+PACKAGES_CEILING = 5500                                                 # the packages below common/
 MAKEFILE_CEILING = 59
 # Lines of `diff grpo.py SCRIPT`, added plus removed.
 CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 165}
@@ -375,11 +369,7 @@ def over_ceiling(sources: dict[str, str]) -> dict[str, int]:
     below = {file: n for file, n in lines.items() if re.match(r"common/\w+/", file)}
     limits = dict.fromkeys([*directly, *below], FILE_CEILING) | SCRIPT_CEILINGS
     found = {file: n for file, n in lines.items() if file in limits and n > limits[file]}
-    unplanned = {file: n for file, n in below.items() if file not in PLANNED}
-    for zone, files, limit in (
-        ("common/*.py", directly, READ_CEILING), ("common/*/", unplanned, PACKAGES_CEILING),
-        ("common/*/, all", below, WHOLE_CEILING),
-    ):
+    for zone, files, limit in (("common/*.py", directly, READ_CEILING), ("common/*/", below, PACKAGES_CEILING)):
         if sum(files.values()) > limit:
             found[zone] = sum(files.values())
     return found
@@ -397,8 +387,8 @@ def test_what_is_over_a_ceiling_is_found():
     assert over_ceiling(sources | longer) == dict.fromkeys(longer, 351)
     many = {f"common/c{i}.py": "x\n" * 200 for i in range(8)}
     assert over_ceiling(sources | many) == {"common/*.py": 2300}
-    many = {f"common/engine/c{i}.py": "x\n" * 330 for i in range(13)}
-    assert over_ceiling(sources | many) == {"common/*/": 4640}
+    many = {f"common/engine/c{i}.py": "x\n" * 330 for i in range(16)}
+    assert over_ceiling(sources | many) == {"common/*/": 5630}
 
 
 def test_the_makefile_is_short():

@@ -95,7 +95,7 @@ def test_numbers_of_tokens_by_hand(rows):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    launch("tests/tracking/log_worker.py", folder, ranks=2, timeout=170)
+    launch("tests/tracking/log_worker.py", folder, ranks=2, warm=True)
     return folder
 
 

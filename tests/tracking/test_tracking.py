@@ -54,7 +54,7 @@ def test_meter_on_one_rank_by_hand():
 
 def test_meter_on_two_ranks_by_hand(tmp_path):
     """Means weigh values, not ranks: (1 + 2 + 3 + 10 + 4) / 5; (5 + 7 + 5) / 3; 3 of 8; (3 + 5 + 4 + 5) / 2."""
-    launch("-m", "tests.rank_worker", "meters", tmp_path, ranks=2, timeout=170)
+    launch("tests/rank_worker.py", "meters", tmp_path, ranks=2, warm=True)
     found = [torch.load(tmp_path / f"metrics_{rank}.pt") for rank in range(2)]
     assert found[0] == found[1]
     assert found[0] == pytest.approx({

@@ -1,0 +1,56 @@
+"""Runs the episodes of episodes_of_tests.py on an engine that is awake."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+from common.engine.episodes import start_episodes
+from common.engine.scoring import Scoring, start_rollout
+from common.metrics import Meter
+from common.model.reward_model import RewardModelConfig
+from common.prompts import Prompt, TemplateConfig
+from common.rollout import Sample
+from rewards.runtime.pool import RewardConfig
+
+FILE = Path(__file__).parent / "episodes_of_tests.py"
+
+
+def make_prompt(tokenizer, number: int, **columns) -> Prompt:
+    messages = [{"role": "user", "content": f"Game {number}. What is {number} + 2?"}]
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return Prompt(tokens, "word_problems", "2", {}, messages, {"number": number, **columns})
+
+
+class Runs:
+    """Runs episodes; each ends with its processes."""
+
+    def __init__(self, engine, tokenizer, world, stops, max_length: int = 400):
+        self.engine, self.tokenizer, self.world = engine, tokenizer, world
+        self.stops, self.max_length = stops, max_length
+
+    def __call__(self, name: str, prompts: list[Prompt], num_samples: int = 1, stop=lambda: False, metrics=None,
+                 **flags) -> list[Sample]:
+        config = replace(self.engine.config, episode=f"{FILE}:{name}", **flags)
+        scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0), RewardModelConfig(), [],
+                          config.episode)
+        scoring.episodes = start_episodes(
+            config, self.tokenizer, TemplateConfig(), self.stops, self.max_length, self.world
+        )
+        rows = range(len(prompts))
+        try:
+            pending = start_rollout(self.engine, scoring, prompts, rows, num_samples, config, (1, 2), stop)
+            if stop():
+                return pending.samples
+            meter = Meter()
+            rollout = pending.collect(meter)
+            if metrics is not None:
+                metrics.update(meter.reduce())
+            return rollout.samples
+        finally:
+            scoring.close()
+
+
+def runs_of(mask: list[bool]) -> list[tuple[bool, int, int]]:
+    """(value, start, end) of each stretch of equal values."""
+    edges = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]] + [len(mask)]
+    return [(mask[a], a, b) for a, b in itertools.pairwise(edges)]

@@ -1,0 +1,65 @@
+"""Scripts with --rollout.episode: the flag is all that changes in their commands."""
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import STOPS, launch_all
+from tests.engine.episode_runs import FILE, runs_of
+from tests.scripts.test_supervised import metrics_of
+
+SCRIPTS = {
+    "grpo": ["--aggregation", "seq-mean-token-mean"], "dapo": ["--max-gen-batches", "4", "--overlong-buffer", "10"],
+    "rloo": ["--baseline", "reinforce++", "--kl-reward-coef", "0.1"], "ppo": [], "online_dpo": [],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("agents")
+    data = folder / "games.jsonl"
+    rows = [{"prompt": f"Game {i}.", "data_source": "games", "reward_model": {"ground_truth": ""}, "max_sleep_s": 0.01}
+            for i in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [
+        "--model", tiny_llama, "--train-data", str(data), "--val-data", str(data), "--total-steps", "2",
+        "--prompts-per-step", "2", "--samples-per-prompt", "4", "--eval-every", "0", "--eval-n", "2",
+        "--data.max-prompt-length", "100", "--rollout.max-response-length", "90", "--rollout.engine", "hf",
+        "--rollout.episode", f"{FILE}:three_turns", "--policy.compute-dtype", "float32", "--policy.share-prompt",
+        "--reward.num-workers", "1", "--log.rollouts-every", "1", *STOPS,
+    ]
+    launch_all(folder, {script: [script, *flags, *more] for script, more in SCRIPTS.items()})
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_trains_on_episodes(runs, script):
+    first, *steps = metrics_of(runs / script)
+    assert {"val-core/games/acc/greedy", "val-core/games/acc/mean@2", "val-aux/num_turns/mean"} <= first.keys()
+    assert len(steps) == 2
+    for row in steps:
+        assert row["num_turns/mean"] == 3 and row["episode/done_frac"] == 1
+        assert row["actor/grad_norm"] > 0 and math.isfinite(row["actor/grad_norm"])
+        assert 3 <= row["response_length/mean"] <= 18  # three replies of at most 6 tokens
+        assert row["training/rollout_probs_diff_max"] < 1e-3
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_only_the_models_tokens_are_trained(runs, script):
+    """The recorded rollouts: the loss mask, advantages and values of the tokens of users and tools."""
+    rows = [row for row in pq.read_table(runs / script / "rollouts/step_000002.parquet").to_pylist() if row["trained"]]
+    assert len(rows) >= 2
+    for row in rows:
+        pieces = runs_of(row["trained"])
+        assert [value for value, _, _ in pieces] == [True, False, True, False, True]
+        for value, start, end in pieces:
+            if not value:
+                said = "".join(row["token_texts"][start:end])
+                assert "<|im_start|>user" in said and said.endswith("<|im_start|>assistant\n")
+                assert not any(row["token_advantage"][start:end]) and not any(row["rollout_logp"][start:end])
+                assert script != "ppo" or not any(row["returns"][start:end])
+        num_trained = sum(row["trained"])
+        assert num_trained == sum(logp != 0 for logp in row["rollout_logp"])

@@ -1,0 +1,122 @@
+"""The optimal token baseline, GDPO and components of rewards against loops in float64."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+import grpo
+import rloo
+from common.batch import Batch
+from common.engine.base import Response
+from common.engine.scoring import gather_components
+from common.prompts import Prompt
+from common.rollout import Sample, gather_rollout
+from common.segments import whiten
+
+GROUP = [0, 0, 0, 1, 1, 2, 2]
+MASKS = [[True] * 4, [True, False, True, True, False], [True] * 7, [False, True], [True, True, True], [False, False],
+         [True]]
+
+
+def make_batch() -> Batch:
+    """Groups of three and two responses, with tool output inside; one where one response has no sampled token."""
+    generator = torch.Generator().manual_seed(4)
+    batch = Batch.build([[1] * (1 + i % 3) for i in range(7)], [[2] * len(mask) for mask in MASKS], masks=MASKS)
+    T = len(batch.tokens)
+    batch.old_logp = torch.where(batch.mask, -2 * torch.rand(T, generator=generator, dtype=torch.float64), torch.nan)
+    batch.sum_p2 = torch.where(batch.mask, torch.rand(T, generator=generator, dtype=torch.float64), torch.nan)
+    batch.returns = torch.where(batch.mask, torch.randn(T, generator=generator, dtype=torch.float64), torch.nan)
+    return batch
+
+
+def make_rollout(extras=({},) * 7, scores=(0.0,) * 7):
+    prompt = Prompt([1, 1], "source", "truth", {}, [])
+    return gather_rollout([
+        Sample(i, GROUP[i], 10 * i, prompt, Response([2] * len(mask), [0.0] * len(mask), "stop"), score=scores[i],
+               extras=extras[i]) for i, mask in enumerate(MASKS)])
+
+
+def token_baselines(batch: Batch) -> dict[tuple[int, int], float]:
+    """(response, number of its sampled token) -> B_t, by the definition."""
+    numbers = {}
+    for i, (a, b) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+        sampled = [t for t in range(a, b) if batch.mask[t]]
+        running = 0.0
+        for n, t in enumerate(sampled):
+            running += 1 - 2 * math.exp(batch.old_logp[t]) + float(batch.sum_p2[t])
+            numbers[int(batch.index[i]), n] = float(batch.returns[t]), running
+    found = {}
+    for i, n in numbers:
+        group = [numbers[j, n] for j in range(7) if GROUP[j] == GROUP[i] and (j, n) in numbers]
+        found[i, n] = math.fsum(g * w for g, w in group) / (math.fsum(w for _, w in group) + 1e-8)
+    return found
+
+
+@pytest.mark.parametrize("order", [list(range(7)), [6, 2, 4, 0, 5, 3, 1]])
+def test_the_optimal_token_baseline(order):
+    batch, rollout = make_batch(), make_rollout()
+    want = token_baselines(batch)
+    batch = batch.select(torch.tensor(order))
+    got = rloo.optimal_token_baseline(batch.returns, batch, rollout)
+    assert (got[~batch.mask] == 0).all()
+    of_token = [(int(batch.index[s]), int(n)) for s, n in zip(
+        batch.sequence_ids[batch.mask], (rloo.segment_cumsum(batch.mask.long(), batch.cu_seqlens) - 1)[batch.mask])]
+    assert len(of_token) == len(want) == 19
+    assert max(abs(x - want[key]) for key, x in zip(of_token, got[batch.mask].tolist())) < 1e-10
+    assert max(map(abs, want.values())) > 0.1
+    alone = [key for key in want if key[0] == 2 and key[1] >= 4]          # past the ends of the others: no advantage
+    for key in alone:
+        own = of_token.index(key)
+        assert float(got[batch.mask][own]) == pytest.approx(float(batch.returns[batch.mask][own]))
+
+
+def test_a_dummy_changes_no_token_baseline():
+    batch, rollout = make_batch(), make_rollout()
+    joined = Batch.cat([batch, batch.dummy()])
+    got = rloo.optimal_token_baseline(joined.returns, joined, rollout)
+    assert torch.equal(got[:-2], rloo.optimal_token_baseline(batch.returns, batch, rollout)) and (got[-2:] == 0).all()
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_gdpo(norm_by_std):
+    rng = random.Random(2)
+    scores = [1.0, 0.0, math.nan, 1.0, 2.0, 0.0, 0.5]
+    parts = {"accuracy": [rng.random() for _ in GROUP], "form": [rng.random() * 9 for _ in GROUP]}
+    factors = {"form": 0.25, "accuracy": 2.0}
+    extras = [{name: values[i] for name, values in parts.items()} | {"text": "x"} for i in range(7)]
+    extras[2] = {}                                                        # its reward function failed
+    rollout = make_rollout(extras, scores)
+    components = gather_components(rollout, factors)
+    assert [factor for factor, _ in components] == [0.25, 2.0]
+    got = grpo.gdpo_advantages(rollout.scores, rollout.group, norm_by_std, *components)
+    want = []
+    for i in range(7):
+        members = [j for j in range(7) if GROUP[j] == GROUP[i] and not math.isnan(scores[j])]
+        total = 0.0
+        for name, factor in factors.items():
+            values = [parts[name][j] for j in members]
+            mean = math.fsum(values) / len(values)
+            std = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(len(values) - 1, 1))
+            total += factor * (parts[name][i] - mean) / (std + 1e-6 if norm_by_std else 1.0)
+        want.append(0.0 if i == 2 else total)
+    assert got.tolist() == pytest.approx(want, abs=1e-10) and max(map(abs, want)) > 0.3
+    batch = make_batch()
+    per_token = got[batch.index][batch.sequence_ids] * batch.mask
+    white = whiten(per_token, batch.mask)
+    sampled = [x for x, m in zip(per_token.tolist(), batch.mask.tolist()) if m]
+    mean = math.fsum(sampled) / len(sampled)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in sampled) / (len(sampled) - 1) + 1e-8)
+    assert white[batch.mask].tolist() == pytest.approx([(x - mean) / std for x in sampled], abs=1e-10)
+
+
+def test_a_component_that_is_missing_is_named():
+    extras = [{"form": 1.0}] * 7
+    assert gather_components(make_rollout(extras), {}) == []
+    extras[4] = {"form": "much"}
+    with pytest.raises(ValueError, match="row 40 of --train-data: the reward function returned form = 'much'"):
+        gather_components(make_rollout(extras), {"form": 1.0})
+    with pytest.raises(ValueError, match=r"row 0 of .* returned accuracy = None, must be a number"):
+        gather_components(make_rollout(extras), {"accuracy": 1.0})
