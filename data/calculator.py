@@ -2,8 +2,8 @@
 
 The sentences of word_problems.py with numbers of two and three digits, which a small model cannot add or multiply in
 its head. Writes train.parquet and test.parquet in verl's columns; no test problem is in train. The same seed gives the
-same bytes. conversations/train.parquet is for sft.py: it shows the form of a conversation and not how to solve a
-problem, because its operator is chosen at random.
+same bytes. conversations/train.parquet is for sft.py: it shows the form of a conversation, and in half of its rows the
+operator is wrong, so that a model that imitates it solves half of the problems.
 """
 
 import random
@@ -44,8 +44,9 @@ def make_rows(num_train: int, num_test: int, rng: random.Random) -> dict[str, li
 
 def make_conversation(rng: random.Random) -> dict[str, list[dict]]:
     question, expression, _ = make_problem(rng)
-    a, _, b = expression.split()
-    operator = rng.choice("+-*")
+    a, operator, b = expression.split()
+    if rng.random() < 0.5:
+        operator = rng.choice(sorted({"+", "-", "*"} - {operator}))
     value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operator]
     texts = [f"{question}\n{INSTRUCTION}", f"<<{a} {operator} {b}>>", str(value), f"#### {value}"]
     roles = ["user", "assistant", "user", "assistant"]

@@ -1,7 +1,6 @@
 """What is kept of a step, its metrics and its responses: by hand, on one rank and from two."""
 
 import json
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +10,7 @@ from common.tracking.logger import LogConfig
 from common.tracking.rollouts import Record, token_texts, write_validation
 from tests.conftest import launch
 from tests.tracking import log_worker
-from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, record, samples, tokenizer, tokens
+from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, groups, record, samples, tokenizer, tokens
 
 # --------------------------------------------------------------------------- metrics
 
@@ -131,7 +130,7 @@ def test_an_episode_has_its_turns(rows, tmp_path):
     """Files of a step and of a validation; a response that is no episode has none of it."""
     sample = episode(tokenizer())
     made = Record(LogConfig(), tmp_path, 1)
-    made.keep(SimpleNamespace(group=torch.zeros(1), num_sequences=torch.ones(1)))
+    made.keep(groups(torch.zeros(1)))
     made.write(tokenizer(), [sample], torch.tensor([1.0]))
     write_validation(LogConfig(), tmp_path, 1, tokenizer(), [sample])
     of_step, of_validation = (
@@ -155,7 +154,7 @@ def test_steps_that_have_a_file(tmp_path):
 def test_the_last_pass_over_a_response_stays(tmp_path):
     tok = tokenizer()
     made = Record(LogConfig(), tmp_path, 1)
-    made.keep(torch.tensor([0, 0]))
+    made.keep(groups(torch.tensor([0, 0])))
     for add in (0.0, 5.0):
         batch, logp, entropy, stats = log_worker.microbatch(tok, [1])
         made.add(batch, logp, entropy + add, stats)
