@@ -21,19 +21,20 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 from torch.nn.functional import logsigmoid
 
+import sft
 from common import losses
 from common.batch import Batch
 from common.dataset.conversations import ConversationConfig, ConversationSet, Piece, load_conversations
 from common.engine.make import stop_tokens
-from common.model.loading import load_policy, read_config
+from common.model.loading import load_policy
 from common.model.policy import Policy
 from common.optim import OptimConfig
+from common.parallel.ranks import all_max
 from common.prompts import PromptSampler, parse_messages
 from common.rollout import Minibatch, sum_per_response
 from common.tracking.console import run_script
 from common.tracking.validation import spread_rows
 from common.training import TrainArgs, Training
-from sft import pieces_of
 
 
 @dataclass
@@ -72,12 +73,7 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    for name in ("rows_per_step", "max_tokens_per_gpu", "total_steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    longest = read_config(args.model, args.policy).max_position_embeddings
-    if args.data.max_length > longest:
-        raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
+    sft.check(args)
     if args.beta <= 0:
         raise ValueError(f"--beta {args.beta} must be above 0")
     if not 0 <= args.label_smoothing < 0.5 or (args.label_smoothing and args.loss != "dpo"):
@@ -97,7 +93,7 @@ def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> li
     if pair[0] == pair[1]:
         raise ValueError("chosen and rejected are the same")
     num_given = next(i for i in range(len(pair[0]) + 1) if pair[0][: i + 1] != pair[1][: i + 1])
-    return [pieces_of(messages, num_given, tokenizer, template) for messages in pair]
+    return [sft.pieces_of(messages, num_given, tokenizer, template) for messages in pair]
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
@@ -134,20 +130,26 @@ def score(run: Training, model: Policy, minibatch: Minibatch, num_sequences: int
     return sum_per_response(batch, batch.old_logp, num_sequences)
 
 
-def score_rows(args: Args, run: Training, model: Policy, data: ConversationSet, rows: list[int], phase: str) -> Tensor:
-    """log p of both answers of these rows, float64 [2 N] for the N rows of `data`, 0 for other rows."""
+def score_rows(args: Args, run: Training, model: Policy, data: ConversationSet, rows: list[int],
+               phase: str) -> Tensor | None:
+    """log p of both answers of these rows, float64 [2 N] for the N rows of `data`, 0 for other rows. None: a signal
+    asked to stop during a validation; elsewhere the run ends in this function."""
     logp = torch.zeros(2 * len(data), dtype=torch.float64)
     for start in range(0, len(rows), args.rows_per_step):
+        if phase == "testing" and all_max([run.watchdog.signal]).item():
+            return None
         some = rows[start : start + args.rows_per_step]
         minibatch = data.minibatch(some, run.hf_config, run.world, args.max_tokens_per_gpu)
         logp[data.sequences(some)] = score(run, model, minibatch, 2 * len(some), phase)
     return logp
 
 
-def validate(args: Args, run: Training, policy: Policy, rows: list[int], ref_logp: Tensor) -> dict[str, float]:
-    """Loss, accuracy and rewards on these rows of the validation pairs."""
-    log_ratio = score_rows(args, run, policy, run.val_set, rows, "testing") - ref_logp
-    log_ratio = log_ratio[run.val_set.sequences(rows)]                                          # [2 P]
+def validate(args: Args, run: Training, policy: Policy, rows: list[int], ref_logp: Tensor) -> dict[str, float] | None:
+    """Loss, accuracy and rewards on these rows of the validation pairs. None after a stop signal."""
+    logp = score_rows(args, run, policy, run.val_set, rows, "testing")
+    if logp is None:
+        return None
+    log_ratio = (logp - ref_logp)[run.val_set.sequences(rows)]                                  # [2 P]
     loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
     metrics = preference_metrics(log_ratio, args.beta)
     return {"val/loss": loss.item()} | {f"val-core/{name}": value for name, value in metrics.items()}

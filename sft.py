@@ -26,6 +26,7 @@ from common.optim import OptimConfig
 from common.parallel.ranks import all_max
 from common.prompts import parse_messages
 from common.tracking.console import run_script
+from common.tracking.logger import LogConfig
 from common.tracking.validation import spread_rows
 from common.training import TrainArgs, Training
 
@@ -63,6 +64,9 @@ def check(args: Args) -> None:
     longest = read_config(args.model, args.policy).max_position_embeddings
     if args.data.max_length > longest:
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
+    for name in ("rollouts_every", "rollouts_max"):
+        if vars(args.log)[name] != vars(LogConfig())[name]:
+            raise ValueError(f"--log.{name.replace('_', '-')} {vars(args.log)[name]}: there are no rollouts here")
 
 
 def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:

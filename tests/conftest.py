@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -48,6 +49,14 @@ def smollm() -> str:
     if not (MODEL / "config.json").is_file():
         pytest.fail(f"{MODEL} is missing: run the tests with `make test`, which makes it")
     return str(MODEL)
+
+
+@pytest.fixture(scope="session")
+def small_train(tmp_path_factory) -> str:
+    """The first 32 problems: all 2,048 take half a second a run to tokenise."""
+    path = tmp_path_factory.mktemp("train") / "train.parquet"
+    pq.write_table(pq.read_table(TRAIN).slice(0, 32), path)
+    return str(path)
 
 
 @pytest.fixture(scope="session")

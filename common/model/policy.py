@@ -85,7 +85,7 @@ class Policy(PackedModel):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
-        self.keeps_sum_p2 = False  # `score` then also writes `batch.sum_p2`
+        self.keeps_sum_p2 = False  # `score` then also writes `batch.sum_p2`; `forward` has a copy of the batch
 
     def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
@@ -101,14 +101,15 @@ class Policy(PackedModel):
             **head_options(self.lm.config),
         )                                                                                       # [N] each
         zeros = logp.new_zeros(len(batch.tokens))
-        if sum_p2 is not None:
-            batch.sum_p2 = zeros.index_copy(0, sampled, sum_p2)                                 # [T]
+        self.sum_p2 = None if sum_p2 is None else zeros.index_copy(0, sampled, sum_p2)          # [T]
         return zeros.index_copy(0, sampled, logp), zeros.index_copy(0, sampled, entropy)        # [T], [T]
 
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
         """Log-probs [T] without a gradient."""
         logp, _ = self(batch, temperature)
+        if self.keeps_sum_p2:
+            batch.sum_p2 = self.sum_p2
         self.free_unsharded()
         return logp
 

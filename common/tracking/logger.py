@@ -107,18 +107,17 @@ class Tracker:
         with self.jsonl.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         sync(self.jsonl)                                                    # before a checkpoint knows this step
-        if self.wandb is not None:
-            import wandb
-            tables = {}
-            for file in (self.run_dir / "rollouts").glob(f"*_{step:06d}.parquet"):
-                rows = pq.read_table(file, columns=TABLE_COLUMNS).to_pylist()
-                name = f"rollouts/{file.stem.partition('_')[0]}"                                # step or val
-                tables[name] = wandb.Table(columns=TABLE_COLUMNS, data=[[*row.values()] for row in rows])
-            self.wandb.log(metrics | tables, step=step)
         if self.board is not None:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
             self.board.flush()
+        if self.wandb is not None:
+            import wandb
+            for file in (self.run_dir / "rollouts").glob(f"*_{step:06d}.parquet"):
+                rows = pq.read_table(file, columns=TABLE_COLUMNS).to_pylist()
+                table = wandb.Table(columns=TABLE_COLUMNS, data=[[*row.values()] for row in rows])
+                metrics = metrics | {f"rollouts/{file.stem.partition('_')[0]}": table}          # step or val
+            self.wandb.log(metrics, step=step)
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:

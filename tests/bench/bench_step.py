@@ -149,7 +149,7 @@ def main(args: Args) -> None:
 
         programs = {
             "ours": lambda at: [*ours, "--run-dir", str(at)],
-            "ours_equal": lambda at: [*ours, "--run-dir", str(at), "--policy.no-share-prompt", "--run-constant-groups"],
+            "ours_equal": lambda at: [*ours, "--run-dir", str(at), "--policy.no-share-prompt", "--run-zero-advantage"],
             "trl": lambda at: trl(at, use_vllm=False),
         }
         trl_vllm = "not tried"

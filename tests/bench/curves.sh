@@ -1,29 +1,89 @@
 #!/usr/bin/env bash
+<<<<<<< HEAD
 # The quickstart's task, whose flags are in TASK, with all four scripts or with three seeds, and a task of several turns:
 # curves and a table in docs/.
 #
 #   make learn    docs/learn.png and docs/learn.md
 #   make seeds    docs/quickstart.png and docs/quickstart.md
 #   make agent    docs/agent.png and docs/agent.md; SEEDS="1 2 3" trains with three seeds
+=======
+# The quickstart's task, whose flags are in TASK, with every script or with three seeds: curves and tables in docs/.
+#
+#   make learn        all of `policies` and `lessons`: docs/learn.png, docs/learn.md, docs/lessons.png, docs/lessons.md
+#   make seeds        docs/quickstart.png and docs/quickstart.md
+#
+# SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
+# SEEDS="1 2 3" are those of sft.py and of grpo.py after it.
+>>>>>>> e19
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-# train SCRIPT FLAGS...
+SOLVED=data/word_problems/solved
+STEPS="--total-steps 16 --eval-every 8"
+
+# train SCRIPT FLAGS...: a script that samples
 train() {
     # shellcheck disable=SC2086
-    .venv/bin/python "$1" $TASK "${@:2}"
+    .venv/bin/python "$1" $TASK $STEPS "${@:2}" ${SHORT:-}
 }
 
-learn() {
-    local short=(--total-steps 16 --eval-every 8)
-    train grpo.py --run-dir runs/learn/grpo "${short[@]}"
-    train ppo.py --run-dir runs/learn/ppo "${short[@]}" --minibatches-per-step 1 --critic-optim.lr 1e-4
-    train dapo.py --run-dir runs/learn/dapo "${short[@]}" --max-gen-batches 3 --overlong-buffer 8
-    train rloo.py --run-dir runs/learn/rloo "${short[@]}"
+# supervise SCRIPT FLAGS...: a script that trains on text, with the model of the task
+supervise() {
+    local model=${TASK#*--model }
+    # shellcheck disable=SC2086
+    .venv/bin/python "$1" --model "${model%% *}" --train-data $SOLVED/train.parquet --val-data $SOLVED/test.parquet \
+        $STEPS --max-tokens-per-gpu 2048 --save.keep 1 "${@:2}" ${SHORT:-}
+}
+
+# the same task with the four scripts of policy gradients
+policies() {
+    train grpo.py --run-dir runs/learn/grpo
+    train ppo.py --run-dir runs/learn/ppo --minibatches-per-step 1 --critic-optim.lr 1e-4
+    train dapo.py --run-dir runs/learn/dapo --max-gen-batches 3 --overlong-buffer 8
+    train rloo.py --run-dir runs/learn/rloo
     draw learn runs/learn/{grpo,ppo,dapo,rloo}
 }
 
+# sft.py on 4 steps of solved problems, and grpo.py from the model that it wrote
+after_sft() {
+    for seed in ${SEEDS:-1}; do
+        supervise sft.py --run-dir "runs/learn/sft$seed" --seed "$seed" --total-steps 4 --eval-every 2 \
+            --rows-per-step 16 --optim.lr 1e-5
+        train grpo.py --run-dir "runs/learn/after_sft$seed" --seed "$seed" --model "runs/learn/sft$seed/model"
+    done
+}
+
+# pairs of a right and a wrong result, and pairs of the policy's own responses
+preferences() {
+    supervise dpo.py --run-dir runs/learn/dpo --rows-per-step 8 --optim.lr 1e-5
+    train online_dpo.py --run-dir runs/learn/online_dpo
+}
+
+# the model that grpo.py trained (see `policies`) teaches the model of the task, without any reward
+distil() {
+    train grpo.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model --reward-coef 0 --kl-loss-coef 1 \
+        --kl-estimator k1+
+}
+
+lessons() {
+    after_sft
+    preferences
+    distil
+    local seeds=("${SEEDS:-1}")
+    # shellcheck disable=SC2206
+    seeds=(${seeds[0]})
+    draw lessons runs/learn/grpo "${seeds[@]/#/runs/learn/after_sft}" runs/learn/{online_dpo,distilled}
+    .venv/bin/python -m tests.bench.lessons_table "${seeds[@]/#/runs/learn/sft}" runs/learn/{dpo,online_dpo,distilled} |
+        tee -a docs/lessons.md
+}
+
+learn() {
+    policies
+    lessons
+}
+
 seeds() {
+    STEPS=
     for seed in 1 2 3; do
         train grpo.py --run-dir "runs/seed$seed" --seed "$seed"
     done

@@ -23,7 +23,7 @@ from common.batch import Batch
 from common.correction import PRESETS, CorrectionConfig, resolve_correction
 from common.metrics import Meter
 from common.parallel import ranks
-from tests.conftest import TRAIN, launch
+from tests.conftest import launch
 from tests.oracles import policy_loss
 
 NUM_RESPONSES = 16
@@ -511,9 +511,9 @@ def work(folder: Path) -> None:
 
 # --------------------------------------------------------------------------- grpo.py
 
-def test_the_script_rejects_and_normalises(tiny_llama, tmp_path):
+def test_the_script_rejects_and_normalises(tiny_llama, small_train, tmp_path):
     """bfloat16, so that engine and trainer differ a little; two ranks, two mini-batches, a response a micro-batch."""
-    first, second = run(tiny_llama, tmp_path, "--correction.preset", "decoupled-geo-rs-token-tis",
+    first, second = run(tiny_llama, small_train, tmp_path, "--correction.preset", "decoupled-geo-rs-token-tis",
                         "--correction.batch-normalise", "--correction.rejected-leave-group",
                         "--max-tokens-per-gpu", "8", "--minibatches-per-step", "2", "--samples-per-prompt", "6",
                         ranks=2)
@@ -525,9 +525,10 @@ def test_the_script_rejects_and_normalises(tiny_llama, tmp_path):
         assert 0 < row["actor/grad_norm"] < 100 and row["actor/skipped_steps"] == 0
 
 
-def test_the_script_bypasses(tiny_llama, tmp_path):
+def test_the_script_bypasses(tiny_llama, small_train, tmp_path):
     """Two updates a step without a forward pass for old log-probs; the second one's ratio is to the engine's."""
-    first, second = run(tiny_llama, tmp_path, "--correction.preset", "bypass-ppo-clip", "--minibatches-per-step", "2")
+    first, second = run(tiny_llama, small_train, tmp_path, "--correction.preset", "bypass-ppo-clip",
+                        "--minibatches-per-step", "2")
     for row in (first, second):
         assert "timing_s/old_log_prob" not in row
         assert row["rollout_corr/kl"] == pytest.approx(row["actor/ppo_kl"], rel=1e-4) != 0
@@ -535,8 +536,8 @@ def test_the_script_bypasses(tiny_llama, tmp_path):
         assert row["rollout_corr/k3_kl"] > 0.001                           # half of the tokens saw a moved policy
 
 
-def run(model: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
-    launch("grpo.py", "--model", model, "--train-data", TRAIN, "--run-dir", folder, "--data.max-prompt-length", "200",
+def run(model: str, data: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
+    launch("grpo.py", "--model", model, "--train-data", data, "--run-dir", folder, "--data.max-prompt-length", "200",
            "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1",
            "--save.hf", "never", "--prompts-per-step", "4", "--samples-per-prompt", "3", "--total-steps", "2",
            "--reward.function", "tests/scripts/reward_by_length.py:compute_score", "--rollout.max-response-length", "6",

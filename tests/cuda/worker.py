@@ -104,6 +104,20 @@ def stand_in_for_vllm() -> None:
             setattr(sys.modules[parent], own, module)
 
 
+def once_for_a_model(check_packing):
+    """Not again by each job: three forward passes of a layout are a second here."""
+    seen = set()
+
+    def check(score, path, hf_config, compute_dtype, device):
+        model = getattr(score, "func", score).__self__                  # a policy's is a partial
+        key = (path, compute_dtype, type(model), model.share_prompt)
+        if key not in seen:
+            seen.add(key)
+            check_packing(score, path, hf_config, compute_dtype, device)
+
+    return check
+
+
 def main(jobs: list[list]) -> None:
     device = fake_cuda.install(capability=CAPABILITY)
     stand_in_for_vllm()
@@ -112,6 +126,7 @@ def main(jobs: list[list]) -> None:
 
     from common.checkpoint.writer import Writer
     from common.engine import make
+    from common.model import loading
     from common.parallel import ranks
 
     vllm = types.SimpleNamespace(name="vllm", version="0.32.0")
@@ -121,6 +136,7 @@ def main(jobs: list[list]) -> None:
     world = ranks.init()
     ranks.init = lambda timeout_s: world                                # one process group for all runs
     ranks.shutdown = torch.distributed.barrier
+    loading.check_packing = once_for_a_model(loading.check_packing)
     gc.freeze()                                                         # an engine collects garbage at every turn
     for script, run_dir, flags in jobs:
         StandIn.log.clear()

@@ -27,6 +27,15 @@ async def three_turns(chat, row):
     return {"score": sum(map(ord, text)) % 7, "num_messages": len(chat.messages), "pred": text[:1]}
 
 
+async def fixed(chat, row):
+    """As many turns of as many tokens as the row says, with tools that sleep."""
+    await chat.reply(max_tokens=row["tokens"])
+    for seconds in row["sleeps"][: row["turns"] - 1]:
+        await asyncio.sleep(seconds)
+        await chat.reply({"role": "user", "content": "Higher. Try again."}, max_tokens=row["tokens"])
+    return 0.0
+
+
 async def endless(chat, row):
     """Talks until there is no reply. Returns why."""
     text = await chat.reply(max_tokens=5)

@@ -32,9 +32,9 @@ def teacher(tiny_llama, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_llama, teacher, tmp_path_factory) -> Path:
+def runs(tiny_llama, teacher, small_train, tmp_path_factory) -> Path:
     flags = [
-        "grpo", "--model", tiny_llama, "--train-data", str(TRAIN), "--prompts-per-step", "4", "--samples-per-prompt",
+        "grpo", "--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
         "4", "--total-steps", "5", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "3e-3",
         "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", *STOPS,

@@ -12,23 +12,25 @@ import grpo
 from tests.conftest import ROOT, TRAIN, VAL, launch, launch_all, make_tiny_llama
 
 REWARD = ROOT / "tests/scripts/reward_by_length.py"
-DATA = ("--train-data", str(TRAIN), "--val-data", str(VAL), "--data.max-prompt-length", "200")
-TINY = (*DATA[:2], *DATA[4:], "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4",
-        "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr", "1e-3", "--reward.num-workers",
-        "1", "--total-steps", "2", "--save.hf", "never")
-
-
-FORK = (*TINY, "--total-steps", "1", "--minibatches-per-step", "2", "--optim.lr", "1e-2", "--reward.function",
+TINY = ("--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+        "--prompts-per-step", "4", "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr",
+        "1e-3", "--reward.num-workers", "1", "--total-steps", "2")
+FORK = ("--total-steps", "1", "--minibatches-per-step", "2", "--optim.lr", "5e-3", "--reward.function",
         f"{REWARD}:compute_score")
 
 
 @pytest.fixture(scope="session")
+def tiny(tiny_llama, small_train) -> list[str]:
+    return ["--model", tiny_llama, "--train-data", small_train, *TINY]
+
+
+@pytest.fixture(scope="session")
 def small_val(tmp_path_factory) -> str:
-    """The first 8 validation problems: the tests look at the plumbing, not at the accuracy."""
+    """The first 4 validation problems: the tests look at the plumbing, not at the accuracy."""
     import pyarrow.parquet as pq
 
     path = tmp_path_factory.mktemp("val") / "val.parquet"
-    pq.write_table(pq.read_table(VAL).slice(0, 8), path)
+    pq.write_table(pq.read_table(VAL).slice(0, 4), path)
     return str(path)
 
 
@@ -51,7 +53,7 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("script", "model", "flags"), [
-    ("grpo.py", "smollm", ["--run-zero-advantage"]),
+    ("grpo.py", "smollm", ["--run-zero-advantage", "--policy.share-prompt"]),
     pytest.param("ppo.py", "tiny_vllm", ["--kl-reward-coef", "0.01", "--minibatches-per-step", "2",
                                          "--policy.share-prompt"], marks=pytest.mark.slow),
     pytest.param("dapo.py", "tiny_vllm", ["--max-gen-batches", "2", "--overlong-buffer", "8", "--policy.share-prompt"],
@@ -86,14 +88,14 @@ def test_two_real_steps_with_vllm(request, small_val, tmp_path, script, model, f
     assert any(not torch.equal(old[name].to(new[name].dtype), new[name]) for name in old)
 
 
-def test_skipping_constant_groups_changes_nothing(tiny_llama, tmp_path):
+def test_skipping_constant_groups_changes_nothing(tiny, tmp_path):
     """Their advantage is 0: with and without them in the forward pass, the same gradient norms and weights."""
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(extra_info['index'] % 2 and len(solution_str) % 2)\n"
     )
-    command = ["grpo", *TINY[:-2], "--model", tiny_llama, "--reward.function", f"{reward}:compute_score"]
+    command = ["grpo", *tiny, "--reward.function", f"{reward}:compute_score"]
     launch_all(tmp_path, {"skipped": command, "run": [*command, "--run-zero-advantage"]})
     skipped, run = metrics_of(tmp_path / "skipped"), metrics_of(tmp_path / "run")
     assert 0 < skipped[0]["reward/constant_group_frac"] < 1
@@ -160,42 +162,42 @@ def test_soft_overlong_piecewise():
         (("--rollout.max-response-length", "2000"), r"exceed the model's context of 1024 tokens"),
         (("--train-data", "no/such.parquet"), r"no/such.parquet"),
         (("--model", "no/such/folder"), r"no/such/folder"),
-        (("--data.max-prompt-length", "20"), r"none of 2048 rows is left.*--data.max-prompt-length 20"),
+        (("--data.max-prompt-length", "20"), r"none of 32 rows is left.*--data.max-prompt-length 20"),
         (("--reward.function", "nowhere.py:f"), r"--reward.function nowhere.py:f: no such file"),
         (("--reward-model.path", "MODEL"), r"must be a \*ForSequenceClassification: choose another --reward-"),
     ],
 )
-def test_bad_flags_are_refused_in_one_line(tiny_llama, tmp_path, flags, message):
+def test_bad_flags_are_refused_in_one_line(tiny, tiny_llama, tmp_path, flags, message):
     flags = [tiny_llama if flag == "MODEL" else flag for flag in flags]
-    done = launch("grpo.py", "--model", tiny_llama, *TINY, "--run-dir", tmp_path, *flags, warm=True, check=False)
+    done = launch("grpo.py", *tiny, "--run-dir", tmp_path, *flags, warm=True, check=False)
     assert done.returncode == 2, done.stderr[-2000:]
     assert re.search(f"^error: .*{message}", done.stderr, re.M | re.S), done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_prompts_must_divide_over_engines(tiny_llama, tmp_path):
+def test_prompts_must_divide_over_engines(tiny, tmp_path):
     """Every rank refuses before it joins the others, so one is enough to see it."""
-    command = ("grpo.py", "--model", tiny_llama, *TINY, "--prompts-per-step", "3", "--run-dir", tmp_path)
+    command = ("grpo.py", *tiny, "--prompts-per-step", "3", "--run-dir", tmp_path)
     done = launch(*command, warm=True, env={"RANK": "1", "WORLD_SIZE": "2"}, check=False)
     assert done.returncode == 2
     assert "--prompts-per-step 3 must be a multiple of the 2 engines (world size 2 / --rollout.tp 1)" in done.stderr
 
 
-def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny_llama, tmp_path):
+def test_broken_gradients_are_skipped_counted_and_stop_the_run(tiny, tmp_path):
     """An entropy bonus that overflows: the first step changes nothing and is counted, the second ends the run."""
-    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.max-skipped-steps", "2", "--entropy-coef", "1e38")
-    done = launch("grpo.py", "--model", tiny_llama, *flags, "--total-steps", "4", warm=True, check=False)
+    flags = (*tiny, "--run-dir", str(tmp_path), "--optim.max-skipped-steps", "2", "--entropy-coef", "1e38")
+    done = launch("grpo.py", *flags, "--total-steps", "4", warm=True, check=False)
     assert done.returncode not in (0, 2)
     assert "the gradient norm was not finite 2 times in a row (--optim.max-skipped-steps)" in done.stderr
     assert [row["actor/skipped_steps"] for row in metrics_of(tmp_path)] == [1]
 
 
-def test_broken_weights_are_refused_with_the_sample(tiny_llama, tmp_path):
+def test_broken_weights_are_refused_with_the_sample(tiny, tmp_path):
     """A learning rate above float32 makes the weights NaN: the next rollout is refused before it is trained on."""
-    flags = (*TINY, "--run-dir", str(tmp_path), "--optim.lr", "1e39", "--run-zero-advantage")
+    flags = (*tiny, "--run-dir", str(tmp_path), "--optim.lr", "1e39", "--run-zero-advantage")
     flags += ("--reward.function", f"{REWARD}:compute_score")
-    done = launch("grpo.py", "--model", tiny_llama, *flags, warm=True, check=False)
+    done = launch("grpo.py", *flags, warm=True, check=False)
     assert done.returncode == 2
     assert re.search(r"error: sample \d+, token \d+: the engine's log-prob is nan", done.stderr)
     assert len(metrics_of(tmp_path)) == 1
@@ -216,19 +218,19 @@ def apply(diff: str, source: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def unchanged(tiny_llama, tmp_path_factory) -> dict[str, float]:
+def unchanged(tiny, tmp_path_factory) -> dict[str, float]:
     """The first step of grpo.py itself."""
     run = tmp_path_factory.mktemp("unchanged")
-    launch("grpo.py", "--model", tiny_llama, *FORK, "--run-dir", run, warm=True)
+    launch("grpo.py", *tiny, *FORK, "--run-dir", run, warm=True)
     return metrics_of(run)[0]
 
 
 @pytest.mark.parametrize(("title", "diff"), forks())
-def test_the_forks_of_the_docs_run(unchanged, tiny_llama, tmp_path, title, diff):
+def test_the_forks_of_the_docs_run(unchanged, tiny, tmp_path, title, diff):
     """Exactly the documented change, applied to a copy of grpo.py, trains on the same rollout with another gradient."""
     mine = tmp_path / "mine.py"
     mine.write_text(apply(diff, (ROOT / "grpo.py").read_text()))
-    launch(mine, "--model", tiny_llama, *FORK, "--run-dir", tmp_path / "run", warm=True)
+    launch(mine, *tiny, *FORK, "--run-dir", tmp_path / "run", warm=True)
     first = metrics_of(tmp_path / "run")[0]
     assert first["critic/rewards/mean"] == unchanged["critic/rewards/mean"]
     assert 0 < first["actor/grad_norm"] != pytest.approx(unchanged["actor/grad_norm"], rel=1e-4)

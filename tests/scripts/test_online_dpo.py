@@ -39,11 +39,12 @@ SPIN = ["--answer-key", "answer", "--refresh-reference-every", "2"]
 def runs(flags, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("online")
     launch_all(folder / "one", {
-        "dpo": [*flags, "--beta", "0.5"], "alone": [*flags, "--beta", "0.5", "--max-tokens-per-gpu", "1"],
+        "dpo": [*flags, "--beta", "0.5"],
+        "alone": [*flags, "--beta", "0.5", "--max-tokens-per-gpu", "1", "--total-steps", "2"],
         "sppo": [*flags, "--loss", "sppo", "--refresh-reference-every", "1", "--beta", "1"],
         "spin": [*flags, *SPIN],
     })
-    launch_all(folder / "two", {"dpo": [*flags, "--beta", "0.5"]}, ranks=2)
+    launch_all(folder / "two", {"dpo": [*flags, "--beta", "0.5", "--total-steps", "2"]}, ranks=2)
     return folder
 
 

@@ -17,7 +17,7 @@ import dapo
 import rloo
 from common.batch import Batch
 from common.model.flops import microbatch_flops
-from tests.conftest import ROOT, TRAIN, launch, launch_all
+from tests.conftest import ROOT, launch, launch_all
 from tests.scripts.test_grpo import metrics_of, weights_of
 
 BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
@@ -90,13 +90,6 @@ ON_ONE_RANK = {
     *(f"rloo {name}" for name in ("opo", "gpg", "reinforce++-baseline")), "dapo one batch", "dapo overlong",
 }
 ON_TWO_RANKS = [name for name in VARIANTS if name not in ON_ONE_RANK]
-
-
-@pytest.fixture(scope="module")
-def small_train(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("train") / "train.parquet"
-    pq.write_table(pq.read_table(TRAIN).slice(0, 32), path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.prompts import PromptSampler
 from common.segments import segment_sum
+from common.tracking.logger import LogConfig
 from tests.checkpoint.faulty import server
 from tests.conftest import launch, launch_all
 
@@ -232,6 +234,14 @@ def test_a_killed_dpo_continues_exactly(pairs, runs, tmp_path):
     check_exact_resume([*DPO, *pairs], runs / "one/dpo_whole", tmp_path)
 
 
+def test_a_signal_ends_the_validation_of_pairs(tiny_llama):
+    """It is seen before each part of the rows is scored; other phases go on to a safe point of their own."""
+    args = dpo.Args(model=tiny_llama, train_data=("x",))
+    run = SimpleNamespace(watchdog=SimpleNamespace(signal=15), val_set=[0], hf_config=None, world=None)
+    assert dpo.score_rows(args, run, None, [0], [0], "testing") is None
+    assert dpo.validate(args, run, None, [0], torch.zeros(2)) is None
+
+
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in
                    (("user", "hi"), ("assistant", "yes"), ("assistant", "no")))
 
@@ -266,6 +276,8 @@ def test_a_bad_pair_is_named(row, rule):
     ("dpo", {"beta": 0.0}, "--beta 0.0 must be above 0"),
     ("dpo", {"label_smoothing": 0.5}, r"--label-smoothing 0.5 must be in \[0, 0.5\)"),
     ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "--label-smoothing 0.1 .*0 for --loss ipo"),
+    ("sft", {"log": LogConfig(rollouts_every=0)}, "--log.rollouts-every 0: there are no rollouts here"),
+    ("dpo", {"log": LogConfig(rollouts_max=9)}, "--log.rollouts-max 9: there are no rollouts here"),
     ("sft", {"max_length": 5000}, "--data.max-length 5000 exceeds the model's context of 1024 tokens"),
 ])
 def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):
