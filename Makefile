@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help setup setup-gpu model data quickstart try learn seeds chaos bench lint test
+.PHONY: help setup setup-gpu model data quickstart try learn seeds agent chaos bench lint test
 include tools/environment.mk
 
 MODEL := models/SmolLM2-135M-Instruct
@@ -38,6 +38,8 @@ try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), a
 	@.venv/bin/python -m tools.try_script $(SCRIPT) $(ARGS)
 learn seeds: model data ## the quickstart with every script (40 minutes), or with three seeds (20), and their tables
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
+agent: model ## episodes with a calculator: a supervised warm start, then GRPO (SEEDS="1 2 3": 10 minutes each), curves, page
+	@ARGS="$(ARGS) $(if $(NO_VLLM),--rollout.engine hf)" tests/bench/curves.sh $@
 
 chaos: model data ## 56 kills at random instants, each run resumed and compared (10 minutes), prints the table
 	@.venv/bin/python -m tests.checkpoint.chaos --kills 56 --two-rank-kills 10 --vllm-kills 5 --seed 1

@@ -1,7 +1,7 @@
 """Search-R1's score (Jin et al. 2025, arXiv 2503.09516): the last <answer>...</answer> equals a truth, in SQuAD's form.
 
-ground_truth: {"target": text or list of texts}, or those alone. There is no search tool here: a response is one turn,
-so questions are answered from memory, or from passages that stand in the prompt.
+ground_truth: {"target": text or list of texts}, or those alone. Episodes with a search tool: envs/search.py. Without
+it, questions are answered from memory, or from passages that stand in the prompt.
 """
 
 import re

@@ -26,12 +26,14 @@ SCHEMA = pa.schema({
     "response_length": pa.int32(), "tokens": pa.list_(pa.int32()), "token_texts": pa.list_(pa.string()),
     "trained": pa.list_(pa.bool_()), "clipped": pa.list_(pa.bool_()), "rollout_logp": FLOATS, "old_logp": FLOATS,
     "ref_logp": FLOATS, "token_advantage": FLOATS, "value": FLOATS, "returns": FLOATS, "entropy": FLOATS,
-    "ratio": FLOATS,
+    "ratio": FLOATS, "mask": pa.list_(pa.bool_()), "num_turns": pa.int32(), "end_reason": pa.string(),
+    "messages": pa.string(),
 })
 """One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
 rest of its dict as JSON. Lists have one entry per response token; they are null where there was none (no reference, no
 critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of `token_advantage` over it.
-After several passes, entropy, ratio and clipped are those of the last one."""
+After several passes, entropy, ratio and clipped are those of the last one. Of episodes only: `mask` is true for tokens
+that the model wrote, and `messages` is the conversation as JSON, with calls of tools and results."""
 
 
 class Record:
@@ -79,10 +81,8 @@ class Record:
             row_of(tokenizer, sample) | tokens_of(tokenizer, sample) for sample in samples if sample.index < self.limit
         ]
         shares = all_gather_objects((rows, self.numbers))
-        if dist.is_initialized() and dist.get_rank():
-            return
         numbers = {i: found for _, share in shares for i, found in share.items()}
-        rows = sorted((row for share, _ in shares for row in share), key=lambda row: row["index"])
+        rows = [row for share, _ in shares for row in share]
         for row in rows:
             row["step"] = self.step
             row["reward"] = float(rewards[row["index"]])
@@ -103,10 +103,8 @@ def write_validation(config: LogConfig, run_dir: Path, step: int, tokenizer: Pre
     rows = [row_of(tokenizer, sample) for sample in samples if sample.index < config.rollouts_max]
     for row in rows:
         row |= {"step": step, "reward": row["score"]}
-    shares = all_gather_objects(rows)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        rows = sorted((row for share in shares for row in share), key=lambda row: row["index"])
-        write_rows(run_dir / f"rollouts/val_{step:06d}.parquet", rows)
+    rows = [row for share in all_gather_objects(rows) for row in share]
+    write_rows(run_dir / f"rollouts/val_{step:06d}.parquet", rows)
 
 
 def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]:
@@ -116,14 +114,17 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]
         "index": sample.index,
         "group": sample.group,
         "data_source": prompt.data_source,
-        "prompt": tokenizer.decode(prompt.tokens),
+        "prompt": tokenizer.decode(response.prompt or prompt.tokens),
         "ground_truth": str(prompt.ground_truth),
         "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
         "score": sample.score,
         "reward_parts": json.dumps(sample.extras),
         "finish_reason": response.finish_reason,
-        "prompt_length": len(prompt.tokens),
+        "prompt_length": len(response.prompt or prompt.tokens),
         "response_length": len(response.tokens),
+        "num_turns": response.num_turns if response.messages else None,
+        "end_reason": response.end_reason or None,
+        "messages": json.dumps(response.messages) if response.messages else None,
     }
 
 
@@ -133,10 +134,14 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, A
         "tokens": response.tokens,
         "token_texts": token_texts(tokenizer, sample.prompt.tokens, response.tokens),
         "rollout_logp": response.logp,
+        "mask": response.mask,
     }
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    if dist.is_initialized() and dist.get_rank():
+        return
+    rows.sort(key=lambda row: row["index"])
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")

@@ -30,12 +30,14 @@ class Chat:
         """How the last reply ended. stop: by itself; length: it was cut. If there was no reply any more, why: length
         (no tokens left) or turns (--rollout.max-turns)."""
         self.tools: list[Callable] = []
-        """Functions with type hints and a docstring that the model may call. Set them before the first reply."""
+        """Functions with type hints and a docstring, or with an attribute `schema`, that the model may call. Set them
+        before the first reply."""
         self.tool_calls: list[dict[str, Any]] = []
         """The calls in the last reply, for `tool_call`."""
         self.num_tool_calls = 0
         self.num_tool_errors = 0
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Seconds that a tool may take, and all code between two replies (--rollout.tool-timeout-s)."""
         self._ask = ask
         self._tell_tool = tell_tool
 
@@ -86,15 +88,18 @@ class Chat:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(tools) or 'none'}")
         arguments = json.loads(call["arguments"])
         inspect.signature(tools[name]).bind(**arguments)
-        with _alarm(self._timeout_s):
+        with _alarm(self.timeout_s):
             result = tools[name](**arguments)
             if inspect.isawaitable(result):
-                result = await asyncio.wait_for(result, self._timeout_s)
+                result = await asyncio.wait_for(result, self.timeout_s)
         return result if isinstance(result, str) else json.dumps(result)
 
 
 def schema_of(tool: Callable) -> dict[str, Any]:
-    """The JSON schema of a tool, from its type hints and docstring. Raises ValueError, naming what is missing there."""
+    """The JSON schema of a tool: its attribute `schema`, or from its type hints and docstring. Raises ValueError,
+    naming what is missing there."""
+    if "schema" in vars(tool):
+        return vars(tool)["schema"]
     # without torch, which takes seconds to import and is only asked for the type of audio
     with mock.patch.object(chat_template_utils, "is_torch_available", return_value=False):
         try:

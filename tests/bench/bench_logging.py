@@ -67,7 +67,8 @@ def main(args: Args) -> None:
     no = torch.zeros(P * G, dtype=torch.bool)
     scores = torch.ones(P * G, dtype=torch.float64)
     group = torch.arange(P * G) // G
-    rollout = Rollout(samples, scores, group, torch.full((P * G,), 98.0), torch.full((P * G,), 27.0), no, in_loss=~no)
+    lengths = [torch.full((P * G,), length) for length in (98.0, 27.0, 0.0)]
+    rollout = Rollout(samples, scores, group, *lengths, torch.ones(P * G), no, in_loss=~no)
     rewards = torch.zeros(P * G, dtype=torch.float64)
 
     def measure(name: str, share: float, work) -> None:
@@ -95,7 +96,7 @@ def main(args: Args) -> None:
 
         def responses() -> None:
             record = Record(args.log, Path(folder), 5)
-            record.keep(torch.arange(P * G) // G)
+            record.keep(rollout)
             for microbatch in minibatches[0]:
                 record.add(microbatch, logp, logp, stats)
             record.write(tokenizer, samples, rewards)

@@ -11,17 +11,21 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 import tyro
 
 import tools.report
 import tools.runs
 from common.tracking.logger import LogConfig
+from common.tracking.rollouts import Record
+from common.tracking.rollouts import write_validation as write_validation_file
 from tests.conftest import ROOT
 from tests.tools.browser import CHROMIUM, Browser
 from tests.tools.long_run import write_long_run, write_rollouts, write_validation
 from tests.tools.test_report import write_run
-from tests.tracking.log_worker import PROMPTS, RESPONSES, record
+from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, groups, record, tokenizer
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
@@ -354,6 +358,44 @@ def test_a_group_side_by_side_with_coloured_tokens_and_their_numbers(browser, re
     assert browser.texts(".response.on h3")[0].startswith("#3  reward -0.5  adv. \u2013")   # not trained: a dash
     assert browser.texts("#scale") == ["-22"]                           # its neighbour's advantage is 2: -2 to 2
     assert "1 trained on" in browser.texts("#detail p")[0]
+    assert browser.complaints() == []
+
+
+def make_episodes(folder: Path) -> Path:
+    """A run whose files of step 1 and of validation 1 have an episode; its step 5 is as older versions wrote it."""
+    write_run(folder)
+    sample = episode(tokenizer())
+    made = Record(LogConfig(), folder, 1)
+    made.keep(groups(torch.zeros(1)))
+    made.write(tokenizer(), [sample], torch.tensor([1.0]))
+    write_validation_file(LogConfig(), folder, 1, tokenizer(), [sample])
+    record(folder, [0, 1, 2, 3], [2, 0, 1], LogConfig(), 5)
+    file = folder / "rollouts/step_000005.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["mask", "num_turns", "end_reason", "messages"]), file)
+    return folder
+
+
+@needs_browser
+def test_an_episode_is_a_conversation(browser, tmp_path):
+    run = make_episodes(tmp_path / "episodes")
+    tools.report.main(tools.report.Args((str(run),)))
+    open_rollouts(browser, run / "report.html", "&show=0-1-0&paint=surprise, -log-prob")
+    card = ".response.on .tokens"
+    assert browser.texts(f"{card} .writer") == ["model", "tool calculator", "model"]
+    assert browser.texts(f"{card} > div:not(.writer)") == [text for _, text in TURNS]
+    assert browser.texts(f"{card} .others") == [TURNS[1][1]]
+    painted_tokens = f"[...document.querySelectorAll('{card} span')].filter(x => x.style.backgroundColor)"
+    mask = episode(tokenizer()).response.mask
+    assert browser.evaluate(f"{painted_tokens}.map(x => +x.dataset.token)") == [t for t in range(len(mask)) if mask[t]]
+    assert len(browser.texts(f"{card} span.untrained")) == mask.count(False) > 3
+    assert "2 turns, done" in browser.texts(".response.on h3")[0]
+    browser.point(f"{card} .others span")
+    assert browser.texts("#tip")[0].endswith("not the model's")          # and none of its numbers
+    open_rollouts(browser, run / "report.html", "&show=0-v1-0")
+    assert browser.texts(f"{card} .writer") == ["model", "tool calculator", "model"]
+    assert browser.texts(f"{card} > div:not(.writer)") == [text for _, text in TURNS]
+    open_rollouts(browser, run / "report.html", "&show=0-5-1")           # an older file, of single responses
+    assert browser.texts(card) == ["2 + 3 = 5\u23ce\n#### 5"] and browser.texts(".writer") == []
     assert browser.complaints() == []
 
 

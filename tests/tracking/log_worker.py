@@ -53,6 +53,22 @@ def samples(tokenizer, mine: list[int]) -> list[Sample]:
     ]
 
 
+TURNS = [("assistant", "I ask: <<6*7>>"), ("tool", "42 </script><b>"), ("assistant", "#### 42")]
+
+
+def episode(tokenizer, index: int = 0) -> Sample:
+    """An episode of two turns with a tool's result between them, as the engine gives it."""
+    pieces = [tokenizer(text)["input_ids"] for _, text in TURNS]
+    mask = [role == "assistant" for (role, _), piece in zip(TURNS, pieces) for _ in piece]
+    found = [token for piece in pieces for token in piece]
+    messages = [{"role": "user", "content": PROMPTS[0]}, *({"role": role, "content": text} for role, text in TURNS)]
+    messages[2]["name"] = "calculator"
+    response = Response(found, [-0.5 * sampled for sampled in mask], "stop", mask, num_turns=2, end_reason="done",
+                        messages=messages)
+    prompt = Prompt(tokenizer(PROMPTS[0])["input_ids"], "sums", 42, {}, [])
+    return Sample(index, 0, 0, prompt, response, text=tokenizer.decode(found), score=1.0)
+
+
 def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.Tensor, dict]:
     """What a rank trains on: these of the four, after a dummy, with numbers that say whose they are. Token t of
     response i has old_logp -(i + t / 100), advantage i, entropy t, ratio 1 + i / 10, and is clipped where t is 1."""
@@ -68,11 +84,16 @@ def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.T
     return batch, batch.old_logp, entropy, stats
 
 
+def groups(group: torch.Tensor) -> SimpleNamespace:
+    """What a record is told of responses with these groups, none of them of several sequences."""
+    return SimpleNamespace(group=group, num_sequences=torch.ones(len(group)))
+
+
 def record(run_dir: Path, sampled: list[int], trained: list[int], config: LogConfig, step: int = 1) -> Record:
     """One step's file, of a rank that sampled and trained on these."""
     tok = tokenizer()
     made = Record(config, run_dir, step)
-    made.keep(torch.arange(4) // GROUP)
+    made.keep(groups(torch.arange(4) // GROUP))
     made.add(*microbatch(tok, trained))
     made.write(tok, samples(tok, sampled), torch.tensor([1.25, 0.0, 0.5, -0.5], dtype=torch.float64))
     return made
@@ -95,7 +116,8 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     lengths = (prompt_lengths + response_lengths).long()
     timer.seconds |= {"gen": 2.0, "reward": 0.5, "update_actor": 4.0, "adv": 0.1}
     scores = torch.tensor([1.0, 0.0, 0.5, torch.nan], dtype=torch.float64)
-    rollout = Rollout([], scores, torch.arange(4) // GROUP, prompt_lengths, response_lengths,
+    lengths = prompt_lengths, response_lengths, torch.zeros(4)
+    rollout = Rollout([], scores, torch.arange(4) // GROUP, *lengths, torch.ones(4),
                       torch.tensor([False, False, True, False]), in_loss=torch.ones(4, dtype=torch.bool))
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
     found = step_metrics(meter, timer, world, rollout.lengths, minibatches, update_flops=8e9, peak_flops=5e9)

@@ -10,7 +10,7 @@ from common.tracking.logger import LogConfig
 from common.tracking.rollouts import Record, token_texts, write_validation
 from tests.conftest import launch
 from tests.tracking import log_worker
-from tests.tracking.log_worker import PROMPTS, RESPONSES, record, samples, tokenizer, tokens
+from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, groups, record, samples, tokenizer, tokens
 
 # --------------------------------------------------------------------------- metrics
 
@@ -126,6 +126,24 @@ def test_a_validations_responses(rows, tmp_path, two_ranks):
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
 
 
+def test_an_episode_has_its_turns(rows, tmp_path):
+    """Files of a step and of a validation; a response that is no episode has none of it."""
+    sample = episode(tokenizer())
+    made = Record(LogConfig(), tmp_path, 1)
+    made.keep(groups(torch.zeros(1)))
+    made.write(tokenizer(), [sample], torch.tensor([1.0]))
+    write_validation(LogConfig(), tmp_path, 1, tokenizer(), [sample])
+    of_step, of_validation = (
+        pq.read_table(tmp_path / f"rollouts/{kind}_000001.parquet").to_pylist()[0] for kind in ("step", "val"))
+    texts = "".join(text for text, sampled in zip(of_step["token_texts"], of_step["mask"]) if sampled)
+    assert texts == TURNS[0][1] + TURNS[2][1] and "".join(of_step["token_texts"]) == "".join(text for _, text in TURNS)
+    assert of_validation["mask"] is None
+    for row in (of_step, of_validation):
+        assert (row["num_turns"], row["end_reason"]) == (2, "done")
+        assert json.loads(row["messages"]) == sample.response.messages
+    assert all(row[name] is None for row in rows for name in ("mask", "num_turns", "end_reason", "messages"))
+
+
 def test_steps_that_have_a_file(tmp_path):
     for every, steps in ((0, []), (1, [1, 2, 3, 4]), (2, [1, 2, 4]), (10, [1])):
         assert [step for step in (1, 2, 3, 4) if Record(LogConfig(rollouts_every=every), tmp_path, step).on] == steps
@@ -136,7 +154,7 @@ def test_steps_that_have_a_file(tmp_path):
 def test_the_last_pass_over_a_response_stays(tmp_path):
     tok = tokenizer()
     made = Record(LogConfig(), tmp_path, 1)
-    made.keep(torch.tensor([0, 0]))
+    made.keep(groups(torch.tensor([0, 0])))
     for add in (0.0, 5.0):
         batch, logp, entropy, stats = log_worker.microbatch(tok, [1])
         made.add(batch, logp, entropy + add, stats)

@@ -53,6 +53,7 @@ const NUMBERS = {                                       // lines of a token's to
   "value": "value", "return": "returns",
 };
 
+function isOwn(x, t) { return !x.mask || x.mask[t]; }   // of episodes: the model wrote it, not a user or a tool
 function at_(values, t) { return values?.[t] ?? null; }
 function difference(a, b, t) { return at_(a, t) === null || at_(b, t) === null ? null : a[t] - b[t]; }
 function isNumber(x) { return typeof x === "number"; }
@@ -279,7 +280,7 @@ function commonPrefix(words) {                          // up to the last "/" th
 const ROW = 26;                                         // pixels
 const COLUMNS = [                                       // heading, value, is a number
   ["step", r => r.step, true], ["group", r => r.group, true], ["reward", r => r.reward, true],
-  ["adv.", r => r.advantage, true], ["tokens", r => r.response_length, true], ["end", r => r.finish_reason, false],
+  ["adv.", r => r.advantage, true], ["tokens", r => r.response_length, true], ["end", r => r.end_reason ?? r.finish_reason, false],
   ["response", r => r.response.slice(0, 200), false],
 ];
 let rows = [], chosen = null, drawn = new Map();        // rows: a response, or {title, notes} of a group
@@ -478,7 +479,7 @@ function scaleOf(tokens) {                              // one scale for the gro
   let size = 0, known = false;
   for (const x of tokens.values()) {
     for (let t = 0; t < (x.tokens?.length ?? 0); t++) {
-      const found = value(x, t);
+      const found = isOwn(x, t) ? value(x, t) : null;
       if (found === null) continue;
       known = true;
       size = Math.max(size, Math.abs(found - (middle ?? 0)));
@@ -510,13 +511,19 @@ function cardOf(r, x, scale, open, columns) {
   const title = card.appendChild(make("h3", `#${r.index}  reward ${show(r.reward)}  adv. ${show(r.advantage)} `));
   const parts = Object.entries(r.reward_parts).map(([name, value]) => ` · ${name} ${show(value)}`).join("");
   const preview = open ? "" : " · " + r.response.slice(0, 160).replace(/\s+/g, " ");
-  title.append(make("small", `${r.response_length} tokens, ${r.finish_reason}${parts}${preview}`));
+  const turns = r.messages ? `, ${r.num_turns} turn${r.num_turns > 1 ? "s" : ""}` : "";
+  title.append(make("small", `${r.response_length} tokens${turns}, ${r.end_reason ?? r.finish_reason}${parts}${preview}`));
   clickable(title, () => go({show: r.id}));
   if (!open) return card;
   const body = card.appendChild(make("div", undefined, "tokens"));
-  if (!x.token_texts) { body.textContent = r.response; return card; }                   // a validation
-  for (const [from, to] of chunksOf(x.token_texts)) {
-    const chunk = body.appendChild(make("div"));
+  if (!x.token_texts) {                                 // a validation
+    body.append(...r.messages ? conversationOf(r) : [r.response]);
+    return card;
+  }
+  const names = x.mask ? writersOf(r, x.mask) : [];
+  for (const [from, to] of chunksOf(x.token_texts, x.mask)) {
+    if (x.mask && x.mask[from] !== x.mask[from - 1]) body.append(make("div", names.shift(), "writer"));
+    const chunk = body.appendChild(make("div", undefined, isOwn(x, from) ? "" : "others"));
     const lines = x.token_texts.slice(from, to).join("").replace(/\n$/, "").split("\n");
     chunk.style.height = 22 * lines.reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / columns)), 0) + "px";
     chunk.fill = () => {
@@ -537,10 +544,30 @@ function cardOf(r, x, scale, open, columns) {
   return card;
 }
 
-function chunksOf(texts) {                              // [from, to): whole lines, if these are not too long
+function repliesOf(messages, count) {                   // the places of the last replies
+  return messages.map((message, i) => message.role === "assistant" ? i : -1).filter(i => i >= 0).slice(-count);
+}
+
+function writerOf(message) {
+  return message.role === "assistant" ? "model" : message.name ? `${message.role} ${message.name}` : message.role;
+}
+
+function writersOf(r, mask) {                           // of each stretch of tokens
+  const messages = JSON.parse(r.messages);
+  const replies = repliesOf(messages, mask.filter((own, t) => own && !mask[t - 1]).length);
+  return replies.flatMap((i, n) => ["model", messages.slice(i + 1, replies[n + 1]).map(writerOf).join(", ")]);
+}
+
+function conversationOf(r) {                            // from the first reply on, as text
+  const messages = JSON.parse(r.messages), shown = r.num_turns ? messages.slice(repliesOf(messages, r.num_turns)[0]) : [];
+  return shown.flatMap(message => [make("div", writerOf(message), "writer"),
+    make("div", message.content, message.role === "assistant" ? "" : "others")]);
+}
+
+function chunksOf(texts, mask) {                        // [from, to): whole lines of one writer, if these are not too long
   const chunks = [];
   for (let from = 0, t = 0; t < texts.length; t++) {
-    if (t + 1 === texts.length || t - from >= 150 || t - from >= 50 && texts[t].endsWith("\n")) {
+    if (t + 1 === texts.length || mask && mask[t] !== mask[t + 1] || t - from >= 150 || t - from >= 50 && texts[t].endsWith("\n")) {
       chunks.push([from, t + 1]);
       from = t + 1;
     }
@@ -549,10 +576,10 @@ function chunksOf(texts) {                              // [from, to): whole lin
 }
 
 function tokenOf(x, t, scale) {
-  const text = x.token_texts[t], value = scale.value(x, t);
+  const text = x.token_texts[t], value = isOwn(x, t) ? scale.value(x, t) : null;
   const span = make("span", text === "" ? "·" : text.replaceAll("\n", "⏎\n"));
   if (value !== null) span.style.backgroundColor = colourOf(scale, value);
-  if (x.trained && !x.trained[t]) span.className = "untrained";
+  if (!isOwn(x, t) || x.trained && !x.trained[t]) span.className = "untrained";
   span.dataset.token = t;
   return span;
 }
@@ -560,13 +587,13 @@ function tokenOf(x, t, scale) {
 function showTip(x, t, span) {
   const table = make("table");
   for (const [name, key] of Object.entries(NUMBERS)) {
-    const value = at_(x[key], t);
+    const value = isOwn(x, t) ? at_(x[key], t) : null;
     if (value === null) continue;
     const row = table.appendChild(make("tr"));
     row.append(make("td", name), make("td", show(value)));
   }
   const tip = at("tip"), box = span.getBoundingClientRect();
-  const trained = !x.trained || x.trained[t] ? "" : ", not trained";
+  const trained = !isOwn(x, t) ? ", not the model's" : !x.trained || x.trained[t] ? "" : ", not trained";
   tip.replaceChildren(make("div", `${JSON.stringify(x.token_texts[t])}  token ${t}, id ${x.tokens[t]}${trained}`), table);
   tip.hidden = false;
   tip.style.left = Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8)) + "px";

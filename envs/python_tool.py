@@ -1,0 +1,39 @@
+"""A Python tool: the model calls `python`, its code runs in the project's sandbox (rewards/runtime/sandbox.py).
+
+    --rollout.episode envs/python_tool.py --rollout.tool-parser hermes --train-data data/gsm8k/train.parquet
+
+For models whose chat template writes tools. The last reply is scored by the reward function of the row's data_source,
+or by --reward.function.
+"""
+
+import asyncio
+
+from rewards.runtime import sandbox
+
+MAX_OUTPUT = 4000  # characters
+LIMITS = sandbox.Limits(timeout_s=10.0)
+
+
+async def python(code: str) -> str:
+    """Run Python code in a fresh interpreter and return what it prints. Print every value that you need.
+
+    Args:
+        code: The source of the program.
+    """
+    result = await asyncio.to_thread(sandbox.run, code, "", LIMITS, sandbox.isolation())
+    if result.exit_code is None:
+        return f"Error: the program ran longer than {LIMITS.timeout_s:g} s."
+    shown = result.stdout if result.exit_code == 0 else f"{result.stdout}\n{result.stderr.strip()}"
+    if len(shown) > MAX_OUTPUT:
+        shown = f"{shown[:MAX_OUTPUT]}\n[{len(shown) - MAX_OUTPUT} characters more]"
+    return shown or "[the program printed nothing]"
+
+
+async def episode(chat, row):
+    """Returns the last reply, without calls: its text is scored."""
+    chat.tools = [python]
+    text = await chat.reply()
+    while chat.tool_calls:
+        results = [await chat.tool_call(call) for call in chat.tool_calls]
+        text = await chat.reply(*results)
+    return text or ""

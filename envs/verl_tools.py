@@ -1,0 +1,86 @@
+"""Rows of verl's multi-turn data: the tools of `extra_info.tools_kwargs`, the user of `extra_info.interaction_kwargs`.
+
+    --rollout.episode envs/verl_tools.py --rollout.tool-parser hermes --train-data gsm8k_multiturn/train.parquet
+
+verl names the classes of tools in a YAML file; here the tools are the functions of TOOLS, and the users those of
+INTERACTIONS, under verl's names. A row that asks for another one is an error. Of a tool's arguments in the row those of
+`create_kwargs` and `execute_kwargs` are used; `calc_reward_kwargs` and `release_kwargs` must be empty. Without an
+interaction the last reply is scored by the reward function of the row's data_source, or by --reward.function.
+"""
+
+from collections.abc import Callable
+
+from envs.python_tool import python
+from rewards.gsm8k import compute_score
+
+
+def calc_gsm8k_reward(ground_truth: str) -> Callable:
+    def tool(answer: str) -> str:
+        """A tool for calculating the reward of gsm8k: 1.0 if the answer is correct, else 0.0.
+
+        Args:
+            answer: The model's answer to the GSM8K math problem, a number.
+        """
+        return f"Current parsed {answer=} reward={compute_score('', f'#### {answer}', ground_truth):.1f}"
+
+    return tool
+
+
+def code_interpreter(ground_truth: str = "", timeout: float = 10.0) -> Callable:
+    return python
+
+
+TOOLS = {"calc_gsm8k_reward": calc_gsm8k_reward, "code_interpreter": code_interpreter}
+"""verl's name of a tool -> a function that takes the row's arguments and returns the tool."""
+
+
+def gsm8k(text: str, ground_truth: str, query: str = "") -> tuple[float, str]:
+    """The user of verl's Gsm8kInteraction: the score of a reply, and the next message if it is not right."""
+    score = compute_score("", text if "####" in text else f"#### {text}", ground_truth)
+    return score, "Your response is incorrect! You need to reflect on your answer and try again."
+
+
+INTERACTIONS = {"gsm8k": gsm8k}
+
+
+async def episode(chat, row):
+    """The reward is the interaction's, or that of the last reply."""
+    extra_info = row["extra_info"]
+    chat.tools = tools_of(extra_info.get("tools_kwargs") or {})
+    interaction = dict(extra_info.get("interaction_kwargs") or {})
+    name = interaction.pop("name", None)
+    if name and name not in INTERACTIONS:
+        raise ValueError(f"extra_info.interaction_kwargs: name {name!r} is not in {', '.join(INTERACTIONS)} "
+                         f"(INTERACTIONS in envs/verl_tools.py)")
+    text = await chat.reply()
+    score = 0.0
+    while text is not None:
+        if chat.tool_calls:
+            text = await chat.reply(*[await chat.tool_call(call) for call in chat.tool_calls])
+            continue
+        if not name:
+            return text
+        score, answer = INTERACTIONS[name](text, **interaction)
+        if score == 1.0:
+            break
+        text = await chat.reply({"role": "user", "content": answer})
+    return {"score": score, "acc": score} if name else ""
+
+
+def tools_of(tools_kwargs: dict) -> list[Callable]:
+    """The tools of a row. In parquet all rows have all tools; those of other rows are null."""
+    tools = []
+    for name, kwargs in tools_kwargs.items():
+        if kwargs is None:
+            continue
+        if name not in TOOLS:
+            raise ValueError(f"extra_info.tools_kwargs: {name!r} is not in {', '.join(TOOLS)} (TOOLS in "
+                             f"envs/verl_tools.py)")
+        unused = [key for key in ("calc_reward_kwargs", "release_kwargs") if any((kwargs.get(key) or {}).values())]
+        if unused:
+            raise ValueError(f"extra_info.tools_kwargs: {name} has {', '.join(unused)}, which mean nothing here: the "
+                             f"reward is the episode's, and a tool ends with it")
+        tool = TOOLS[name](**(kwargs.get("create_kwargs") or {}), **(kwargs.get("execute_kwargs") or {}))
+        tool.__name__ = name
+        tools.append(tool)
+    return tools

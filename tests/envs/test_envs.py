@@ -1,0 +1,194 @@
+"""Every environment of envs/ in its real processes, with a script for the model; the rows are those of data/."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from envs.calculator import calculate
+from tests.conftest import ROOT
+from tests.envs.scripted import Player
+
+
+def needs(package: str):
+    return pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed: make test")
+
+
+def make_rows(script: str, folder: Path, *flags: str) -> dict[str, list[dict]]:
+    command = [sys.executable, str(ROOT / "data" / script), "--out", str(folder), *flags]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    return {split: pq.read_table(folder / f"{split}.parquet").to_pylist() for split in ("train", "test")}
+
+
+def row(truth, question: str = "?", source: str = "calculator", **extra) -> dict:
+    return {"data_source": source, "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"ground_truth": truth}, "extra_info": extra}
+
+
+# --------------------------------------------------------------------------- calculator
+
+def test_what_the_calculator_says():
+    known = {"12 * 7": "84", " 1+2*3 ": "7", "(1+2)*3": "9", "7/2": "3.5", "-4 - -5": "1", "0.1+0.2": "0.3",
+             "1/0": "Error: division by zero."}
+    assert {text: calculate(text) for text in known} == known
+    for text in ("", "2**9", "x", "__import__('os')", "1 if 1 else 2", "(" * 40, "1+", "'a'*9", "True",
+                 "9e999-9e999j", "[1]", "lambda: 1", "1;2", "\0", "1_0+", "9" * 60 + "/0.1e-300"):
+        assert calculate(text).startswith("Error: "), text
+    assert calculate("1+" * 60 + "1").endswith("at most 100.")
+
+
+def test_calculator(tmp_path):
+    flags = ["--num-train", "30", "--num-test", "6", "--num-conversations", "4"]
+    made = make_rows("calculator.py", tmp_path, *flags)
+    assert make_rows("calculator.py", tmp_path / "again", *flags) == made
+    questions = [row["prompt"][0]["content"] for split in made.values() for row in split]
+    assert len(set(questions)) == 36
+    for shown in pq.read_table(tmp_path / "conversations/train.parquet")["messages"].to_pylist():
+        question, expression, value, answer = (message["content"] for message in shown)
+        assert calculate(expression.strip("<>")) == value and answer == f"#### {value}" and question not in questions
+    example = made["test"][0]
+    truth = example["reward_model"]["ground_truth"]
+    with Player("envs/calculator.py") as player:
+        found = player.play_all([
+            (example, [f"I type <<{truth} + 1>> and <<{truth} + 0>>", f"#### {truth}"]),
+            (example, ["<<2 *>>", "<<2 * 2>>", "#### 4"]),
+            (example, ["No idea."]),
+            (example, ["<<1>>"]),
+        ])
+    assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0, 0.0]
+    assert found[0][0]["extra"] == {"acc": 1.0, "pred": truth, "calls": 1.0}
+    refused = "Error: write numbers, + - * / and brackets only."
+    assert [said for _, said in found] == [[truth], [refused, "4"], [], ["1"]]
+
+
+# --------------------------------------------------------------------------- games
+
+def test_guess_number(tmp_path):
+    made = make_rows("guess_number.py", tmp_path, "--num-train", "3", "--num-test", "2", "--largest", "50")
+    example = made["train"][0] | {"extra_info": {"secret": 7}}
+    with Player("envs/guess_number.py") as player:
+        found = player.play_all([(example, ["3", "Is it 12?", "hm", "7!"]), (example, ["3"])])
+    assert found[0][1] == ["Higher.", "Lower.", "Write a number."]
+    assert [(message["score"], message["extra"]["guesses"]) for message, _ in found] == [(1.0, 4.0), (0.0, 1.0)]
+    assert "1 to 50" in example["prompt"][0]["content"]
+
+
+@needs("gymnasium")
+def test_frozen_lake_and_taxi(tmp_path):
+    made = make_rows("toy_text.py", tmp_path, "--num-train", "2", "--num-test", "2")
+    options = json.dumps({"desc": ["SFH", "FFG", "FFF"], "is_slippery": False})
+    lake = made["test"][0] | {"extra_info": {"game": "FrozenLake-v1", "seed": 0, "options": options}}
+    taxi = {"extra_info": {"game": "Taxi-v4", "seed": 3, "options": "{}"}}
+    with Player("envs/gymnasium_env.py") as player:
+        found = player.play_all([
+            (lake, ["I go right.", "down", "not up but RIGHT"]), (lake, ["right", "fly", "right"]), (lake, ["down"]),
+            (taxi, ["pickup"]),
+            (made["train"][0], []),
+        ])
+    assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0, -10.0, 0.0]
+    assert found[0][1] == ["[S]FH\nFFG\nFFF", "(Right)\nS[F]H\nFFG\nFFF", "(Down)\nSFH\nF[F]G\nFFF"]
+    assert found[1][1][2] == "Write one of left, down, right, up."
+    assert "R: " in found[3][1][0] or "|" in found[3][1][0]
+
+
+# --------------------------------------------------------------------------- search
+
+@needs("bm25s")
+def test_search(tmp_path, monkeypatch):
+    made = make_rows("search.py", tmp_path, "--num-people", "20", "--num-test", "10")
+    monkeypatch.setenv("SEARCH_CORPUS", str(tmp_path / "corpus.jsonl"))
+    docs = map(json.loads, (tmp_path / "corpus.jsonl").read_text().splitlines())
+    corpus = {doc["title"]: doc["text"] for doc in docs}
+    example = next(row for row in made["train"] if "known for" in row["prompt"][0]["content"])
+    person = example["prompt"][0]["content"].partition("where ")[2].partition(" was")[0]
+    town = corpus[person].partition("in ")[2].partition(" and")[0]
+    (answer,) = example["reward_model"]["ground_truth"]["target"]
+    with Player("envs/search.py") as player:
+        found = player.play_all([
+            (example, [f"<search>{person} born</search>", f"<search>{town}</search>", f"<answer>{answer}</answer>"]),
+            (example, ["<search>zzzz</search>", "<answer>Paris</answer>"]), (example, ["I do not know."]),
+        ])
+    assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0]
+    assert f"{person}: {corpus[person]}" in found[0][1][0] and f"{town}: {corpus[town]}" in found[0][1][1]
+    assert found[1][1] == ["<information>Nothing was found.</information>"]
+    assert found[0][0]["extra"]["searches"] == 2.0
+    monkeypatch.setenv("SEARCH_CORPUS", str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match=r"no corpus .*none.jsonl; run `python data/search.py`"):
+        Player("envs/search.py")
+
+
+# --------------------------------------------------------------------------- programs
+
+MBPP = row(json.dumps({"assert_case": ["assert double(2) == 4", "assert double(5) == 10"]}), source="mbpp")
+
+
+def test_code_feedback():
+    wrong = "```python\ndef double(x):\n    return 4\n```"
+    right = "Sorry.\n```python\ndef double(x):\n    return 2 * x\n```"
+    lines = row(json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]}), source="apps")
+    with Player("envs/code_feedback.py") as player:
+        found = player.play_all([
+            (MBPP, [wrong, right]), (MBPP, [wrong]), (MBPP, ["while True:\n    pass"]), (lines, ["print(3)"])])
+    assert [message["score"] for message, _ in found] == [1.0, 0.5, 0.0, 0.0]
+    assert [len(said) for _, said in found] == [1, 1, 1, 1]
+    assert "assert double(5) == 10" in found[0][1][0] and "(exit code" in found[0][1][0]
+    assert "(timeout)" in found[2][1][0] and "input:\n1\n" in found[3][1][0] and "output:\n2\n" in found[3][1][0]
+
+
+def python(code: str) -> list[dict[str, str]]:
+    return [{"name": "python", "arguments": json.dumps({"code": code})}]
+
+
+def test_python_tool():
+    """Its programs have no files of ours and no network."""
+    home = f"import os; print(os.path.exists({str(ROOT)!r}), os.environ.get('HOME'))"
+    with Player("envs/python_tool.py") as player:
+        message, said = player.play(
+            row("3"), [python("print(1 + 2)"), python("1/0"), python(home), python("print('x' * 5000)"), "#### 3"])
+    assert message["text"] == "#### 3" and "score" not in message and message["num_tool_calls"] == 4
+    assert said[0] == "3\n" and "ZeroDivisionError" in said[1] and said[2].split()[0] == "False"
+    assert said[3].endswith("[1001 characters more]")
+
+
+# --------------------------------------------------------------------------- others' tools
+
+def test_verls_columns():
+    tools = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}, "of_another_row": None}
+    asked = row("72", source="openai/gsm8k", tools_kwargs=tools)
+    talked = row("72", interaction_kwargs={"name": "gsm8k", "query": "?", "ground_truth": "72"})
+    unknown = row("72", tools_kwargs={"image_zoom": {"create_kwargs": {}}})
+    unmapped = row("72", tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"},
+                                                            "calc_reward_kwargs": {"weight": 2}}})
+    no_user = row("72", interaction_kwargs={"name": "weather"})
+    calls = [[{"name": "calc_gsm8k_reward", "arguments": json.dumps({"answer": text})}] for text in ("71", "72")]
+    with Player("envs/verl_tools.py") as player:
+        found = player.play_all([
+            (asked, [*calls, "#### 72"]), (talked, ["71", "The answer:\n#### 72"]), (talked, ["1", "2"]),
+            (unknown, []), (unmapped, []), (no_user, [])])
+    assert found[0][0]["text"] == "#### 72"
+    assert found[0][1] == [f"Current parsed answer='{x}' reward={y}" for x, y in (("71", 0.0), ("72", 1.0))]
+    assert [message.get("score") for message, _ in found[1:3]] == [1.0, 0.0]
+    assert "reflect on your answer" in found[1][1][0]
+    for (message, _), rule in zip(found[3:], (
+            "'image_zoom' is not in calc_gsm8k_reward, code_interpreter",
+            "has calc_reward_kwargs, which mean nothing here",
+            "'weather' is not in gsm8k"), strict=True):
+        assert message["kind"] == "ValueError" and rule in message["text"]
+
+
+@needs("mcp")
+def test_mcp(monkeypatch):
+    monkeypatch.setenv("MCP_SERVER", f"{sys.executable} {ROOT}/tests/envs/mcp_server.py")
+    calls = [{"name": "add", "arguments": '{"a": 2, "b": 40}'}, {"name": "fail", "arguments": "{}"},
+             {"name": "add", "arguments": '{"a": "x"}'}]
+    with Player("envs/mcp_client.py") as player:
+        message, said = player.play(row("42"), [calls, "#### 42"])
+    assert message["text"] == "#### 42" and (message["num_tool_calls"], message["num_tool_errors"]) == (3, 2)
+    assert said[0] == "42" and "executing tool fail" in said[1] and said[2].startswith("Error: ")
+    monkeypatch.delenv("MCP_SERVER")
+    with pytest.raises(ValueError, match="MCP_SERVER names no server"):
+        Player("envs/mcp_client.py")

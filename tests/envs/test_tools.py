@@ -1,0 +1,56 @@
+"""Tools that misbehave: each is told to the model, or ends its own episode, and hurts no other one."""
+
+import json
+import re
+
+import pytest
+
+from tests.envs.scripted import Player
+
+FILE = "tests/envs/bad_tools.py"
+
+
+def call(kind: str, name: str = "work") -> list[dict[str, str]]:
+    return [{"name": name, "arguments": json.dumps({"kind": kind})}]
+
+
+def test_faults_of_tools(capfd):
+    told = {
+        "fine": "fine", "hang": "Error: TimeoutError: it took longer than 1 s",
+        "raise": "Error: KeyError: 'no such thing'", "much": "y" * 100_000, "print": "fine",
+    }
+    kinds = [*told, "hang in C", "die", "segfault", "exit"]
+    with Player(FILE, timeout_s=1.0) as player:
+        found = dict(zip(kinds, player.play_all([({}, [call(kind), "done"]) for kind in kinds]), strict=True))
+    for kind, text in told.items():
+        message, said = found[kind]
+        assert said == [text], kind
+        assert message["score"] == 1.0 and message["extra"] == {"turns": 2.0} and message["num_tool_calls"] == 1
+        assert message["num_tool_errors"] == (kind in ("hang", "raise"))
+    failures = {kind: found[kind][0]["failure"] for kind in kinds if kind not in told}
+    assert failures == {"hang in C": "timeout", "die": "crash", "segfault": "crash", "exit": "exception"}
+    assert "bad_tools.py" in found["hang in C"][0]["text"] and found["exit"][0]["kind"] == "SystemExit"
+    printed = capfd.readouterr().err
+    assert "[an episode printed more than 10000 characters]" in printed and printed.count("x" * 100) == 100
+
+
+def test_what_cannot_be_called():
+    """A function that is not listed, arguments that are no JSON or do not fit, a call that could not be read."""
+    calls = [
+        {"name": "system", "arguments": "{}"}, {"name": "__import__", "arguments": '{"name": "os"}'},
+        {"name": "work", "arguments": '{"kind": '}, {"name": "work", "arguments": '{"other": 1}'},
+        {"name": "work", "arguments": "[1]"}, {"name": "", "error": "this call of a tool cannot be read: {"},
+    ]
+    with Player(FILE) as player:
+        message, said = player.play({}, [calls, "done"])
+    assert [tool["function"]["name"] for tool in player.tools] == ["work"]
+    rules = [r"no tool 'system'; there are work", r"no tool '__import__'", r"JSONDecodeError", r"TypeError",
+             r"TypeError", r"cannot be read: \{"]
+    for text, rule in zip(said, rules, strict=True):
+        assert text.startswith("Error: ") and re.search(rule, text), text
+    assert message["score"] == 1.0 and message["num_tool_errors"] == message["num_tool_calls"] == 6
+
+
+def test_a_plain_def_is_refused():
+    with pytest.raises(ValueError, match=r"plain is a plain `def`(.|\n)*async def plain\(chat, row\):\n.*await"):
+        Player(FILE + ":plain")
