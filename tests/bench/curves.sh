@@ -97,7 +97,8 @@ agent() {
             --rollout.episode envs/calculator.py --rollout.max-turns 3 --rollout.max-response-length 48 \
             --rollout.episodes-at-once 96 --rollout.max-num-seqs 96 --data.max-prompt-length 120 --total-steps 16 \
             --prompts-per-step 12 --samples-per-prompt 8 --max-tokens-per-gpu 4096 --policy.share-prompt --optim.lr 2e-5 \
-            --optim.warmup-steps 2 --eval-every 8 --eval-n 2 --reward.num-workers 1 --save.every 8 --save.keep 1 ${ARGS:-} ${SHORT:-}
+            --optim.warmup-steps 2 --eval-every 8 --eval-n 2 --reward.num-workers 1 --save.every 8 --save.keep 1 \
+            ${ARGS:-} ${SHORT:-}
         runs+=("runs/agent/grpo$seed")
     done
     .venv/bin/python -m tools.report "${runs[@]}"
