@@ -1,20 +1,12 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
-# The quickstart's task, whose flags are in TASK, with all four scripts or with three seeds, and a task of several turns:
-# curves and a table in docs/.
-#
-#   make learn    docs/learn.png and docs/learn.md
-#   make seeds    docs/quickstart.png and docs/quickstart.md
-#   make agent    docs/agent.png and docs/agent.md; SEEDS="1 2 3" trains with three seeds
-=======
 # The quickstart's task, whose flags are in TASK, with every script or with three seeds: curves and tables in docs/.
 #
 #   make learn        all of `policies` and `lessons`: docs/learn.png, docs/learn.md, docs/lessons.png, docs/lessons.md
 #   make seeds        docs/quickstart.png and docs/quickstart.md
+#   make agent        a task of several turns: docs/agent.png and docs/agent.md
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
-# SEEDS="1 2 3" are those of sft.py and of grpo.py after it.
->>>>>>> e19
+# SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -105,7 +97,8 @@ agent() {
             --rollout.episode envs/calculator.py --rollout.max-turns 3 --rollout.max-response-length 48 \
             --rollout.episodes-at-once 96 --rollout.max-num-seqs 96 --data.max-prompt-length 120 --total-steps 16 \
             --prompts-per-step 12 --samples-per-prompt 8 --max-tokens-per-gpu 4096 --policy.share-prompt --optim.lr 2e-5 \
-            --optim.warmup-steps 2 --eval-every 8 --eval-n 2 --reward.num-workers 1 --save.every 8 --save.keep 1 ${ARGS:-}
+            --optim.warmup-steps 2 --eval-every 8 --eval-n 2 --reward.num-workers 1 --save.every 8 --save.keep 1 \
+            ${ARGS:-} ${SHORT:-}
         runs+=("runs/agent/grpo$seed")
     done
     .venv/bin/python -m tools.report "${runs[@]}"
