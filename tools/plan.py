@@ -77,7 +77,7 @@ class Command:
         if rollout.engine == "hf":                                      # its weights are in the reserve of all phases
             engine = {"engine's activations": 0.0}
         # one unsharded tensor at a time, and the buffer of its gathering; on one rank a copy in another dtype
-        largest = policy.itemsize * max(policy.head, policy.embedding) * min(self.gpus, 2) / GIB
+        largest = policy.itemsize * max(policy.head, policy.embedding) * min(policy.ranks, 2) / GIB
         scoring = max((self.scoring(model) for model in plan.trained), key=lambda parts: sum(parts.values()))
         found = {
             "rollout": plan.beside_engine() | engine,
@@ -96,7 +96,7 @@ class Command:
         in one buffer, which is there until those of the next group are in their places; on one rank all stay."""
         hidden = 2 * model.itemsize * model.config.hidden_size * self.tokens
         at_start, in_block, in_head = (
-            model.itemsize * (model.all if self.gpus == 1 else model.head + others)
+            model.itemsize * (model.all if model.ranks == 1 else model.head + others)
             for others in (model.head + 2 * model.embedding, 3 * model.block, model.block)
         )
         moments = [

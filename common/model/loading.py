@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -21,7 +20,8 @@ from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
 from common.model.liger import choose_liger, use_liger
 from common.model.packing_check import check_packing, explain_failure
-from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.policy import Critic, ModelConfig, Policy
+from common.model.sharding import shard
 from common.parallel.ranks import World
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
@@ -87,7 +87,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
-    _shard(policy, lm, config, world, frozen)
+    shard(policy, lm, config, world, frozen)
     source = _read_folder(AutoModelForCausalLM, path, hf_config, config) if world.is_main else None
     _copy_from_main(lm, source, world)
     check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
@@ -102,7 +102,7 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     with torch.device("meta"):
         critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen))
-    _shard(critic, critic.backbone, config, world, frozen)
+    shard(critic, critic.backbone, config, world, frozen)
     reader = AutoClassifier if is_scored(hf_config) else AutoModel
     source = _read_folder(reader, path, hf_config, config) if world.is_main else None
     _copy_from_main(critic.backbone, source.base_model if world.is_main else None, world)
@@ -139,30 +139,6 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     if choose_liger(world.device, hf_config, config)[0]:
         use_liger(model)
     return model
-
-
-def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, world: World, frozen: bool) -> None:
-    """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
-
-    A critic's head computes in float32."""
-    model.train()
-    model.share_prompt = config.share_prompt
-    is_large = transformer.num_parameters() > 1e9
-    if config.gradient_checkpointing or (config.gradient_checkpointing is None and is_large):
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if frozen:
-        model.requires_grad_(False)
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
-    for module in transformer.modules():
-        if type(module).__name__ in transformer._no_split_modules:
-            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
-    embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
-    if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32
-        fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
-    if isinstance(model, Critic):
-        fully_shard(model.head, mesh=world.mesh)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision)
-    model.to_empty(device=world.device)
 
 
 def _read_folder(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:

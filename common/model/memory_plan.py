@@ -21,6 +21,7 @@ from common.model.liger import choose_liger
 from common.model.loading import CAUSAL_LM, SCORED, read_config, read_teacher
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
+from common.parallel.mesh import num_shards
 from common.parallel.ranks import all_max
 
 GIB = 2**30
@@ -112,8 +113,10 @@ class MemoryPlan:
 
     def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, reference: bool = False,
                  critic: str = ""):
-        """`args`: a script's flags; `longest`: tokens of the longest prompt and response; `critic`: its folder."""
+        """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest prompt and response;
+        `critic`: its folder."""
         self.offload, self.longest = args.offload, longest
+        ranks = num_shards(ranks, args.policy.replicas)
         self.policy = Model(hf_config, args.policy, ranks)
         self.reference = self.policy if reference else None
         if args.teacher:

@@ -21,6 +21,8 @@ class ModelConfig:
     """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
+    replicas: int = 1
+    """Copies of the models (HSDP): each is sharded over world size / replicas ranks, and weights travel among these."""
     liger: bool | None = None
     """Liger's fused kernels for norms, rotary embeddings and MLPs. None: on GPUs where the family has them."""
     share_prompt: bool = False
