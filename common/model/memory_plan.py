@@ -18,7 +18,8 @@ from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
 from common.model.liger import choose_liger
-from common.model.loading import CAUSAL_LM, SCORED, read_config, read_teacher
+from common.model.loading import CAUSAL_LM, NO_ADAPTERS, SCORED, read_config, read_teacher
+from common.model.lora import LoRAConfig, add_adapters
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.parallel.mesh import num_shards
@@ -38,11 +39,14 @@ arrive one by one between what comes and goes)."""
 class Model:
     """The sizes of a model that memory follows from, and what a pass takes beside shards and gradients."""
 
-    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, is_critic: bool = False):
-        """`is_critic`: a backbone with a scalar head, else a causal LM."""
+    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, is_critic: bool = False,
+                 lora: LoRAConfig = NO_ADAPTERS):
+        """`is_critic`: a backbone with a scalar head, else a causal LM. `lora`: the adapters that alone are trained."""
         family = AutoModel if is_critic else AutoModelForCausalLM
         with torch.device("meta"):
             model = family.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        if lora.rank:
+            add_adapters(model, lora)
         self.config, self.ranks, self.is_critic = hf_config.get_text_config(), ranks, is_critic
         self.itemsize = getattr(torch, config.compute_dtype).itemsize
         self.is_fused, _ = choose_liger(torch.device("cuda"), hf_config, config)
@@ -56,7 +60,13 @@ class Model:
         self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)
         self.head = self.all - sum(map(count, blocks)) - self.embedding
         # dimension 0 of each is cut into equal chunks, the last ones shorter
-        self.shard = sum(-(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters())
+        rows = {p: -(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters()}
+        self.trained_shard = sum(numbers for p, numbers in rows.items() if p.requires_grad)
+        self.frozen_shard = sum(rows.values()) - self.trained_shard
+        self.trains_all = not lora.rank
+        # with adapters, the largest matrix is made in float32 twice, and in the compute dtype
+        adapted = [p.numel() for p in self.largest.parameters() if p.ndim == 2 and not self.trains_all]
+        self.merging = (8 + self.itemsize) * max(adapted, default=0)
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
 
     def kept_by_block(self, keys: float) -> float:
@@ -96,11 +106,14 @@ class Model:
         at_end = size * (head + 2 * (self.embedding or head)) + 4 * max(block, self.embedding)
         tiles, backward_tiles = self.tiles(tokens)
         moments = [                                                     # unsharded weights, activations, tiles
-            (size * (head + one), of_head, tiles),
+            (size * (head + one) + self.merging, of_head, tiles),
             (size * (2 * head + one), of_head, backward_tiles),
             (size * (2 * head + two + block / 3) + 4 * block, of_block, 0),
             (at_end, 2 * tokens * hidden, 0),
         ]
+        if not self.trains_all:                                         # the large matrices have no gradients
+            in_block = size * (head + two) + self.merging
+            moments[1:] = [(size * (head + one), of_head, backward_tiles), (in_block, of_block, 0)]
         return dict(zip(IN_PASSES, max(moments, key=sum)))
 
 
@@ -117,19 +130,20 @@ class MemoryPlan:
         `critic`: its folder."""
         self.offload, self.longest = args.offload, longest
         ranks = num_shards(ranks, args.policy.replicas)
-        self.policy = Model(hf_config, args.policy, ranks)
-        self.reference = self.policy if reference else None
+        self.policy = Model(hf_config, args.policy, ranks, lora=args.lora)
+        # the model below adapters is the reference
+        self.reference = self.policy if reference and not args.lora.rank else None
         if args.teacher:
             config = read_teacher(args.teacher, args.model, args.policy, is_used=reference)
             self.reference = Model(config, args.policy, ranks)
         self.trained = [self.policy]
         if critic:
             config = read_config(critic, args.policy, "--critic-model", CAUSAL_LM + SCORED)
-            self.trained.append(Model(config, args.policy, ranks, is_critic=True))
+            self.trained.append(Model(config, args.policy, ranks, is_critic=True, lora=args.lora))
         self.reward_model_gb = 0.0
         if args.reward_model.path:
             scorer = Model(check_reward_model(args.reward_model, args.policy), args.policy, ranks, is_critic=True)
-            self.reward_model_gb = 0.0 if args.reward_model.offload else scorer.itemsize * scorer.shard / GIB
+            self.reward_model_gb = 0.0 if args.reward_model.offload else scorer.itemsize * scorer.trained_shard / GIB
         self.reserved_gb = RESERVED_GB + (0 if args.rollout.enforce_eager else GRAPHS_GB)
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
@@ -139,9 +153,11 @@ class MemoryPlan:
 
     def resident(self) -> dict[str, float]:
         """What stays between the phases, by part."""
-        shards = sum(model.shard for model in self.trained) / GIB
-        frozen = self.reference.itemsize * self.reference.shard / GIB if self.reference else 0
-        return {"weights": 4 * shards, "moments": 8 * shards, "frozen models": frozen + self.reward_model_gb}
+        trained = sum(model.trained_shard for model in self.trained) / GIB
+        below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
+        frozen = self.reference.itemsize * self.reference.trained_shard / GIB if self.reference else 0
+        weights = 4 * trained + below
+        return {"weights": weights, "moments": 8 * trained, "frozen models": frozen + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:
         """What is on the GPU while the engine is awake."""
@@ -154,7 +170,7 @@ class MemoryPlan:
 
     def update(self, tokens: int) -> dict[str, float]:
         """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
-        passes = [{"gradients": 4 * model.shard} | model.update(tokens, self.keys) for model in self.trained]
+        passes = [{"gradients": 4 * model.trained_shard} | model.update(tokens, self.keys) for model in self.trained]
         fullest = max(passes, key=lambda parts: sum(parts.values()))
         return self.resident() | {part: x / GIB for part, x in fullest.items()}
 

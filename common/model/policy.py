@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
+from common.model.lora import merged_weights
 
 
 @dataclass
@@ -116,13 +117,12 @@ class Policy(PackedModel):
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once;
-        then, as stored, the buffers that belong to a checkpoint.
+        """Every weight, unsharded, adapters merged, in `dtype` (None: as stored), under its Hugging Face name; tied
+        weights once; then, as stored, the buffers that belong to a checkpoint.
 
         One of them exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
-        for name, parameter in self.lm.named_parameters():
-            yield name, parameter.to(dtype or parameter.dtype).full_tensor()
+        yield from merged_weights(self.lm, dtype)
         yield from saved_buffers(self.lm).items()
 
 
@@ -156,11 +156,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def head_options(config: PretrainedConfig) -> dict[str, float]:
     """What a family does to its logits besides the matrix product (Gemma's soft-cap, Cohere's and Granite's scale)."""
-    options = {}
-    if hasattr(config, "final_logit_softcapping") and config.final_logit_softcapping is not None:
-        options["softcap"] = config.final_logit_softcapping
-    if hasattr(config, "logit_scale") and config.logit_scale is not None:
-        options["logit_scale"] = config.logit_scale
-    if hasattr(config, "logits_scaling"):
+    fields = config.to_dict()
+    options = {"softcap": fields.get("final_logit_softcapping"), "logit_scale": fields.get("logit_scale")}
+    if "logits_scaling" in fields:
         options["logit_scale"] = 1.0 / config.logits_scaling
-    return options
+    return {name: value for name, value in options.items() if value is not None}

@@ -10,18 +10,22 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
 
 from common import losses
 from common.batch import Batch
 from common.checkpoint.state import make_optimizer_state, tensors_of
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
+from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.packing import plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
 from common.parallel.mesh import make_mesh
+
+LORA = LoRAConfig(rank=3, alpha=6.0)
 
 
 @dataclass
@@ -87,7 +91,8 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
         if step.entropy_coef:
             loss = loss - step.entropy_coef * entropy
         (world.size * (loss * microbatch.weight).sum()).backward()
-    full = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.lm.named_parameters()}
+    trained = [(name, parameter) for name, parameter in policy.lm.named_parameters() if parameter.requires_grad]
+    full = {name: parameter.grad.full_tensor().clone() for name, parameter in trained}
     num_dummies = sum(len(share) == 0 for shares in plan.minibatches[0] for share in shares)
     return full, len(microbatches), num_dummies
 
@@ -158,6 +163,26 @@ def replicated(folder: Path, todo: dict, config: ModelConfig, world: ranks.World
     return found | {"weights": weights(policy)} | clipped_step(policy, grouped)
 
 
+def with_adapters(todo: dict, config: ModelConfig, world: ranks.World) -> dict:
+    """The last layout's gradient of adapters, in two copies of the model where there are two ranks; A and B; and the
+    merged weights, as the engine gets them."""
+    if world.size > 1:
+        world = replace(world, mesh=make_mesh("cpu", 2, ranks.collective_timeout(60)))
+    policy = load_policy(todo["model"], config, world, lora=LORA)
+    adapters = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapters.items():
+        if name.endswith("lora_B"):
+            full = 0.1 * torch.randn(parameter.shape, generator=generator)
+            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.detach().to_local().copy_(shard.to_local())
+    name, budget, order, aggregation, _ = todo["layouts"][-1]
+    hf_config = read_config(todo["model"], config)
+    found, *_ = gradient(policy, world, hf_config, todo["steps"][name], order, budget, aggregation)
+    whole = {name: parameter.detach().full_tensor() for name, parameter in adapters.items()}
+    return {"gradient": found, "adapters": whole, "weights": weights(policy)}
+
+
 def main(folder: Path) -> None:
     world = ranks.init()
     todo = torch.load(folder / "todo.pt", weights_only=False)
@@ -177,6 +202,7 @@ def main(folder: Path) -> None:
     found |= clipped_step(policy, world)
     if world.size > 1:
         found["replicas"] = replicated(folder, todo, configs[""], world, replicas=2)
+    found["lora"] = with_adapters(todo, configs[""], world)
     torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
     ranks.shutdown()
 

@@ -5,6 +5,7 @@ the plain transformers model in float64, one response at a time, the loss a loop
 not change: the unsharded weights, and one clipped step.
 """
 
+import copy
 import itertools
 import random
 from dataclasses import replace
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import launch
 from tests.oracles import AGGREGATIONS
-from tests.parallel.layout_worker import Step
+from tests.parallel.layout_worker import LORA, Step
 
 VOCAB = 53                              # rows that no number of ranks divides
 TOLERANCE = 1e-6                        # ||g - oracle|| / ||oracle|| of all weights; reached: 4e-7, float32's own
@@ -314,3 +315,26 @@ def test_a_checkpoint_of_copies_holds_each_number_once_and_fits_other_ranks(run,
         for name, tensor in found["after_adam"].items():
             assert torch.equal(whole[f"policy.model.lm.{name}"], tensor)
             assert not torch.equal(tensor, found["loaded"][name])
+
+
+def test_the_gradient_of_adapters_follows_from_that_of_the_merged_weights(run, oracle, steps):
+    """By the chain rule: dA = s B^T dW', dB = s dW' A^T, with dW' of the whole model in float64."""
+    adapters, scale = run[2][0]["lora"]["adapters"], LORA.alpha / LORA.rank
+    layers = [name.removesuffix(".lora_A") for name in adapters if name.endswith("lora_A")]
+    assert len(layers) == 14
+    merged = copy.deepcopy(oracle)
+    base = dict(merged.model.named_parameters())
+    with torch.no_grad():
+        for layer in layers:
+            a, b = (adapters[f"{layer}.{name}"].double() for name in ("lora_A", "lora_B"))
+            base[f"{layer}.weight"] += scale * b @ a
+    gradient, want = merged.gradient(steps["main"], "token-mean"), {}
+    for layer in layers:
+        a, b, of_weight = (x.double() for x in (adapters[f"{layer}.lora_A"], adapters[f"{layer}.lora_B"],
+                                                gradient[f"{layer}.weight"]))
+        want |= {f"{layer}.lora_A": scale * b.T @ of_weight, f"{layer}.lora_B": scale * of_weight @ a.T}
+    assert min(w.abs().max() for w in want.values()) > 1e-3
+    for found in (found["lora"] for found in run[2]):
+        assert relative_error(found["gradient"], want) < TOLERANCE
+        assert found["weights"].keys() == run[2][0]["weights"].keys()
+        assert all((found["weights"][name] - base[name]).abs().max() < 1e-6 for name in found["weights"])

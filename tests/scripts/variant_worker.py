@@ -18,7 +18,7 @@ from common.tracking import profiling
 
 if __name__ == "__main__":
     world = ranks.init()
-    ranks.init = lambda timeout_s: world                                        # one process group for all runs
+    ranks.init = lambda *_: world                                              # one process group for all runs
     ranks.shutdown = torch.distributed.barrier
     profiling.matmul_flops = functools.cache(profiling.matmul_flops)            # one measurement, one tokenizer
     AutoTokenizer.from_pretrained = functools.cache(AutoTokenizer.from_pretrained)
