@@ -21,7 +21,7 @@ from common.batch import Batch
 from common.dataset.store import PromptSet
 from common.engine.base import Response
 from common.model.flops import sequence_cost
-from common.packing import plan_step
+from common.model.sequence_parallel import plan_groups
 from common.parallel.exchange import exchange, gather_numbers
 from common.parallel.ranks import World, all_gather_objects, all_sum
 from common.prompts import Prompt
@@ -135,8 +135,8 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
     """
     lengths = rollout.lengths
     runs = in_update.numpy()
-    plan = plan_step(
-        lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, trained=runs,
+    plan = plan_groups(
+        lengths, sequence_cost(lengths, hf_config), num_minibatches, world, max_tokens, seed, trained=runs,
         groups=rollout.group.numpy() if share_prompt else None, prompt_lengths=rollout.prompt_lengths.numpy(),
     )
     samples = rollout.samples

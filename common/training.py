@@ -84,7 +84,7 @@ class Training:
         """Join the ranks, check the flags, take the run folder."""
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
-        self.world = ranks.init(args.save.timeout_s, args.policy.replicas)
+        self.world = ranks.init(args.save.timeout_s, args.policy.replicas, args.policy.sequence_parallel)
         if is_finished(args, self.world):
             ranks.shutdown()
             sys.exit(0)

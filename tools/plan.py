@@ -51,7 +51,7 @@ class Command:
         self.max_tokens, self.reference, self.critic = max_tokens, reference, critic
         longest = args.data.max_prompt_length + args.rollout.max_response_length
         self.plan = MemoryPlan(args, hf_config, gpus, longest, reference, critic)
-        self.tokens = max_tokens or self.plan.largest_budget(gpu_gb) or longest
+        self.tokens = max_tokens or self.plan.largest_budget(gpu_gb) or self.plan.smallest
 
     def changed(self, flags: dict[str, Any], gpus: int) -> "Command":
         """With other flags (`--rollout.tp` -> 2), on other GPUs."""
@@ -139,7 +139,7 @@ def changes(command: Command, node: int) -> Iterator[tuple[dict[str, Any], int]]
     tps = [tp for tp in (2, 4, 8) if tp > command.args.rollout.tp and node % tp == 0 and heads % tp == 0]
     moments, both = {"--offload.optimizer": True}, {"--offload.optimizer": True, "--offload.params": True}
     alone: list[dict[str, Any]] = [{}, moments]
-    if command.max_tokens > command.plan.longest:
+    if command.max_tokens > command.plan.smallest:
         alone.insert(1, {"--max-tokens-per-gpu": 0})
     if not command.plan.policy.recomputes:
         alone += [{"--policy.gradient-checkpointing": True}, {"--policy.gradient-checkpointing": True} | moments]

@@ -23,6 +23,7 @@ from common.model.liger import choose_liger, use_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.sequence_parallel import PREFIX
 from common.model.sharding import shard
 from common.parallel.ranks import World
 
@@ -144,6 +145,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     """The model without dropout, and without memory for its weights."""
     _disable_dropout(hf_config)
     attention, _ = choose_attention(world.device, hf_config, config)
+    attention = attention if world.sequence is None else PREFIX + attention
     dtype = getattr(torch, config.compute_dtype) if frozen or lora.rank else torch.float32
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(

@@ -23,7 +23,7 @@ from common.model.lora import LoRAConfig, add_adapters
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.parallel.mesh import num_shards
-from common.parallel.ranks import all_max
+from common.parallel.ranks import all_max, all_sum
 
 GIB = 2**30
 MAX_TOKENS = 32768
@@ -128,8 +128,11 @@ class MemoryPlan:
                  critic: str = ""):
         """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest prompt and response;
         `critic`: its folder."""
-        self.offload, self.longest = args.offload, longest
-        ranks = num_shards(ranks, args.policy.replicas)
+        self.offload, self.longest, self.ranks = args.offload, longest, ranks
+        self.sequence_parallel = args.policy.sequence_parallel
+        ranks = num_shards(ranks, args.policy.replicas, self.sequence_parallel)
+        self.smallest = -(-longest // self.sequence_parallel)
+        """The smallest budget: this rank's share of the longest sequence."""
         self.policy = Model(hf_config, args.policy, ranks, lora=args.lora)
         # the model below adapters is the reference
         self.reference = self.policy if reference and not args.lora.rank else None
@@ -148,6 +151,8 @@ class MemoryPlan:
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
         self.keys = longest / args.rollout.max_response_length if args.policy.share_prompt else 0.0
+        if self.sequence_parallel > 1:                                  # those of all ranks, and of them what is seen
+            self.keys += 2 * self.sequence_parallel
         self.chosen = ""
         """The budget of a micro-batch and the reason for it, in words."""
 
@@ -181,7 +186,7 @@ class MemoryPlan:
 
     def largest_budget(self, gpu_gb: float) -> int:
         """The most tokens, up to MAX_TOKENS, that fit; 0: not even the longest sequence does."""
-        sizes = [self.longest, *range(1024 * -(-self.longest // 1024), MAX_TOKENS + 1, 1024)]
+        sizes = [self.smallest, *range(1024 * -(-self.smallest // 1024), MAX_TOKENS + 1, 1024)]
         return max((tokens for tokens in sizes if self.update_gb(tokens) <= gpu_gb), default=0)
 
     def choose_budget(self, requested: int, device: torch.device) -> int:
@@ -193,9 +198,10 @@ class MemoryPlan:
         tokens = requested or self.largest_budget(gpu_gb)
         if not tokens:
             raise ValueError(
-                f"the longest prompt and response, {self.longest} tokens, need {self.update_gb(self.longest):.1f} GiB, "
-                f"by calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing True or a "
-                f"smaller --rollout.max-response-length; python -m tools.plan says what fits"
+                f"the longest prompt and response, {self.longest} tokens, need {self.update_gb(self.smallest):.1f} "
+                f"GiB, by calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing "
+                f"True, --policy.sequence-parallel or a smaller --rollout.max-response-length; python -m tools.plan "
+                f"says what fits"
             )
         self.chosen = (
             f"micro-batches of {tokens:,} tokens ({'--max-tokens-per-gpu' if requested else 'the most that fit'}); "
@@ -209,6 +215,9 @@ class MemoryPlan:
         step, when this is called, all that is allocated beside `resident` belongs to the engine."""
         if device.type == "cpu":
             return {}
-        planned = sum(self.update(max(len(batch.tokens) for batch in chain(*minibatches))).values())
+        sizes = [len(batch.tokens) for batch in chain(*minibatches)]
+        if self.sequence_parallel > 1:                                  # what a rank brings is not what it runs
+            sizes = (all_sum(sizes) / self.ranks).tolist()
+        planned = sum(self.update(max(sizes)).values())
         above = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) / GIB
         return {"perf/plan_error_frac": (sum(self.resident().values()) + above) / planned - 1}

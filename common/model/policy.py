@@ -6,12 +6,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
 from common.model.lora import merged_weights
+from common.model.sequence_parallel import Row, make_row
 
 
 @dataclass
@@ -29,16 +31,25 @@ class ModelConfig:
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
     Not with --policy.attention flash_attention_2; on GPUs auto then means packed_varlen."""
+    sequence_parallel: int = 1
+    """Ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit one GPU.
+    They hold as many times the token budget. Not with --policy.attention flash_attention_2."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
     def __post_init__(self):
-        if self.share_prompt and self.attention == "flash_attention_2":
-            raise ValueError("--policy.share-prompt: --policy.attention flash_attention_2 cannot, packed_varlen can")
+        if self.gathers_keys() and self.attention == "flash_attention_2":
+            raise ValueError("--policy.share-prompt and --policy.sequence-parallel: --policy.attention "
+                             "flash_attention_2 cannot, packed_varlen can")
         if self.compute_dtype == "float32" and self.attention in ("flash_attention_2", "packed_varlen"):
             raise ValueError(
                 f"--policy.attention {self.attention} takes no --policy.compute-dtype float32: choose auto"
             )
+
+
+    def gathers_keys(self) -> bool:
+        """Whether a query may see keys that do not stand in one piece before it."""
+        return self.share_prompt or self.sequence_parallel > 1
 
 
 class PackedModel(nn.Module):
@@ -47,33 +58,15 @@ class PackedModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.share_prompt = False
+        self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
         self.version = 0  # grows with every optimizer step, so the engine knows when its weights are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 
-    def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The positions [N] of the tokens that the policy sampled, and the hidden states [N, H] that predict them.
-
-        The shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1.
-        """
-        before = batch.sampled - 1                                                              # [N]
-        tokens, positions = batch.tokens, batch.position_ids
-        layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-        if self.share_prompt:
-            shared = batch.shared_prompts
-            before = shared.row[before]
-            tokens, positions = tokens[shared.run], positions[shared.run]
-            layout = {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
-                      "key_rows": shared.key_rows}
-        longest = max(batch.host_lengths)
-        hidden = backbone(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            max_length_q=longest,
-            max_length_k=longest,
-            use_cache=False,
-            **layout,
-        ).last_hidden_state[0]                                          # [tokens that run, H]
-        return batch.sampled, hidden[before]
+    def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
+        """What runs of the micro-batch, and the hidden states [N, H] that predict the tokens that were sampled."""
+        row = make_row(batch, self.share_prompt, self.sequence_group)
+        out = backbone(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **row.layout)
+        return row, out.last_hidden_state[0, row.before]
 
     def free_unsharded(self) -> None:
         """Free the unsharded weights, which FSDP2 would keep until a backward pass."""
@@ -93,20 +86,19 @@ class Policy(PackedModel):
     def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
         and entropy [T], float32, 0 where `batch.mask` is False."""
-        sampled, hidden = self.hidden_before(self.lm.base_model, batch)
+        row, hidden = self.hidden_before(self.lm.base_model, batch)
         logp, entropy, sum_p2 = linear_logp(
             hidden,
             self.lm.get_output_embeddings().weight,
-            batch.tokens[sampled],
+            row.targets,
             temperature=temperature,
             with_entropy_grad=entropy_grad,
             with_sum_p2=self.keeps_sum_p2 and not torch.is_grad_enabled(),
             **head_options(self.lm.config),
         )                                                                                       # [N] each
-        zeros = logp.new_zeros(len(batch.tokens))
         if sum_p2 is not None:
-            batch.sum_p2 = zeros.index_copy(0, sampled, sum_p2)                                 # [T]
-        return zeros.index_copy(0, sampled, logp), zeros.index_copy(0, sampled, entropy)        # [T], [T]
+            batch.sum_p2 = row.per_token(sum_p2)                                                # [T]
+        return row.per_token(logp), row.per_token(entropy)                                      # [T], [T]
 
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
@@ -136,9 +128,8 @@ class Critic(PackedModel):
 
     def forward(self, batch: Batch) -> Tensor:
         """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""
-        sampled, hidden = self.hidden_before(self.backbone, batch)
-        value = self.head(hidden.float())[:, 0]                                                 # [N]
-        return value.new_zeros(len(batch.tokens)).index_copy(0, sampled, value)                 # [T]
+        row, hidden = self.hidden_before(self.backbone, batch)
+        return row.per_token(self.head(hidden.float())[:, 0])                                   # [T]
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
 
     A critic's head computes in float32."""
     model.train()
-    model.share_prompt = config.share_prompt
+    model.share_prompt, model.sequence_group = config.share_prompt, world.sequence
     is_large = transformer.num_parameters() > 1e9
     if config.gradient_checkpointing or (config.gradient_checkpointing is None and is_large):
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -38,7 +38,7 @@ READ_CEILING = 2100                                                     # all fi
 PACKAGES_CEILING = 4300                                                 # the packages below common/, without ...
 # What was planned for later, with which they have 5,500.
 PLANNED = {f"common/{name}.py" for name in ("model/memory_plan", "model/liger", "dataset/conversations",
-                                            "parallel/mesh", "model/sharding", "model/lora")}
+                                            "parallel/mesh", "model/sharding", "model/lora", "model/sequence_parallel")}
 WHOLE_CEILING = 5500
 MAKEFILE_CEILING = 59
 # Lines of `diff grpo.py SCRIPT`, added plus removed.
