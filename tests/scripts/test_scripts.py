@@ -40,6 +40,10 @@ VARIANTS = {
     "grpo exported": ["--run-zero-advantage", "--kl-loss-coef", "0.1", "--entropy-coef", "0.1", "--total-steps", "2",
                       "--max-tokens-per-gpu", "300", "--save.hf", "end", *TWO_UPDATES],
     "grpo lora": ["--lora.rank", "4", "--kl-loss-coef", "0.1", "--total-steps", "2", "--save.hf", "end", *TWO_UPDATES],
+    "grpo groups of ranks": ["--policy.sequence-parallel", "RANKS", "--policy.replicas", "RANKS", "--kl-loss-coef", "0.1",
+                             "--policy.share-prompt", "--total-steps", "2", *TWO_UPDATES],
+    "ppo groups of ranks": ["--policy.sequence-parallel", "RANKS", "--minibatches-per-step", "2", "--total-steps", "2",
+                            "--max-tokens-per-gpu", "300"],
     "ppo lora": ["--lora.rank", "2", "--lora.targets", "v_proj", "--save.hf", "end", "--lora.export", "adapter"],
     "grpo passk": ["--advantage", "passk"],
     "grpo dro": ["--loss", "dro", "--loss-numbers", "beta", "0.5", *TWO_UPDATES],
@@ -118,8 +122,9 @@ def folders(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int
     found = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, folder in found.items():
         own = ["--model", tiny_llama, "--train-data", small_train, *BASE]
+        values = {"RM": reward_model, "RANKS": str(ranks)}
         launch_all(folder, {
-            name: [name.split()[0], *(reward_model if flag == "RM" else flag for flag in own + flags)]
+            name: [name.split()[0], *(values.get(flag, flag) for flag in own + flags)]
             for name, flags in VARIANTS.items() if ranks == 1 or name in ON_TWO_RANKS
         }, ranks)
     return found
