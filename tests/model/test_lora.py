@@ -24,6 +24,7 @@ from common.model.policy import ModelConfig
 from common.optim import OptimConfig, make_optimizer
 from common.run import RunArgs
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
+from tests.conftest import VOCAB
 from tests.model.test_memory_plan import ALL, llama, plan_of  # noqa: F401 (fixture)
 from tests.model.test_policy import make_batch, save_model
 from tests.rank_worker import checkpoints_of
@@ -76,7 +77,7 @@ def test_a_layers_value_and_gradients_are_those_of_autograd_in_float64(bias):
 
 def test_at_the_start_it_is_the_model_itself(tiny_llama, world):
     """B is 0 and A is not; and all linear layers of blocks have adapters, which alone are trained."""
-    policy, batch = load_policy(tiny_llama, BF16, world, lora=RANK4), make_batch(49152)
+    policy, batch = load_policy(tiny_llama, BF16, world, lora=RANK4), make_batch(VOCAB)
     assert torch.equal(policy.score(batch, 0.7), load_policy(tiny_llama, BF16, world, frozen=True).score(batch, 0.7))
     trained = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
@@ -89,7 +90,7 @@ def test_at_the_start_it_is_the_model_itself(tiny_llama, world):
 @pytest.mark.parametrize("config", [BF16, FLOAT32], ids=["bfloat16", "float32"])
 def test_trainer_engine_and_export_have_the_same_numbers(config, tiny_llama, world, tmp_path):
     """To the bit: the log-probs of the adapted policy are those of the exported model, loaded as any other."""
-    policy, batch = adapted(tiny_llama, world, config), make_batch(49152)
+    policy, batch = adapted(tiny_llama, world, config), make_batch(VOCAB)
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     files = hf_files(tiny_llama, policy.lm.config, tokenizer, config.compute_dtype)
     export(policy, files, RANK4, tmp_path / "model", world)
@@ -109,7 +110,7 @@ def test_trainer_engine_and_export_have_the_same_numbers(config, tiny_llama, wor
 
 def test_the_reference_is_the_policy_without_adapters(tiny_llama, world):
     args = RunArgs(model=tiny_llama, train_data=(), policy=BF16, lora=RANK4)
-    policy, batch = adapted(tiny_llama, world, BF16), make_batch(49152)
+    policy, batch = adapted(tiny_llama, world, BF16), make_batch(VOCAB)
     models = {"policy": policy}
     reference = load_reference("", args, models, world)
     before = policy.score(batch, 0.7)
@@ -128,7 +129,7 @@ def test_a_critic_with_adapters_trains_them_and_its_head(tiny_llama, world):
     trained = [name for name, p in critic.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 + 1 and "head.weight" in trained
     nn.init.ones_(critic.head.weight)
-    critic(make_batch(49152)).sum().backward()
+    critic(make_batch(VOCAB)).sum().backward()
     grads = {name: p.grad for name, p in critic.named_parameters() if p.requires_grad}
     assert all(grads[name] is not None for name in trained)
     assert grads["backbone.layers.1.self_attn.v_proj.lora_B"].full_tensor().abs().max() > 0
@@ -146,7 +147,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues(tiny_llama, world, watc
     run.after_step({"step": 2}, last=True)
     run.close()
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.distcp"))
-    assert size < 0.05 * 12 * sum(p.numel() for p in policy.parameters())
+    assert size < 0.2 * 12 * sum(p.numel() for p in policy.parameters())
     again = load_policy(tiny_llama, FLOAT32, world, lora=RANK4)
     other = make_optimizer(again, OptimConfig())
     assert checkpoints_of(tmp_path, world, again, other, watch).resume() == {"step": 2}
@@ -154,7 +155,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues(tiny_llama, world, watc
     assert want.keys() == found.keys() and sum("exp_avg_sq" in name for name in want) == 2 * 7 * 2
     assert all(torch.equal(*(x.full_tensor() if hasattr(x, "full_tensor") else x for x in (want[name], found[name])))
                for name in want)
-    batch = make_batch(49152)
+    batch = make_batch(VOCAB)
     assert torch.equal(policy.score(batch, 1.0), again.score(batch, 1.0))
 
 
@@ -190,7 +191,7 @@ def in_peft(tiny_llama, world, tmp_path_factory):
 
 def logits(model, seed: int = 0) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.randint(0, 49152, (2, 9), generator=torch.Generator().manual_seed(seed))).logits
+        return model(torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))).logits
 
 
 def test_the_adapters_of_pefts_format_by_hand(in_peft, tiny_llama):
