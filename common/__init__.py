@@ -8,7 +8,7 @@ Letters in shape comments:
 
 Index convention: `x[t]` describes token t. `logp[t]` is log p(token t | tokens before t), `mask[t]` says that the
 policy sampled token t (its stop token included). The shift from the model's "next token" output happens in one
-place, `PackedModel.hidden_before` in common/model/policy.py.
+place, `make_row` in common/model/sequence_parallel.py.
 
 What a step means is in the files of this folder. Read them in this order: rollout, batch, packing, losses, segments,
 correction, kernels, metrics, optim, prompts, training, run. What makes it run is in the packages below (engine, model,

@@ -17,7 +17,7 @@ from common.engine.episodes import start_episodes
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
-from common.model.loading import load_policy
+from common.model.loading import load_reference
 from common.model.memory_plan import MemoryPlan
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Policy
@@ -103,9 +103,7 @@ class Run(Training):
 
     def load_reference(self) -> Policy:
         """The teacher, or the policy's model as it is before training, frozen."""
-        path = self.args.teacher or self.args.model
-        self.models["reference"] = load_policy(path, self.args.policy, self.world, frozen=True)
-        return self.models["reference"]
+        return load_reference(self.args.teacher, self.args, self.models, self.world)
 
     def resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""

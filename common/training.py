@@ -26,6 +26,7 @@ from common.metrics import Meter
 from common.model.flops import update_flops
 from common.model.liger import kernels_in_words
 from common.model.loading import load_critic, load_policy, read_config
+from common.model.lora import LoRAConfig
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.parallel import ranks
@@ -63,6 +64,7 @@ class TrainArgs:
     """Most validation prompts, spread evenly over the files; 0: all."""
 
     policy: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -82,7 +84,7 @@ class Training:
         """Join the ranks, check the flags, take the run folder."""
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
-        self.world = ranks.init(args.save.timeout_s)
+        self.world = ranks.init(args.save.timeout_s, args.policy.replicas, args.policy.sequence_parallel)
         if is_finished(args, self.world):
             ranks.shutdown()
             sys.exit(0)
@@ -107,12 +109,12 @@ class Training:
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
         self.watchdog.phase("loading models")
         ranks.seed_everything(self.args.seed)  # vLLM has seeded them otherwise
-        self.models["policy"] = load_policy(self.args.model, self.args.policy, self.world)
+        self.models["policy"] = load_policy(self.args.model, self.args.policy, self.world, lora=self.args.lora)
         self.optimizers["policy"] = make_optimizer(self.models["policy"], self.args.optim)
         return self.models["policy"], self.optimizers["policy"]
 
     def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
-        self.models["critic"] = load_critic(path, self.args.policy, self.world)
+        self.models["critic"] = load_critic(path, self.args.policy, self.world, lora=self.args.lora)
         self.optimizers["critic"] = make_optimizer(self.models["critic"], optim)
         return self.models["critic"], self.optimizers["critic"]
 
@@ -159,7 +161,7 @@ class Training:
             self.metrics = self.checkpoints.metrics()
             yield step
         if args.save.hf != "never":
-            export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
+            export(self.policy, self.hf_files, args.lora, self.tracker.run_dir / "model", self.world)
         if self.world.is_main:  # the other ranks may not see the last line yet
             print(summary(self.tracker.run_dir), flush=True)
 
@@ -219,13 +221,12 @@ class Training:
         the step's sequences; `metrics`: the script's own; `results`: of the validation, {} without one. None: a stop
         signal came before its end, then the resumed run validates and logs the step."""
         args, done = self.args, step + 1
-        flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt)
+        flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         self.metrics |= step_metrics(
             self.meter, self.timer, self.world, lengths, minibatches, update_flops=flops * num_epochs,
             peak_flops=self.peak_flops,
         )
-        self.metrics |= metrics
-        self.metrics |= {"training/global_step": done, "training/epoch": self.sampler.epoch}
+        self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
         state |= {"sampler": self.sampler.state_dict(), "script": self.script_state}
         if results is None:

@@ -19,6 +19,7 @@ from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
+from common.parallel.mesh import make_mesh
 
 STATE = {"step": 2, "sampler": {"epoch": 1, "position": 5}, "tracker": {"step": 2, "wandb_id": None}}
 
@@ -97,7 +98,8 @@ def not_shared(folder: Path, world: ranks.World) -> None:
 def timeouts(folder: Path, world: ranks.World) -> None:
     """Seconds that the collectives of each group wait."""
     writer = Writer(manager.SaveConfig(timeout_s=float(sys.argv[3])), folder, world, {})
-    groups = (dist.group.WORLD, world.mesh.get_group(), writer.group)
+    of_copies = make_mesh("cpu", world.size, ranks.collective_timeout(float(sys.argv[3]))).get_all_groups()
+    groups = (dist.group.WORLD, world.mesh.get_group(), writer.group, *of_copies)
     dist.barrier()
     if world.is_main:
         seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]

@@ -6,33 +6,56 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from tyro.conf import Positional
 
 from common.checkpoint.export import dtype_of, replace_hf
 from common.checkpoint.files import check_files, find, incomplete, read_manifest
 from common.checkpoint.state import Reader
+from common.model.lora import LoRAConfig, merge, peft_files
+from common.model.policy import saved_buffers
 from common.tracking.console import exit_with_error
 
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
 
 
-def stored_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every policy weight, unsharded and in `dtype`, under its name in transformers; then the buffers that belong to a
-    checkpoint, as stored."""
+def stored_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Every policy weight (of a run with --lora.rank: of its adapters), unsharded and in `dtype` (None: as stored),
+    under its name in transformers; then the buffers that belong to a checkpoint, as stored."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
     reader = Reader(folder)
     full = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if name.startswith((WEIGHT, BUFFER)):
-            full[name] = torch.empty(entry.size, dtype=dtype if name.startswith(WEIGHT) else entry.properties.dtype)
+            cast = dtype is not None and name.startswith(WEIGHT)
+            full[name] = torch.empty(entry.size, dtype=dtype if cast else entry.properties.dtype)
     dcp.load(full, storage_reader=reader, no_dist=True)         # It casts what it reads.
     return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
+
+
+def lora_config(flags: dict[str, Any]) -> LoRAConfig:
+    return LoRAConfig(**{name.removeprefix("--lora."): value for name, value in flags.items() if "--lora." in name})
+
+
+def merged_with_base(adapters: dict[str, Tensor], config: LoRAConfig, model: str) -> dict[str, Tensor]:
+    """The weights of the folder or hub name `model` with these adapters merged, in the adapters' dtype."""
+    dtype = next(iter(adapters.values())).dtype
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    weights = {name: p.detach() for name, p in lm.named_parameters()} | saved_buffers(lm)
+    for name, a in adapters.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "lora_A":
+            weights[f"{layer}.weight"] = merge(
+                weights[f"{layer}.weight"], a, adapters[f"{layer}.lora_B"], config.alpha / config.rank
+            )
+    return weights
 
 
 def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:
@@ -46,7 +69,14 @@ def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:
             raise ValueError(f"{path} is a symbolic link, which no run writes: its target would be copied to {out}")
         if path.is_file() and not path.name.startswith("model"):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
-    replace_hf(out, stored_weights(folder, dtype_of(files)), files)
+    flags = read_manifest(folder)["flags"]
+    if not flags.get("--lora.rank"):
+        weights = stored_weights(folder, dtype_of(files))
+    elif flags["--lora.export"] == "adapter":
+        weights, files = {}, peft_files(stored_weights(folder, None), lora_config(flags), flags["--model"])
+    else:
+        weights = merged_with_base(stored_weights(folder, dtype_of(files)), lora_config(flags), flags["--model"])
+    replace_hf(out, weights, files)
     print(f"{folder} -> {out}")
 
 

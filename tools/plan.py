@@ -51,7 +51,7 @@ class Command:
         self.max_tokens, self.reference, self.critic = max_tokens, reference, critic
         longest = args.data.max_prompt_length + args.rollout.max_response_length
         self.plan = MemoryPlan(args, hf_config, gpus, longest, reference, critic)
-        self.tokens = max_tokens or self.plan.largest_budget(gpu_gb) or longest
+        self.tokens = max_tokens or self.plan.largest_budget(gpu_gb) or self.plan.smallest
 
     def changed(self, flags: dict[str, Any], gpus: int) -> "Command":
         """With other flags (`--rollout.tp` -> 2), on other GPUs."""
@@ -77,7 +77,7 @@ class Command:
         if rollout.engine == "hf":                                      # its weights are in the reserve of all phases
             engine = {"engine's activations": 0.0}
         # one unsharded tensor at a time, and the buffer of its gathering; on one rank a copy in another dtype
-        largest = policy.itemsize * max(policy.head, policy.embedding) * min(self.gpus, 2) / GIB
+        largest = policy.itemsize * max(policy.head, policy.embedding) * min(policy.ranks, 2) / GIB
         scoring = max((self.scoring(model) for model in plan.trained), key=lambda parts: sum(parts.values()))
         found = {
             "rollout": plan.beside_engine() | engine,
@@ -96,7 +96,7 @@ class Command:
         in one buffer, which is there until those of the next group are in their places; on one rank all stay."""
         hidden = 2 * model.itemsize * model.config.hidden_size * self.tokens
         at_start, in_block, in_head = (
-            model.itemsize * (model.all if self.gpus == 1 else model.head + others)
+            model.itemsize * (model.all if model.ranks == 1 else model.head + others)
             for others in (model.head + 2 * model.embedding, 3 * model.block, model.block)
         )
         moments = [
@@ -139,7 +139,7 @@ def changes(command: Command, node: int) -> Iterator[tuple[dict[str, Any], int]]
     tps = [tp for tp in (2, 4, 8) if tp > command.args.rollout.tp and node % tp == 0 and heads % tp == 0]
     moments, both = {"--offload.optimizer": True}, {"--offload.optimizer": True, "--offload.params": True}
     alone: list[dict[str, Any]] = [{}, moments]
-    if command.max_tokens > command.plan.longest:
+    if command.max_tokens > command.plan.smallest:
         alone.insert(1, {"--max-tokens-per-gpu": 0})
     if not command.plan.policy.recomputes:
         alone += [{"--policy.gradient-checkpointing": True}, {"--policy.gradient-checkpointing": True} | moments]

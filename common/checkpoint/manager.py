@@ -29,6 +29,7 @@ from common.checkpoint.state import (
     tensors_of,
 )
 from common.checkpoint.writer import SaveConfig, Writer
+from common.model.lora import adapter_flags
 from common.parallel.ranks import World, all_gather_objects, all_max, on_main
 from common.tracking.console import print_on_main
 from common.tracking.profiling import Timer
@@ -36,8 +37,8 @@ from common.tracking.profiling import Timer
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
 MAY_CHANGE = re.compile(
-    "--(save|log|offload|policy.(attention|gradient|share)|reward.(num-workers|concurrency|timeout)|run-dir|model |"
-    "data|train-data|val-data|eval|total-|max-tokens-per-gpu|"
+    "--(save|log|offload|policy.(attention|gradient|share|replicas|sequence)|run-dir|model |"
+    "reward.(num-workers|concurrency|timeout)|data|train-data|val-data|eval|total-|max-tokens-per-gpu|"
     "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
@@ -211,8 +212,9 @@ class Checkpoints:
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         reader = Reader(folder)
         then = json.loads((folder / "hf/config.json").read_bytes())
-        then |= {"script": manifest["script"], "trained parts": manifest["parts"]}
+        then |= {"script": manifest["script"], "trained parts": manifest["parts"]} | adapter_flags(manifest["flags"])
         now = json.loads(self.files["config.json"]) | {"script": self.script, "trained parts": sorted(self.parts)}
+        now |= adapter_flags(flags_of(self.args))
         free = NOT_COMPARED if self.config.resume == "auto" else NOT_COMPARED | {"script"}
         wrong = [text for text in differences(then, now) if text.split()[0] not in free]
         if wrong:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from common.checkpoint.secrets import redacted
+from common.model.lora import saved_parameters
 from common.model.policy import saved_buffers
 
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
@@ -20,11 +21,11 @@ Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def tensors_of(parts: Parts) -> dict[str, Tensor]:
-    """PART.model.NAME, PART.optim.NAME.KEY and PART.buffer.NAME -> every weight, optimizer tensor and buffer that
-    belongs to a checkpoint: this rank's shards, no copies."""
+    """PART.model.NAME, PART.optim.NAME.KEY and PART.buffer.NAME -> every weight (with --lora.rank: of the adapters),
+    optimizer tensor and buffer that belongs to a checkpoint: this rank's shards, no copies."""
     found = {}
     for part, (module, optimizer) in parts.items():
-        for name, parameter in module.named_parameters():
+        for name, parameter in saved_parameters(module):
             found[f"{part}.model.{name}"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{part}.optim.{name}.{key}"] = value

@@ -20,7 +20,7 @@ from common.dataset.store import Loaded, load_shared
 from common.dataset.template import template_arguments
 from common.engine.base import Response
 from common.model.flops import sequence_cost
-from common.packing import plan_step
+from common.model.sequence_parallel import plan_groups
 from common.parallel.ranks import World
 from common.prompts import TemplateConfig
 from common.rollout import Minibatch, Rollout, gather_rollout
@@ -62,7 +62,7 @@ class ConversationSet:
         place in `sequences(rows)`."""
         numbers = self.sequences(rows)
         lengths = self.lengths[numbers]
-        plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, max_tokens, seed=0)
+        plan = plan_groups(lengths, sequence_cost(lengths, hf_config), 1, world, max_tokens, seed=0)
         mine = np.flatnonzero(plan.rank == world.rank)
         spans = [slice(self.ends[i] - self.lengths[i], self.ends[i]) for i in numbers[mine]]
         tokens, masks = ([array[span].tolist() for span in spans] for array in (self.tokens, self.mask))

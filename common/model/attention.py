@@ -104,11 +104,11 @@ def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, co
         return "packed_sdpa", "no CUDA device: sdpa on each packed sequence"
     if config.compute_dtype == "float32":
         return "packed_sdpa", "the faster kernels take no float32: sdpa on each packed sequence"
-    if is_flash_attn_2_available() and not config.share_prompt:
+    if is_flash_attn_2_available() and not config.gathers_keys():
         return "flash_attention_2", "the flash-attn package is installed"
     if softcap is not None:
         return "packed_sdpa", f"soft-cap {softcap} needs the flash-attn package; sdpa on each packed sequence is slower"
     if head_dim > 256 or head_dim % 8:
         return "packed_sdpa", f"head_dim {head_dim}: torch's varlen kernel takes multiples of 8 up to 256"
-    why = "it shares prompts" if config.share_prompt else "flash-attn is not installed"
+    why = "it takes keys from many places" if config.gathers_keys() else "flash-attn is not installed"
     return "packed_varlen", f"torch.nn.attention.varlen ({why})"

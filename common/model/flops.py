@@ -39,10 +39,11 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     return float(linear + _attention(num_keys - num_queries, num_queries, config).sum())
 
 
-def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_prompt: bool) -> float:
-    """FLOPs of forward and backward (3x forward) of all ranks' micro-batches, for MFU: what checkpointing recomputes is
-    not counted. All ranks call this together."""
-    return 3 * all_sum([sum(microbatch_flops(batch, config, share_prompt) for batch in microbatches)]).item()
+def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_prompt: bool, lora_rank: int) -> float:
+    """FLOPs of forward and backward (3x forward; with adapters 2x, as no weight has a gradient) of all ranks'
+    micro-batches, for MFU: what checkpointing recomputes is not counted. All ranks call this together."""
+    forward = all_sum([sum(microbatch_flops(batch, config, share_prompt) for batch in microbatches)]).item()
+    return forward * (2 if lora_rank else 3)
 
 
 def _layers_per_token(config: PretrainedConfig) -> float:

@@ -5,13 +5,13 @@ Rank 0 alone reads the folder; the others receive one tensor at a time and keep 
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,12 +20,16 @@ from transformers.utils import logging as transformers_logging
 from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
 from common.model.liger import choose_liger, use_liger
+from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.sequence_parallel import PREFIX
+from common.model.sharding import shard
 from common.parallel.ranks import World
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
 SCORED = ("ForSequenceClassification",)
+NO_ADAPTERS = LoRAConfig()
 
 
 def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tuple = CAUSAL_LM) -> PretrainedConfig:
@@ -77,32 +81,42 @@ def read_teacher(path: str, model: str, config: ModelConfig, is_used: bool) -> P
     return hf_config
 
 
-def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False) -> Policy:
+def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
+                ) -> Policy:
     """The causal LM of a Hugging Face folder, sharded.
 
-    Master weights are float32. Those of a `frozen` model have the compute dtype: nothing is accumulated in them."""
+    Weights that are trained are float32. The others have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
-    lm = _build(AutoModelForCausalLM, path, hf_config, config, world, frozen)
+    lm = _build(AutoModelForCausalLM, path, hf_config, config, world, frozen, lora)
     lm.tie_weights()
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
-    _shard(policy, lm, config, world, frozen)
+    shard(policy, lm, config, world, frozen)
     source = _read_folder(AutoModelForCausalLM, path, hf_config, config) if world.is_main else None
     _copy_from_main(lm, source, world)
     check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
 
 
-def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = False) -> Critic:
+def load_reference(teacher: str, args: Any, models: dict[str, PackedModel], world: World) -> Policy | Reference:
+    """The teacher, or the model before training, frozen: one more of `models`, with adapters a view of the policy."""
+    if args.lora.rank and not teacher:
+        return Reference(models["policy"])
+    models["reference"] = load_policy(teacher or args.model, args.policy, world, frozen=True)
+    return models["reference"]
+
+
+def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
+                ) -> Critic:
     """The backbone of a Hugging Face folder with a scalar head, sharded.
 
     A causal LM gets a head of zeros, so every value starts at 0. A reward model (a *ForSequenceClassification with one
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     with torch.device("meta"):
-        critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen))
-    _shard(critic, critic.backbone, config, world, frozen)
+        critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora))
+    shard(critic, critic.backbone, config, world, frozen)
     reader = AutoClassifier if is_scored(hf_config) else AutoModel
     source = _read_folder(reader, path, hf_config, config) if world.is_main else None
     _copy_from_main(critic.backbone, source.base_model if world.is_main else None, world)
@@ -126,43 +140,22 @@ def _disable_dropout(config: PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World,
-           frozen: bool) -> PreTrainedModel:
+def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World, frozen: bool,
+           lora: LoRAConfig) -> PreTrainedModel:
     """The model without dropout, and without memory for its weights."""
     _disable_dropout(hf_config)
     attention, _ = choose_attention(world.device, hf_config, config)
-    dtype = getattr(torch, config.compute_dtype) if frozen else torch.float32
+    attention = attention if world.sequence is None else PREFIX + attention
+    dtype = getattr(torch, config.compute_dtype) if frozen or lora.rank else torch.float32
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
         )
     if choose_liger(world.device, hf_config, config)[0]:
         use_liger(model)
+    if lora.rank:
+        add_adapters(model, lora)
     return model
-
-
-def _shard(model: PackedModel, transformer: nn.Module, config: ModelConfig, world: World, frozen: bool) -> None:
-    """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
-
-    A critic's head computes in float32."""
-    model.train()
-    model.share_prompt = config.share_prompt
-    is_large = transformer.num_parameters() > 1e9
-    if config.gradient_checkpointing or (config.gradient_checkpointing is None and is_large):
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if frozen:
-        model.requires_grad_(False)
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
-    for module in transformer.modules():
-        if type(module).__name__ in transformer._no_split_modules:
-            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
-    embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
-    if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32
-        fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
-    if isinstance(model, Critic):
-        fully_shard(model.head, mesh=world.mesh)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision)
-    model.to_empty(device=world.device)
 
 
 def _read_folder(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
@@ -180,7 +173,7 @@ def _read_folder(auto_class: type, path: str, hf_config: PretrainedConfig, confi
 @torch.no_grad()
 def _copy_from_main(module: nn.Module, source: nn.Module | None, world: World) -> None:
     """Copy weights and buffers of `source`, which rank 0 alone has, into the shards that all ranks allocated."""
-    weights = source.state_dict() if world.is_main else {}
+    weights = source.state_dict() | new_adapters(module) if world.is_main else {}
     set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     # Some buffers (rotary frequencies) are in no state dict, and allocating the shards left them undefined.
     buffers = dict(source.named_buffers()) if world.is_main else {}

@@ -18,10 +18,12 @@ from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
 from common.model.liger import choose_liger
-from common.model.loading import CAUSAL_LM, SCORED, read_config, read_teacher
+from common.model.loading import CAUSAL_LM, NO_ADAPTERS, SCORED, read_config, read_teacher
+from common.model.lora import LoRAConfig, add_adapters
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
-from common.parallel.ranks import all_max
+from common.parallel.mesh import num_shards
+from common.parallel.ranks import all_max, all_sum
 
 GIB = 2**30
 MAX_TOKENS = 32768
@@ -37,11 +39,14 @@ arrive one by one between what comes and goes)."""
 class Model:
     """The sizes of a model that memory follows from, and what a pass takes beside shards and gradients."""
 
-    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, is_critic: bool = False):
-        """`is_critic`: a backbone with a scalar head, else a causal LM."""
+    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, is_critic: bool = False,
+                 lora: LoRAConfig = NO_ADAPTERS):
+        """`is_critic`: a backbone with a scalar head, else a causal LM. `lora`: the adapters that alone are trained."""
         family = AutoModel if is_critic else AutoModelForCausalLM
         with torch.device("meta"):
             model = family.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        if lora.rank:
+            add_adapters(model, lora)
         self.config, self.ranks, self.is_critic = hf_config.get_text_config(), ranks, is_critic
         self.itemsize = getattr(torch, config.compute_dtype).itemsize
         self.is_fused, _ = choose_liger(torch.device("cuda"), hf_config, config)
@@ -55,7 +60,13 @@ class Model:
         self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)
         self.head = self.all - sum(map(count, blocks)) - self.embedding
         # dimension 0 of each is cut into equal chunks, the last ones shorter
-        self.shard = sum(-(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters())
+        rows = {p: -(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters()}
+        self.trained_shard = sum(numbers for p, numbers in rows.items() if p.requires_grad)
+        self.frozen_shard = sum(rows.values()) - self.trained_shard
+        self.trains_all = not lora.rank
+        # with adapters, the largest matrix is made in float32 twice, and in the compute dtype
+        adapted = [p.numel() for p in self.largest.parameters() if p.ndim == 2 and not self.trains_all]
+        self.merging = (8 + self.itemsize) * max(adapted, default=0)
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
 
     def kept_by_block(self, keys: float) -> float:
@@ -95,11 +106,14 @@ class Model:
         at_end = size * (head + 2 * (self.embedding or head)) + 4 * max(block, self.embedding)
         tiles, backward_tiles = self.tiles(tokens)
         moments = [                                                     # unsharded weights, activations, tiles
-            (size * (head + one), of_head, tiles),
+            (size * (head + one) + self.merging, of_head, tiles),
             (size * (2 * head + one), of_head, backward_tiles),
             (size * (2 * head + two + block / 3) + 4 * block, of_block, 0),
             (at_end, 2 * tokens * hidden, 0),
         ]
+        if not self.trains_all:                                         # the large matrices have no gradients
+            in_block = size * (head + two) + self.merging
+            moments[1:] = [(size * (head + one), of_head, backward_tiles), (in_block, of_block, 0)]
         return dict(zip(IN_PASSES, max(moments, key=sum)))
 
 
@@ -112,33 +126,43 @@ class MemoryPlan:
 
     def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, reference: bool = False,
                  critic: str = ""):
-        """`args`: a script's flags; `longest`: tokens of the longest prompt and response; `critic`: its folder."""
-        self.offload, self.longest = args.offload, longest
-        self.policy = Model(hf_config, args.policy, ranks)
-        self.reference = self.policy if reference else None
+        """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest prompt and response;
+        `critic`: its folder."""
+        self.offload, self.longest, self.ranks = args.offload, longest, ranks
+        self.sequence_parallel = args.policy.sequence_parallel
+        ranks = num_shards(ranks, args.policy.replicas, self.sequence_parallel)
+        self.smallest = -(-longest // self.sequence_parallel)
+        """The smallest budget: this rank's share of the longest sequence."""
+        self.policy = Model(hf_config, args.policy, ranks, lora=args.lora)
+        # the model below adapters is the reference
+        self.reference = self.policy if reference and not args.lora.rank else None
         if args.teacher:
             config = read_teacher(args.teacher, args.model, args.policy, is_used=reference)
             self.reference = Model(config, args.policy, ranks)
         self.trained = [self.policy]
         if critic:
             config = read_config(critic, args.policy, "--critic-model", CAUSAL_LM + SCORED)
-            self.trained.append(Model(config, args.policy, ranks, is_critic=True))
+            self.trained.append(Model(config, args.policy, ranks, is_critic=True, lora=args.lora))
         self.reward_model_gb = 0.0
         if args.reward_model.path:
             scorer = Model(check_reward_model(args.reward_model, args.policy), args.policy, ranks, is_critic=True)
-            self.reward_model_gb = 0.0 if args.reward_model.offload else scorer.itemsize * scorer.shard / GIB
+            self.reward_model_gb = 0.0 if args.reward_model.offload else scorer.itemsize * scorer.trained_shard / GIB
         self.reserved_gb = RESERVED_GB + (0 if args.rollout.enforce_eager else GRAPHS_GB)
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
         self.keys = longest / args.rollout.max_response_length if args.policy.share_prompt else 0.0
+        if self.sequence_parallel > 1:                                  # those of all ranks, and of them what is seen
+            self.keys += 2 * self.sequence_parallel
         self.chosen = ""
         """The budget of a micro-batch and the reason for it, in words."""
 
     def resident(self) -> dict[str, float]:
         """What stays between the phases, by part."""
-        shards = sum(model.shard for model in self.trained) / GIB
-        frozen = self.reference.itemsize * self.reference.shard / GIB if self.reference else 0
-        return {"weights": 4 * shards, "moments": 8 * shards, "frozen models": frozen + self.reward_model_gb}
+        trained = sum(model.trained_shard for model in self.trained) / GIB
+        below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
+        frozen = self.reference.itemsize * self.reference.trained_shard / GIB if self.reference else 0
+        weights = 4 * trained + below
+        return {"weights": weights, "moments": 8 * trained, "frozen models": frozen + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:
         """What is on the GPU while the engine is awake."""
@@ -151,7 +175,7 @@ class MemoryPlan:
 
     def update(self, tokens: int) -> dict[str, float]:
         """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
-        passes = [{"gradients": 4 * model.shard} | model.update(tokens, self.keys) for model in self.trained]
+        passes = [{"gradients": 4 * model.trained_shard} | model.update(tokens, self.keys) for model in self.trained]
         fullest = max(passes, key=lambda parts: sum(parts.values()))
         return self.resident() | {part: x / GIB for part, x in fullest.items()}
 
@@ -162,7 +186,7 @@ class MemoryPlan:
 
     def largest_budget(self, gpu_gb: float) -> int:
         """The most tokens, up to MAX_TOKENS, that fit; 0: not even the longest sequence does."""
-        sizes = [self.longest, *range(1024 * -(-self.longest // 1024), MAX_TOKENS + 1, 1024)]
+        sizes = [self.smallest, *range(1024 * -(-self.smallest // 1024), MAX_TOKENS + 1, 1024)]
         return max((tokens for tokens in sizes if self.update_gb(tokens) <= gpu_gb), default=0)
 
     def choose_budget(self, requested: int, device: torch.device) -> int:
@@ -174,9 +198,10 @@ class MemoryPlan:
         tokens = requested or self.largest_budget(gpu_gb)
         if not tokens:
             raise ValueError(
-                f"the longest prompt and response, {self.longest} tokens, need {self.update_gb(self.longest):.1f} GiB, "
-                f"by calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing True or a "
-                f"smaller --rollout.max-response-length; python -m tools.plan says what fits"
+                f"the longest prompt and response, {self.longest} tokens, need {self.update_gb(self.smallest):.1f} "
+                f"GiB, by calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing "
+                f"True, --policy.sequence-parallel or a smaller --rollout.max-response-length; python -m tools.plan "
+                f"says what fits"
             )
         self.chosen = (
             f"micro-batches of {tokens:,} tokens ({'--max-tokens-per-gpu' if requested else 'the most that fit'}); "
@@ -190,6 +215,9 @@ class MemoryPlan:
         step, when this is called, all that is allocated beside `resident` belongs to the engine."""
         if device.type == "cpu":
             return {}
-        planned = sum(self.update(max(len(batch.tokens) for batch in chain(*minibatches))).values())
+        sizes = [len(batch.tokens) for batch in chain(*minibatches)]
+        if self.sequence_parallel > 1:                                  # what a rank brings is not what it runs
+            sizes = (all_sum(sizes) / self.ranks).tolist()
+        planned = sum(self.update(max(sizes)).values())
         above = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) / GIB
         return {"perf/plan_error_frac": (sum(self.resident().values()) + above) / planned - 1}

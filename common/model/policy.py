@@ -6,11 +6,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
+from common.model.lora import merged_weights
+from common.model.sequence_parallel import Row, make_row
 
 
 @dataclass
@@ -21,21 +24,32 @@ class ModelConfig:
     """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
+    replicas: int = 1
+    """Copies of the models (HSDP): each is sharded over world size / replicas ranks, and weights travel among these."""
     liger: bool | None = None
     """Liger's fused kernels for norms, rotary embeddings and MLPs. None: on GPUs where the family has them."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
     Not with --policy.attention flash_attention_2; on GPUs auto then means packed_varlen."""
+    sequence_parallel: int = 1
+    """Ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit one GPU.
+    They hold as many times the token budget. Not with --policy.attention flash_attention_2."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
     def __post_init__(self):
-        if self.share_prompt and self.attention == "flash_attention_2":
-            raise ValueError("--policy.share-prompt: --policy.attention flash_attention_2 cannot, packed_varlen can")
+        if self.gathers_keys() and self.attention == "flash_attention_2":
+            raise ValueError("--policy.share-prompt and --policy.sequence-parallel: --policy.attention "
+                             "flash_attention_2 cannot, packed_varlen can")
         if self.compute_dtype == "float32" and self.attention in ("flash_attention_2", "packed_varlen"):
             raise ValueError(
                 f"--policy.attention {self.attention} takes no --policy.compute-dtype float32: choose auto"
             )
+
+
+    def gathers_keys(self) -> bool:
+        """Whether a query may see keys that do not stand in one piece before it."""
+        return self.share_prompt or self.sequence_parallel > 1
 
 
 class PackedModel(nn.Module):
@@ -44,33 +58,15 @@ class PackedModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.share_prompt = False
+        self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
         self.version = 0  # grows with every optimizer step, so the engine knows when its weights are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 
-    def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The positions [N] of the tokens that the policy sampled, and the hidden states [N, H] that predict them.
-
-        The shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1.
-        """
-        before = batch.sampled - 1                                                              # [N]
-        tokens, positions = batch.tokens, batch.position_ids
-        layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-        if self.share_prompt:
-            shared = batch.shared_prompts
-            before = shared.row[before]
-            tokens, positions = tokens[shared.run], positions[shared.run]
-            layout = {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
-                      "key_rows": shared.key_rows}
-        longest = max(batch.host_lengths)
-        hidden = backbone(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            max_length_q=longest,
-            max_length_k=longest,
-            use_cache=False,
-            **layout,
-        ).last_hidden_state[0]                                          # [tokens that run, H]
-        return batch.sampled, hidden[before]
+    def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
+        """What runs of the micro-batch, and the hidden states [N, H] that predict the tokens that were sampled."""
+        row = make_row(batch, self.share_prompt, self.sequence_group)
+        out = backbone(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **row.layout)
+        return row, out.last_hidden_state[0, row.before]
 
     def free_unsharded(self) -> None:
         """Free the unsharded weights, which FSDP2 would keep until a backward pass."""
@@ -90,19 +86,18 @@ class Policy(PackedModel):
     def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
         and entropy [T], float32, 0 where `batch.mask` is False."""
-        sampled, hidden = self.hidden_before(self.lm.base_model, batch)
+        row, hidden = self.hidden_before(self.lm.base_model, batch)
         logp, entropy, sum_p2 = linear_logp(
             hidden,
             self.lm.get_output_embeddings().weight,
-            batch.tokens[sampled],
+            row.targets,
             temperature=temperature,
             with_entropy_grad=entropy_grad,
             with_sum_p2=self.keeps_sum_p2 and not torch.is_grad_enabled(),
             **head_options(self.lm.config),
         )                                                                                       # [N] each
-        zeros = logp.new_zeros(len(batch.tokens))
-        self.sum_p2 = None if sum_p2 is None else zeros.index_copy(0, sampled, sum_p2)          # [T]
-        return zeros.index_copy(0, sampled, logp), zeros.index_copy(0, sampled, entropy)        # [T], [T]
+        self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
+        return row.per_token(logp), row.per_token(entropy)                                      # [T], [T]
 
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
@@ -115,13 +110,12 @@ class Policy(PackedModel):
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, unsharded and in `dtype` (None: as stored), under its Hugging Face name; tied weights once;
-        then, as stored, the buffers that belong to a checkpoint.
+        """Every weight, unsharded, adapters merged, in `dtype` (None: as stored), under its Hugging Face name; tied
+        weights once; then, as stored, the buffers that belong to a checkpoint.
 
         One of them exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
-        for name, parameter in self.lm.named_parameters():
-            yield name, parameter.to(dtype or parameter.dtype).full_tensor()
+        yield from merged_weights(self.lm, dtype)
         yield from saved_buffers(self.lm).items()
 
 
@@ -135,9 +129,8 @@ class Critic(PackedModel):
 
     def forward(self, batch: Batch) -> Tensor:
         """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""
-        sampled, hidden = self.hidden_before(self.backbone, batch)
-        value = self.head(hidden.float())[:, 0]                                                 # [N]
-        return value.new_zeros(len(batch.tokens)).index_copy(0, sampled, value)                 # [T]
+        row, hidden = self.hidden_before(self.backbone, batch)
+        return row.per_token(self.head(hidden.float())[:, 0])                                   # [T]
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
@@ -155,11 +148,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def head_options(config: PretrainedConfig) -> dict[str, float]:
     """What a family does to its logits besides the matrix product (Gemma's soft-cap, Cohere's and Granite's scale)."""
-    options = {}
-    if hasattr(config, "final_logit_softcapping") and config.final_logit_softcapping is not None:
-        options["softcap"] = config.final_logit_softcapping
-    if hasattr(config, "logit_scale") and config.logit_scale is not None:
-        options["logit_scale"] = config.logit_scale
-    if hasattr(config, "logits_scaling"):
+    fields = config.to_dict()
+    options = {"softcap": fields.get("final_logit_softcapping"), "logit_scale": fields.get("logit_scale")}
+    if "logits_scaling" in fields:
         options["logit_scale"] = 1.0 / config.logits_scaling
-    return options
+    return {name: value for name, value in options.items() if value is not None}

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from common.parallel.mesh import make_mesh, make_sequence_group, num_shards
 
 DEVICES = Path("/dev")
 
@@ -26,22 +28,24 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    sequence: dist.ProcessGroup | None = None  # the ranks that run a micro-batch together
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def init(timeout_s: float = 3600.0) -> World:
+def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 1) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
     collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
 
     GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when a rank has no GPU of
-    its own on a machine that has some, and when torch cannot use them.
+    its own on a machine that has some, when torch cannot use them, and when the ranks cannot be grouped as asked for.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    num_shards(size, replicas, sequence_parallel)  # before the ranks wait for each other
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
@@ -62,7 +66,8 @@ def init(timeout_s: float = 3600.0) -> World:
         store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     timeout = collective_timeout(timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, device, init_device_mesh(device.type, (size,)))
+    mesh = make_mesh(device.type, replicas, timeout)
+    return World(rank, size, device, mesh, make_sequence_group(sequence_parallel, timeout))
 
 
 def _check_no_gpu() -> None:

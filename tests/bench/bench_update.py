@@ -28,6 +28,7 @@ from common.batch import Batch
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
+from common.model.sequence_parallel import Row, make_row
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
 from tests.bench.record import report
@@ -58,13 +59,13 @@ def matmul_rate(dtype: torch.dtype, n: int = 2048) -> float:
     return 2 * n**3 * count / (time.perf_counter() - start)
 
 
-def padded_hidden(backbone: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def padded_hidden(backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
     """`Policy.hidden_before` with rows of equal length."""
     rows = pad_sequence(batch.tokens.split(batch.lengths.tolist()), batch_first=True)           # [S, longest]
     mask = torch.arange(rows.shape[1]) < batch.lengths[:, None]                                 # [S, longest]
     hidden = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False).last_hidden_state
-    sampled = batch.mask.nonzero()[:, 0]                                                        # [N]
-    return sampled, hidden[mask][sampled - 1]
+    row = make_row(batch, share_prompt=False, group=None)
+    return row, hidden[mask][row.before]
 
 
 def set_up(policy: Policy, packed: bool = True, checkpointing: bool = False, shared: bool = False) -> None:

@@ -163,6 +163,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 DEFAULT_STREAM = Stream()
 
@@ -656,6 +659,7 @@ def install(
     for attribute, stand_in in stand_ins.items():
         setattr(torch.cuda, attribute, stand_in)
     torch.accelerator.synchronize = synchronize
+    torch.accelerator.current_stream = _current_stream
     resize, device_of = torch.UntypedStorage.resize_, torch.UntypedStorage.device
 
     def resize_(storage, size):

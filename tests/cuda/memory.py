@@ -30,6 +30,7 @@ from common.batch import Batch
 from common.engine import base
 from common.engine.base import Engine, Response, RolloutConfig
 from common.model import loading
+from common.model.lora import LoRAConfig
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Critic, ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
@@ -88,6 +89,7 @@ class Case:
     """A trained critic of the same size."""
     entropy: bool = False
     """The entropy has a gradient."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 def simulate(*cases: Case, warm: bool = False) -> list[dict[str, Peak]]:
@@ -180,9 +182,9 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
     which the optimizers have moments."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.model))
-        policy = loading.load_policy(folder, case.policy, world)
+        policy = loading.load_policy(folder, case.policy, world, lora=case.lora)
         reference = loading.load_policy(folder, case.policy, world, frozen=True) if case.reference else None
-        critic = loading.load_critic(folder, case.policy, world) if case.critic else None
+        critic = loading.load_critic(folder, case.policy, world, lora=case.lora) if case.critic else None
     trained = [policy] if critic is None else [critic, policy]
     optimizers = [make_optimizer(model, OptimConfig()) for model in trained]
     probe = [[3 + i] * case.prompt_length for i in range(4)]
@@ -281,6 +283,7 @@ class Args:
     reference: bool = False
     critic: bool = False
     entropy: bool = False
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 def main(args: Args) -> None:

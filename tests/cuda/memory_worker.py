@@ -23,6 +23,7 @@ from torch.nn.attention import varlen
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from common import kernels
+from common.model.lora import LoRAConfig
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.parallel import ranks
@@ -103,8 +104,8 @@ def on_cpu(case: Case) -> dict[str, Peak]:
 
 def read(path: str) -> Iterator[Case]:
     for fields in json.loads(Path(path).read_text()):
-        policy, offload = ModelConfig(**fields.pop("policy")), OffloadConfig(**fields.pop("offload"))
-        yield Case(**fields, policy=policy, offload=offload)
+        kinds = {"policy": ModelConfig, "offload": OffloadConfig, "lora": LoRAConfig}
+        yield Case(**fields | {name: kind(**fields[name]) for name, kind in kinds.items()})
 
 
 if __name__ == "__main__":

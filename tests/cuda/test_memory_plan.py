@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from common.engine.base import RolloutConfig
+from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
 from common.run import RunArgs
@@ -21,6 +22,7 @@ MIXTURE = mixture(width=384, experts=8, active=2, head_dim=64, **SIZES)
 CASES = {
     "untied": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP),
     "untied, one rank, recomputed": Case(UNTIED, gpus=1, tokens=8192, policy=RECOMPUTE),
+    "adapters": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, lora=LoRAConfig(rank=16)),
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
@@ -35,7 +37,7 @@ def simulated() -> dict[str, dict[str, Peak]]:
 
 def plan_of(case: Case) -> MemoryPlan:
     rollout = RolloutConfig(max_response_length=case.response_length)
-    args = RunArgs(model="", train_data=(), policy=case.policy, rollout=rollout, offload=case.offload)
+    args = RunArgs(model="", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload)
     config = AutoConfig.for_model(**case.model)
     return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length)
 

@@ -134,7 +134,7 @@ def main(jobs: list[list]) -> None:
     write = Writer.write
     Writer.write = lambda self, *arguments: device.in_this_thread(write, self, *arguments)
     world = ranks.init()
-    ranks.init = lambda timeout_s: world                                # one process group for all runs
+    ranks.init = lambda *_: world                                # one process group for all runs
     ranks.shutdown = torch.distributed.barrier
     loading.check_packing = once_for_a_model(loading.check_packing)
     gc.freeze()                                                         # an engine collects garbage at every turn

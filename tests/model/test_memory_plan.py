@@ -63,6 +63,16 @@ def test_what_stays_by_hand(llama):
     assert plan_of(llama).policy.block == LAYER and plan_of(llama).policy.head == 53 * 64 + 64
 
 
+def test_each_copy_of_the_model_is_sharded_over_its_own_ranks(llama):
+    def plan(ranks, replicas=1):
+        return plan_of(llama, ranks, policy=ModelConfig(replicas=replicas))
+
+    assert plan(8, replicas=4).update(96) == plan(2).update(96) != plan(8).update(96)
+    assert plan(8, replicas=8).resident() == plan(1).resident()         # the whole model on each rank
+    with pytest.raises(ValueError, match=r"--policy\.replicas 3 must be at least 1 and divide the 8 ranks evenly"):
+        plan(8, replicas=3)
+
+
 def test_what_stays_beside_the_engine_by_hand(llama):
     def beside(ranks=1, reference=False, **offload):
         plan = plan_of(llama, ranks, offload=OffloadConfig(**offload), reference=reference)

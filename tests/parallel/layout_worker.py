@@ -1,24 +1,31 @@
 """Run by test_layout.py under torchrun: gradients of one mini-batch through the scripts' own path, for many layouts;
-unsharded weights and clipped steps on these ranks."""
+unsharded weights and clipped steps on these ranks; the same where the ranks hold several copies of the model."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
 
 from common import losses
 from common.batch import Batch
+from common.checkpoint.state import make_optimizer_state, tensors_of
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
+from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig, Policy
-from common.optim import OptimConfig, optimizer_step
-from common.packing import plan_step
+from common.model.sequence_parallel import plan_groups
+from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
+from common.parallel.mesh import make_mesh
+
+LORA = LoRAConfig(rank=3, alpha=6.0)
 
 
 @dataclass
@@ -68,8 +75,8 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
     groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
-    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained,
-                     groups=groups, prompt_lengths=prompt_lengths.numpy(), responses=response_of.numpy())
+    plan = plan_groups(lengths, sequence_cost(lengths, hf_config), 1, world, budget, seed=1, trained=trained,
+                       groups=groups, prompt_lengths=prompt_lengths.numpy(), responses=response_of.numpy())
     batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
     microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
@@ -90,7 +97,8 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
         if step.entropy_coef:
             loss = loss - step.entropy_coef * entropy
         (world.size * (loss * microbatch.weight).sum()).backward()
-    full = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.lm.named_parameters()}
+    trained = [(name, parameter) for name, parameter in policy.lm.named_parameters() if parameter.requires_grad]
+    full = {name: parameter.grad.full_tensor().clone() for name, parameter in trained}
     num_dummies = sum(len(share) == 0 for shares in plan.minibatches[0] for share in shares)
     return full, len(microbatches), num_dummies
 
@@ -116,17 +124,69 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def clipped_step(policy: Policy, world: ranks.World) -> dict:
-    """One step of SGD with the last gradient, then one whose gradient is infinite on the last rank alone."""
+    """One step of SGD with the last gradient, then one whose gradient is infinite on the last rank (of each copy)."""
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     parameters = list(policy.parameters())
     half = OptimConfig(max_grad_norm=0.5)
     found = {"norm": optimizer_step(policy, optimizer, 0.1, half), "stepped": weights(policy)}
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    if world.rank == world.size - 1:
+    if world.mesh.get_local_rank(-1) == world.mesh.size(-1) - 1:
         parameters[0].grad.to_local()[0, 0] = torch.inf
     found |= {"bad_norm": optimizer_step(policy, optimizer, 0.1, half), "after_bad": weights(policy)}
     return found | {"version": policy.version, "grads_left": sum(p.grad is not None for p in parameters)}
+
+
+def checkpoint(policy: Policy, folder: Path) -> dict[str, Tensor]:
+    """The weights after a step of AdamW with the last gradient, saved with the moments."""
+    optimizer = make_optimizer(policy, OptimConfig())
+    optimizer_step(policy, optimizer, 0.01, OptimConfig())
+    dcp.save(tensors_of({"policy": (policy, optimizer)}), checkpoint_id=folder)
+    return weights(policy)
+
+
+def replicated(folder: Path, todo: dict, config: ModelConfig, world: ranks.World, replicas: int) -> dict:
+    """With so many copies of the model: the last layout's gradient, a clipped step, and what is saved after a step, and
+    what a model of one copy and one of these copies then load."""
+    grouped = replace(world, mesh=make_mesh("cpu", replicas, ranks.collective_timeout(60)))
+    policy, single = (load_policy(todo["model"], config, place) for place in (grouped, world))
+    hf_config, found = read_config(todo["model"], config), {"loaded": weights(policy)}
+    name, budget, order, aggregation, _ = todo["layouts"][-1]
+    saved = folder / f"replicas_{replicas}_of_{world.size}"
+    found["gradient"], *_ = gradient(policy, grouped, hf_config, todo["steps"][name], order, budget, aggregation)
+    found["after_adam"] = checkpoint(policy, saved)
+    for loader in (single, load_policy(todo["model"], config, grouped)):
+        parts = {"policy": (loader, make_optimizer(loader, OptimConfig()))}
+        make_optimizer_state(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata)
+        dcp.load(tensors_of(parts), checkpoint_id=saved)
+        whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                 for name, tensor in tensors_of(parts).items()}
+        found.setdefault("restored", []).append(whole)
+    gradient(single, world, hf_config, todo["steps"][name], order, budget, aggregation)
+    checkpoint(single, folder / f"single_{replicas}_of_{world.size}")
+    policy = load_policy(todo["model"], config, grouped)
+    gradient(policy, grouped, hf_config, todo["steps"][name], order, budget, aggregation)
+    return found | {"weights": weights(policy)} | clipped_step(policy, grouped)
+
+
+def with_adapters(todo: dict, config: ModelConfig, world: ranks.World) -> dict:
+    """The last layout's gradient of adapters, in two copies of the model where there are two ranks; A and B; and the
+    merged weights, as the engine gets them."""
+    if world.size > 1:
+        world = replace(world, mesh=make_mesh("cpu", 2, ranks.collective_timeout(60)))
+    policy = load_policy(todo["model"], config, world, lora=LORA)
+    adapters = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapters.items():
+        if name.endswith("lora_B"):
+            full = 0.1 * torch.randn(parameter.shape, generator=generator)
+            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.detach().to_local().copy_(shard.to_local())
+    name, budget, order, aggregation, _ = todo["layouts"][-1]
+    hf_config = read_config(todo["model"], config)
+    found, *_ = gradient(policy, world, hf_config, todo["steps"][name], order, budget, aggregation)
+    whole = {name: parameter.detach().full_tensor() for name, parameter in adapters.items()}
+    return {"gradient": found, "adapters": whole, "weights": weights(policy)}
 
 
 def main(folder: Path) -> None:
@@ -146,6 +206,9 @@ def main(folder: Path) -> None:
         )
     found = {"gradients": results, "weights": weights(policy)}
     found |= clipped_step(policy, world)
+    if world.size > 1:
+        found["replicas"] = replicated(folder, todo, configs[""], world, replicas=2)
+    found["lora"] = with_adapters(todo, configs[""], world)
     torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
     ranks.shutdown()
 

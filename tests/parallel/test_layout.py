@@ -5,17 +5,19 @@ the plain transformers model in float64, one response at a time, the loss a loop
 not change: the unsharded weights, and one clipped step.
 """
 
+import copy
 import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import launch
 from tests.oracles import AGGREGATIONS
-from tests.parallel.layout_worker import Step
+from tests.parallel.layout_worker import LORA, Step
 
 VOCAB = 53                              # rows that no number of ranks divides
 TOLERANCE = 1e-6                        # ||g - oracle|| / ||oracle|| of all weights; reached: 4e-7, float32's own
@@ -149,11 +151,16 @@ def make_layouts() -> list[tuple]:
     return [*layouts, layouts[0]]                                       # the last one is what the step is made of
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("layout")
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda n: f"{n}_ranks")
-def run(request, model, steps, tmp_path_factory):
+def run(request, model, steps, folder):
     """All on this many ranks, in one launch: their number, {layout: (gradient, micro-batches a rank, dummies)}, and all
     that each rank found."""
-    folder, ranks = tmp_path_factory.mktemp("layout"), request.param
+    ranks = request.param
     todo = {"model": model, "steps": steps, "layouts": make_layouts()}
     torch.save(todo, folder / "todo.pt")
     launch("tests/parallel/layout_worker.py", folder, ranks=ranks, warm=True)
@@ -265,28 +272,83 @@ def test_a_denominator_per_micro_batch_would_be_noticed(run, expected):
     assert all(error > 1_000 * TOLERANCE for error in found.values()), found
 
 
-def test_weights_unshard_to_what_was_loaded(run, model):
+@pytest.fixture(params=[1, 2], ids=lambda n: f"{n}_replicas")
+def copies(request, run):
+    """What each rank found with so many copies of the model over the ranks (of two ranks, each has one)."""
+    return [found["replicas"] if request.param > 1 else found for found in run[2] if request.param <= run[0]]
+
+
+def test_weights_unshard_to_what_was_loaded(copies, model):
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     assert loaded.pop("lm_head.weight") is not None                     # tied: sent once
-    for found in run[2]:
+    for found in copies:
         assert found["weights"].keys() == loaded.keys()
         assert all(torch.equal(found["weights"][name], loaded[name]) for name in loaded)
 
 
-def test_the_norm_is_global_and_clips(run, expected):
+def test_the_norm_is_global_and_clips(copies, expected):
     """SGD, whose step shows the clipped gradient: 0.1 * 0.5 / norm."""
     want = expected["main", "token-mean"]
     norm = float(sum(w.square().sum() for w in want.values()).sqrt())
     assert norm > 1
-    for found in run[2]:
+    for found in copies:
         assert found["norm"] == pytest.approx(norm, rel=TOLERANCE)
         before = found["weights"]
         change = {name: (before[name] - found["stepped"][name]) * norm / 0.1 / 0.5 for name in before}
         assert relative_error(change, want) < 1e-4                      # weights of 0.1 to 1 round changes of 1e-4
 
 
-def test_one_ranks_infinite_gradient_changes_no_rank(run):
-    for found in run[2]:
+def test_one_ranks_infinite_gradient_changes_no_rank(copies):
+    for found in copies:
         assert found["bad_norm"] == torch.inf
         assert all(torch.equal(found["after_bad"][name], tensor) for name, tensor in found["stepped"].items())
         assert (found["version"], found["grads_left"]) == (1, 0)
+
+
+def test_the_gradient_is_the_same_with_copies_of_the_model(run, expected):
+    name, budget, order, *others = make_layouts()[-1]
+    one_copy = run[1][name, budget, tuple(order), *others]
+    for found in (found["replicas"] for found in run[2] if run[0] > 1):
+        assert relative_error(found["gradient"], expected["main", "token-mean"]) < TOLERANCE
+        assert relative_error(found["gradient"], one_copy[0]) < LAYOUT_TOLERANCE
+
+
+def test_a_checkpoint_of_copies_holds_each_number_once_and_fits_other_ranks(run, folder):
+    if run[0] == 1:
+        pytest.skip("one rank has one copy")
+    saved, single = (folder / f"{name}_2_of_{run[0]}" for name in ("replicas", "single"))
+    bytes_of, bytes_of_single = (sum(x.stat().st_size for x in place.glob("*.distcp")) for place in (saved, single))
+    assert bytes_of < 1.02 * bytes_of_single                            # in fewer pieces; twice, were copies saved
+    dcp_to_torch_save(saved, saved / "whole.pt")                        # by torch's own converter, on one rank
+    whole = torch.load(saved / "whole.pt")
+    for found in (found["replicas"] for found in run[2]):
+        assert sum(name.endswith("exp_avg_sq") for name in whole) == len(found["after_adam"])
+        for restored in found["restored"]:
+            assert restored.keys() == whole.keys()
+            assert all(torch.equal(restored[name], whole[name]) for name in whole)
+        for name, tensor in found["after_adam"].items():
+            assert torch.equal(whole[f"policy.model.lm.{name}"], tensor)
+            assert not torch.equal(tensor, found["loaded"][name])
+
+
+def test_the_gradient_of_adapters_follows_from_that_of_the_merged_weights(run, oracle, steps):
+    """By the chain rule: dA = s B^T dW', dB = s dW' A^T, with dW' of the whole model in float64."""
+    adapters, scale = run[2][0]["lora"]["adapters"], LORA.alpha / LORA.rank
+    layers = [name.removesuffix(".lora_A") for name in adapters if name.endswith("lora_A")]
+    assert len(layers) == 14
+    merged = copy.deepcopy(oracle)
+    base = dict(merged.model.named_parameters())
+    with torch.no_grad():
+        for layer in layers:
+            a, b = (adapters[f"{layer}.{name}"].double() for name in ("lora_A", "lora_B"))
+            base[f"{layer}.weight"] += scale * b @ a
+    gradient, want = merged.gradient(steps["main"], "token-mean"), {}
+    for layer in layers:
+        a, b, of_weight = (x.double() for x in (adapters[f"{layer}.lora_A"], adapters[f"{layer}.lora_B"],
+                                                gradient[f"{layer}.weight"]))
+        want |= {f"{layer}.lora_A": scale * b.T @ of_weight, f"{layer}.lora_B": scale * of_weight @ a.T}
+    assert min(w.abs().max() for w in want.values()) > 1e-3
+    for found in (found["lora"] for found in run[2]):
+        assert relative_error(found["gradient"], want) < TOLERANCE
+        assert found["weights"].keys() == run[2][0]["weights"].keys()
+        assert all((found["weights"][name] - base[name]).abs().max() < 1e-6 for name in found["weights"])

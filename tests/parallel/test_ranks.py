@@ -14,7 +14,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(ranks, "DEVICES", tmp_path)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **options: None)
-    monkeypatch.setattr(ranks, "init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(ranks, "make_mesh", lambda *_: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -45,3 +45,12 @@ def test_the_cpu_build_trains_on_the_cpu(machine, monkeypatch):
     (machine / "nvidia0").touch()
     monkeypatch.setattr("torch.version.cuda", None)
     assert ranks.init().device.type == "cpu"
+
+
+@pytest.mark.parametrize("replicas", [3, 0])
+def test_copies_that_the_ranks_cannot_hold_are_refused_before_ranks_meet(replicas, machine, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **options: pytest.fail("they met"))
+    rule = f"--policy.replicas {replicas} must be at least 1 and divide the 4 ranks evenly"
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        ranks.init(60, replicas)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import dapo
@@ -38,6 +39,12 @@ VARIANTS = {
        for name in ("k1", "k3", "k3+")},
     "grpo exported": ["--run-zero-advantage", "--kl-loss-coef", "0.1", "--entropy-coef", "0.1", "--total-steps", "2",
                       "--max-tokens-per-gpu", "300", "--save.hf", "end", *TWO_UPDATES],
+    "grpo lora": ["--lora.rank", "4", "--kl-loss-coef", "0.1", "--total-steps", "2", "--save.hf", "end", *TWO_UPDATES],
+    "grpo groups of ranks": ["--policy.sequence-parallel", "RANKS", "--policy.replicas", "RANKS", "--kl-loss-coef",
+                             "0.1", "--policy.share-prompt", "--total-steps", "2", *TWO_UPDATES],
+    "ppo groups of ranks": ["--policy.sequence-parallel", "RANKS", "--minibatches-per-step", "2", "--total-steps", "2",
+                            "--max-tokens-per-gpu", "300"],
+    "ppo lora": ["--lora.rank", "2", "--lora.targets", "v_proj", "--save.hf", "end", "--lora.export", "adapter"],
     "grpo passk": ["--advantage", "passk"],
     "grpo dro": ["--loss", "dro", "--loss-numbers", "beta", "0.5", *TWO_UPDATES],
     "grpo kl reward": ["--kl-reward-coef", "0.1", *ALL_RECORDED],
@@ -86,7 +93,7 @@ VARIANTS = {
 ON_ONE_RANK = {
     *(f"grpo {loss}" for loss in ("dr_grpo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce")),
     *(f"grpo {name}" for name in ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "kl k1", "kl k3",
-                                  "no std", "entropy", "checkpointing", "reward model alone")),
+                                  "no std", "entropy", "checkpointing", "reward model alone")), "ppo lora",
     *(f"rloo {name}" for name in ("opo", "gpg", "reinforce++-baseline")), "dapo one batch", "dapo overlong",
 }
 ON_TWO_RANKS = [name for name in VARIANTS if name not in ON_ONE_RANK]
@@ -108,8 +115,9 @@ def folders(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int
     found = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, folder in found.items():
         own = ["--model", tiny_llama, "--train-data", small_train, *BASE]
+        values = {"RM": reward_model, "RANKS": str(ranks)}
         launch_all(folder, {
-            name: [name.split()[0], *(reward_model if flag == "RM" else flag for flag in own + flags)]
+            name: [name.split()[0], *(values.get(flag, flag) for flag in own + flags)]
             for name, flags in VARIANTS.items() if ranks == 1 or name in ON_TWO_RANKS
         }, ranks)
     return found
@@ -134,6 +142,18 @@ def test_a_variant_is_the_same_on_one_and_two_ranks(runs, name):
                 assert a[key] == pytest.approx(b[key], rel=2e-3, abs=2e-5), key
     all_masked = name == "dapo mask truncated"                  # random models never stop: every response is cut
     assert (one[-1]["actor/grad_norm"] == 0) == all_masked and one[-1]["actor/grad_norm"] < 1e4
+
+
+def test_adapters_are_trained_against_the_model_below_them(runs, folders, tiny_llama):
+    """The KL is 0 before the first update and not after it; matrices in blocks change, and nothing else does."""
+    first, second = runs[1]["grpo lora"]
+    assert first["rollout_corr/k3_kl"] < 1e-6 > second["rollout_corr/k3_kl"]        # the engine has the merged weights
+    assert second["actor/kl_loss"] > first["actor/kl_loss"] > 0                     # of the second mini-batch
+    before, after = load_file(Path(tiny_llama) / "model.safetensors"), weights_of(folders[1] / "grpo lora")
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in after if "_proj" in name} and len(changed) == 14
+    written = {path.name for path in (folders[1] / "ppo lora/model").iterdir()}
+    assert written == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_the_exported_weights_are_the_same_on_one_and_two_ranks(runs, folders):

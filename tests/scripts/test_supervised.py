@@ -36,6 +36,7 @@ COMMON = ["--policy.compute-dtype", "float32", "--optim.lr", "1e-3", "--save.eve
           "--data.max-length", "256", "--eval-every", "2"]
 SFT = ["sft", "--rows-per-step", "5", *COMMON]
 DPO = ["dpo", "--rows-per-step", "4", "--beta", "0.5", "--label-smoothing", "0.1", *COMMON]
+LORA = ["--lora.rank", "4", "--total-steps", "2"]
 PAIRS = [{"prompt": f"Count to {n}", "chosen": " ".join(map(str, range(n))), "rejected": "no " * (n % 3 + 1)}
          for n in range(2, 14)]
 
@@ -65,7 +66,8 @@ def runs(files, pairs, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("supervised")
     alone, budget = ["--max-tokens-per-gpu", "1"], ["--max-tokens-per-gpu", "100"]
     launch_all(folder / "one", {"whole": [*SFT, *files], "alone": [*SFT, *files, *alone],
-                                "dpo_whole": [*DPO, *pairs], "dpo_alone": [*DPO, *pairs, *alone]})
+                                "dpo_whole": [*DPO, *pairs], "dpo_alone": [*DPO, *pairs, *alone],
+                                "lora": [*SFT, *files, *LORA], "dpo_lora": [*DPO, *pairs, *LORA]})
     launch_all(folder / "two", {"ranks": [*SFT, *files, *budget], "dpo_ranks": [*DPO, *pairs, *budget]}, ranks=2)
     return folder
 
@@ -76,6 +78,16 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(next((run / "model").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("name", ["lora", "dpo_lora"])
+def test_adapters_are_trained(name, runs, tiny_llama):
+    rows, before = metrics_of(runs / "one" / name), load_file(Path(tiny_llama) / "model.safetensors")
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"] and rows[1]["actor/grad_norm"] > 0
+    if name == "dpo_lora":                                              # at first the policy is the reference
+        assert rows[0]["val-core/preference/margin"] == 0 < rows[-1]["val-core/preference/margin"]
+    after = weights_of(runs / "one" / name)
+    assert {x for x in after if not torch.equal(before[x], after[x])} == {x for x in after if "_proj" in x}
 
 
 def check_same_training(run: Path, whole: Path, names: list[str]) -> None:

@@ -296,7 +296,7 @@ def test_objectives(words, script, expected, monkeypatch):
     ("algorithm.adv_estimator=other", "no such advantage"),
     ("actor_rollout_ref.rollout.name=sglang", "vLLM is the only fast engine"),
     ("actor_rollout_ref.actor.strategy=megatron", "FSDP2 is the only training backend"),
-    ("actor_rollout_ref.model.lora_rank=32", "all weights are trained"),
+    ("actor_rollout_ref.model.lora_rank=32", "adapters are not translated: set --lora.rank"),
     ("data.truncation=right", "a prompt loses its start or its middle"),
     ("data.shuffle=False", "shuffled anew"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=other", "no such loss"),

@@ -1,0 +1,179 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): the model stays as it is, and its linear layers learn a product of two small
+matrices each.
+
+A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling engine is given this W', made by the
+same function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Linear layers inside blocks that choose experts: they are no part of attention or of an MLP."""
+
+
+@dataclass
+class LoRAConfig:
+    rank: int = 0
+    """Rank of the adapters that are trained in the place of all weights (LoRA). 0: none, all weights are trained."""
+    alpha: float = 32.0
+    """The adapters' product is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all of attention and MLPs."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What RUN_DIR/model is: a whole model with the adapters merged, or the adapters alone in peft's format."""
+
+    def __post_init__(self):
+        if self.rank < 0 or self.alpha <= 0:
+            raise ValueError(f"--lora.rank {self.rank} must be at least 0, --lora.alpha {self.alpha:g} above 0")
+        if not self.rank and (self.targets or self.export != "merged"):
+            raise ValueError("--lora.targets and --lora.export adapter need adapters: set --lora.rank")
+
+
+class _Adapted(torch.autograd.Function):
+    """x W'^T. The gradients of A and B are made without that of W, and W' is made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return F.linear(x, merge(weight, a, b, scale), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight, a, b = ctx.saved_tensors
+        grad_x = grad @ merge(weight, a, b, ctx.scale) if ctx.needs_input_grad[0] else None
+        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)                            # [T, out], [T, in]
+        grad_a = ctx.scale * ((rows @ b).T @ inputs)                                    # [rank, in]
+        grad_b = ctx.scale * (rows.T @ (inputs @ a.T))                                  # [out, rank]
+        return grad_x, None, None, grad_a, grad_b, None
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W' [out, in] in the dtype of `weight`; the sum is made in float32 (float64 for float64)."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer whose weight is frozen, with an adapter. It is made without memory, as the model is."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
+        self.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device="meta"))                # float32
+        self.lora_B = nn.Parameter(torch.empty(linear.out_features, rank, device="meta"))
+        self.scale, self.is_on = scale, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_on:
+            return F.linear(x, self.weight, self.bias)
+        return _Adapted.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+
+    def merged(self) -> Tensor:
+        """W', unsharded. A and B are rounded to W's dtype first, as FSDP2 does for the forward pass."""
+        weight, a, b = (p.to(self.weight.dtype).full_tensor() for p in (self.weight, self.lora_A, self.lora_B))
+        return merge(weight, a, b, self.scale)
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Freeze a model on the meta device and give its linear layers adapters. Raises ValueError for a wrong target."""
+    blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    inside = {name for block in blocks for name, module in block.named_modules() if type(module) is nn.Linear}
+    possible = {name.rpartition(".")[2] for name in inside} - ROUTERS
+    for target in config.targets:
+        if target not in possible:
+            raise ValueError(
+                f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
+                f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a layer's "
+                f"input, and the experts of a mixture are one tensor, not a linear layer each"
+            )
+    model.requires_grad_(False)
+    for block in blocks:
+        for name, module in list(block.named_modules()):
+            if type(module) is nn.Linear and name.rpartition(".")[2] in (config.targets or possible):
+                block.set_submodule(name, LoRALinear(module, config.rank, config.alpha / config.rank))
+
+
+def new_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """What adapters start with: A as in `nn.Linear` and peft, B zero, so that W' is W. The seed is torch's own."""
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_A"):
+            found[name] = (2 * torch.rand(parameter.shape, generator=generator) - 1) * parameter.shape[1] ** -0.5
+        elif name.endswith("lora_B"):
+            found[name] = torch.zeros(parameter.shape)
+    return found
+
+
+def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Every weight, unsharded and in `dtype` (None: as stored), with adapters merged, one at a time."""
+    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    for name, parameter in model.named_parameters():
+        if name in adapted:
+            yield name, adapted[name].merged().to(dtype or parameter.dtype)
+        elif not name.endswith(("lora_A", "lora_B")):
+            yield name, parameter.to(dtype or parameter.dtype).full_tensor()
+
+
+def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a checkpoint holds: of a model with adapters those that are trained, else all."""
+    has_adapters = any(isinstance(module, LoRALinear) for module in model.modules())
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad or not has_adapters)
+
+
+class Reference:
+    """A policy as it was before training: its adapters are off while it scores. It has no weights of its own."""
+
+    def __init__(self, policy: nn.Module):
+        self.policy = policy
+
+    def parameters(self) -> None:
+        raise ValueError("--refresh-reference-every cannot change the reference of a run with --lora.rank: it is the "
+                         "policy without its adapters; leave it at 0")
+
+    def score(self, *args: Any, **kwargs: Any) -> Tensor:
+        layers = [module for module in self.policy.modules() if isinstance(module, LoRALinear)]
+        for layer in layers:
+            layer.is_on = False
+        logp = self.policy.score(*args, **kwargs)
+        for layer in layers:
+            layer.is_on = True
+        return logp
+
+
+def adapter_flags(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags of a run and its model's name, which its adapters belong to; {} if all weights are trained."""
+    if not flags.get("--lora.rank"):
+        return {}
+    names = ("--lora.rank", "--lora.alpha", "--lora.targets")
+    return {name: flags[name] for name in names} | {"--model": Path(flags["--model"]).name}
+
+
+def adapter_files(model: PreTrainedModel, config: LoRAConfig) -> dict[str, bytes]:
+    """The adapters in peft's format, file name -> content. All ranks must call this together."""
+    trained = {name: p.detach().full_tensor().cpu() for name, p in saved_parameters(model)}
+    return peft_files(trained, config, model.config._name_or_path)
+
+
+def peft_files(trained: dict[str, Tensor], config: LoRAConfig, base: str) -> dict[str, bytes]:
+    """The same of unsharded A and B by their names in the model, whose folder or hub name is `base`."""
+    adapter_config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
+        "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-2] for name in trained}),
+    }
+    tensors = {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in trained.items()}
+    content = save(tensors, {"format": "pt"})
+    return {"adapter_config.json": json.dumps(adapter_config, indent=2).encode(), "adapter_model.safetensors": content}

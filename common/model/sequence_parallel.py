@@ -1,0 +1,205 @@
+"""Sequence parallel: ranks that follow each other run a micro-batch together, each a part of every sequence.
+
+Each rank brings its own responses and gets their log-probs back, so losses, weights and the factor `world.size` stay as
+they are. A sequence is cut into two chunks a rank, and rank r of n runs chunks r and 2n - 1 - r: a late token sees more
+keys than an early one, so every rank has as much to do. Only attention needs what other ranks have: keys and values are
+gathered around it, and their gradients summed on the way back.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from common.batch import Batch, offsets
+from common.packing import Plan, partition, plan_step
+from common.parallel.mesh import size_of
+
+PREFIX = "gathered_"
+"""Before the name of an attention function: the one that gathers keys and values first."""
+
+
+@dataclass
+class Row:
+    """What this rank runs of a micro-batch, as one packed row."""
+
+    tokens: Tensor  # [t]
+    positions: Tensor  # [t] of each token in its sequence
+    before: Tensor  # [N] the row whose hidden state predicts a sampled token
+    sampled: Tensor  # [N] where these tokens are in the micro-batch
+    targets: Tensor  # [N] these tokens
+    layout: dict[str, Any]  # what attention is told
+    num_tokens: int  # T, of the micro-batch
+    own: slice | None = None  # of these, the tokens of this rank's responses; None: all
+    group: dist.ProcessGroup | None = None  # the ranks that run the micro-batch together
+
+    def per_token(self, numbers: Tensor) -> Tensor:
+        """[N] -> [T] of this rank's responses, 0 where the policy sampled nothing."""
+        whole = numbers.new_zeros(self.num_tokens).index_copy(0, self.sampled, numbers)
+        return whole if self.group is None else _TakeOwn.apply(whole, self.own, self.group)
+
+
+def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) -> Row:
+    """The row of a micro-batch; with a `group`, this rank's part of the row of its ranks' micro-batches."""
+    own = None
+    if group is not None:
+        batch, own = pool(batch, group)
+    # the shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1
+    before = batch.sampled - 1                                                                  # [N]
+    tokens, positions, ends, key_rows, key_ends = batch.tokens, batch.position_ids, batch.cu_seqlens, None, None
+    if share_prompt:
+        shared = batch.shared_prompts
+        before, tokens, positions = shared.row[before], tokens[shared.run], positions[shared.run]
+        ends, key_rows, key_ends = shared.cu_seqlens, shared.key_rows, shared.cu_seqlens_k
+    longest = max(batch.host_lengths)
+    layout = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends if key_ends is None else key_ends, "max_length_q": longest,
+              "max_length_k": longest}
+    if key_rows is not None:
+        layout["key_rows"] = key_rows
+    row = Row(tokens, positions, before, batch.sampled, batch.tokens[batch.sampled], layout, len(batch.tokens))
+    return row if group is None else replace(cut(row, group), own=own, group=group)
+
+
+def pool(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, slice]:
+    """The micro-batches of all ranks of the group, one after the other, and which tokens are this rank's."""
+    sizes = _gather(torch.tensor([[len(batch), len(batch.tokens)]]), group)                     # [n, 2]
+    most = sizes.amax(0).tolist()
+    lengths = _gather(F.pad(batch.lengths.cpu(), (0, most[0] - len(batch)))[None], group)       # [n, most]
+    marked = F.pad(2 * batch.tokens + batch.mask, (0, most[1] - len(batch.tokens)))             # a token and its mask
+    marked = _gather(marked[None], group)
+    num_responses, num_tokens = sizes.T.tolist()
+    lengths = torch.cat([x[:n] for x, n in zip(lengths, num_responses)])
+    marked = torch.cat([x[:n] for x, n in zip(marked, num_tokens)])
+    start = sum(num_tokens[: dist.get_rank(group)])
+    index = torch.arange(len(lengths), device=marked.device)
+    pooled = Batch(marked // 2, marked % 2 == 1, offsets(lengths).to(marked.device), index, index)
+    return pooled, slice(start, start + len(batch.tokens))
+
+
+def cut(row: Row, group: dist.ProcessGroup) -> Row:
+    """This rank's part of a row that all ranks of the group know."""
+    n, me, device = dist.get_world_size(group), dist.get_rank(group), row.tokens.device
+    ends, key_ends = (row.layout[name].cpu().numpy() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    chunks = [zigzag(ends, n, rank) for rank in range(n)]                   # of each rank: [2 segments, 2] start, end
+    rows = [_ranges(*of_rank.T) for of_rank in chunks]
+    most = max(map(len, rows))
+    place = np.zeros(len(row.tokens), dtype=np.int64)                       # where the gathered rows have each row
+    for rank, of_rank in enumerate(rows):
+        place[of_rank] = rank * most + np.arange(len(of_rank))
+    mine, (starts, stops) = rows[me], chunks[me].T
+    # a chunk sees the keys of its segment up to its own end
+    keys = _ranges(np.repeat(key_ends[:-1], 2), np.repeat(key_ends[1:] - ends[1:], 2) + stops, starts < stops)
+    if "key_rows" in row.layout:
+        keys = row.layout["key_rows"].cpu().numpy()[keys]
+    num_queries = stops - starts
+    num_keys = (np.repeat(key_ends[1:] - ends[1:] - key_ends[:-1], 2) + stops)[num_queries > 0]
+    num_queries = num_queries[num_queries > 0]
+    if not len(mine):                                                       # fewer tokens than ranks: nobody reads it
+        mine, keys, num_queries, num_keys = (np.array([x]) for x in (0, 0, 1, 1))
+    place_of = torch.from_numpy(place).to(device)
+    here = place_of[row.before] // most == me
+    layout = {
+        "cu_seq_lens_q": offsets(torch.from_numpy(num_queries)).to(device),
+        "cu_seq_lens_k": offsets(torch.from_numpy(num_keys)).to(device),
+        "key_rows": place_of[torch.from_numpy(keys).to(device)], "sequence_group": group, "num_rows": most,
+    }
+    local = torch.from_numpy(mine).to(device)
+    return replace(
+        row, tokens=row.tokens[local], positions=row.positions[local], before=(place_of[row.before] % most)[here],
+        sampled=row.sampled[here], targets=row.targets[here], layout=row.layout | layout,
+    )
+
+
+def zigzag(ends: np.ndarray, n: int, rank: int) -> np.ndarray:
+    """Start and end of the two chunks that a rank of n runs of each segment: [2 segments, 2]. What 2n does not divide
+    goes to other chunks in every second segment."""
+    starts, lengths = ends[:-1].astype(np.int64), np.diff(ends).astype(np.int64)
+    odd = np.arange(len(lengths)) % 2 * n
+    bounds = starts[:, None] + (lengths[:, None] * np.arange(2 * n + 1) + odd[:, None]) // (2 * n)
+    return np.stack([bounds[:, rank : rank + 2], bounds[:, 2 * n - 1 - rank : 2 * n + 1 - rank]], axis=1).reshape(-1, 2)
+
+
+def attend_gathered(module, query: Tensor, key: Tensor, value: Tensor, *args: Any,
+                    sequence_group: dist.ProcessGroup, num_rows: int, **kwargs: Any) -> tuple[Tensor, None]:
+    """An attention of common/model/attention.py over the keys and values of all ranks of the group, `num_rows` each."""
+    both = torch.cat([key[0], value[0]]).transpose(0, 1)                                # [t, 2 kv_heads, D]
+    both = _GatherRows.apply(F.pad(both, (0, 0, 0, 0, 0, num_rows - len(both))), sequence_group)
+    key, value = both.transpose(0, 1)[None].chunk(2, dim=1)                             # [1, kv_heads, n num_rows, D]
+    attention = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
+    return attention(module, query, key, value, *args, **kwargs)
+
+
+for name in ("packed_sdpa", "packed_varlen"):
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, attend_gathered)
+
+
+class _GatherRows(torch.autograd.Function):
+    """[t, ...] -> [n t, ...]. Backward: what all ranks say of this rank's rows, summed."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        own = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+class _TakeOwn(torch.autograd.Function):
+    """Of each token one rank has the number and the others 0: their sum, and of it this rank's tokens. Backward: every
+    rank tells the others the gradients of its tokens."""
+
+    @staticmethod
+    def forward(ctx, x, own, group):
+        ctx.own, ctx.group, ctx.shape = own, group, x.shape
+        whole = x.clone()
+        dist.all_reduce(whole, group=group)
+        return whole[own].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        whole = grad.new_zeros(ctx.shape)
+        whole[ctx.own] = grad
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None, None
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, as many of each, one rank after the other."""
+    out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _ranges(starts: np.ndarray, stops: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
+    """start, start + 1, ..., stop - 1 of each (that is chosen), one after the other."""
+    chosen = np.ones(len(starts), dtype=bool) if chosen is None else chosen
+    numbers = [np.arange(a, b) for a, b in zip(starts[chosen], stops[chosen])]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
+
+
+def plan_groups(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world: Any, max_tokens: int, seed: int,
+                **options: Any) -> Plan:
+    """`plan_step` for the groups of ranks that run a micro-batch together, which hold as many times `max_tokens`. The
+    responses of a micro-batch are dealt to the group's ranks."""
+    n = size_of(world.sequence)
+    plan = plan_step(lengths, costs, num_minibatches, world.size // n, n * max_tokens, seed, **options)
+    if n == 1:
+        return plan
+    rank_of = np.full_like(plan.rank, -1)
+    minibatches = []
+    for planned in plan.minibatches:
+        dealt = [[share[part] for share in shares for part in partition(costs[share], n)] for shares in planned]
+        for shares in dealt:
+            for rank, responses in enumerate(shares):
+                rank_of[responses] = rank
+        minibatches.append(dealt)
+    return Plan(rank_of, minibatches, plan.idle)

@@ -1,0 +1,35 @@
+"""FSDP2: how the weights of a model are divided over the ranks."""
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from common.model.policy import Critic, ModelConfig, PackedModel
+from common.parallel.ranks import World
+
+
+def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
+    """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
+
+    A critic's head computes in float32."""
+    model.train()
+    model.share_prompt, model.sequence_group = config.share_prompt, world.sequence
+    is_large = transformer.num_parameters() > 1e9
+    if config.gradient_checkpointing or (config.gradient_checkpointing is None and is_large):
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if frozen:
+        model.requires_grad_(False)
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
+    is_divided = world.mesh.size(-1) > 1
+    for module in transformer.modules():
+        if type(module).__name__ in transformer._no_split_modules:
+            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided)
+    embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32
+        fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided)
+    if isinstance(model, Critic):
+        fully_shard(model.head, mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision)
+    model.to_empty(device=world.device)
+
+
