@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import MODEL, launch
+from tests.conftest import launch
 
 # as `datasets` writes the rows of verl's examples/data_preprocess/gsm8k.py: keys of a struct in its own order
 SCHEMA = pa.schema([
@@ -68,7 +68,7 @@ def test_verls_files_train_for_two_steps(tiny_llama, tmp_path):
     train = [call for call in calls if call[0] == "train"]
     assert len(train) == 2 * 4 * 3 and len(calls) == 2 * 4 * 3 + 2 * 2          # two validations of two problems
     assert sorted({(index, truth) for _, index, truth, _ in train}) == [(i, str(2 * i + 2)) for i in range(4)]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
     lengths = [len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in prompts[:4]]
     for step, row in enumerate(metrics[1:]):
