@@ -224,10 +224,10 @@ class Engine:
         return responses
 
     def begin(self, stop: Callable[[], bool]) -> None:
-        """Before requests are added. `stop`: see `generate`."""
+        """Before requests are added. `stop`: see `generate`; what the engine's first rank says counts for all."""
         if not self.awake:
             raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
-        self.stop = self._agreed(stop)
+        self.stop = lambda: self.from_first_rank(stop())
 
     def local_prompts(self, num_prompts: int) -> range:
         """The prompts of a step that this engine samples."""
@@ -317,10 +317,6 @@ class Engine:
         """Load all `tensors`. `sent`: what is to be compared, filled while `tensors` is read. Returns the number of
         tensors that were compared and the names of those that differ."""
         raise NotImplementedError
-
-    def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
-        """`stop`, so that all ranks of an engine stop at the same call of it."""
-        return stop
 
     def add(
         self, requests: Iterable[tuple[int, Sequence[int]]], seeds: Sequence[int], sampling: SamplingConfig

@@ -10,13 +10,11 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.engine import vllm_cpu
@@ -30,8 +28,6 @@ RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the unsharded tensors of the weight sync."""
 GRAPHS_GB = 1.5
 """GPU memory for the engine's CUDA graphs."""
-STOP_EVERY = 8
-"""Calls after which the ranks of an engine ask each other whether to stop."""
 
 
 class VLLMEngine(Engine):
@@ -218,23 +214,6 @@ class VLLMEngine(Engine):
         from vllm.distributed import get_tp_group
 
         return get_tp_group().broadcast_object(value, src=0)
-
-    def _agreed(self, stop: Callable[[], bool]) -> Callable[[], bool]:
-        """With more than one rank, every STOP_EVERY-th call asks all of them; they make the same calls in step."""
-        if self.config.tp == 1:
-            return stop
-        from vllm.distributed import get_tp_group
-
-        calls = count(1)
-
-        def agreed() -> bool:
-            if next(calls) % STOP_EVERY:
-                return False
-            is_stopping = torch.tensor(int(stop()))
-            dist.all_reduce(is_stopping, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
-            return bool(is_stopping)
-
-        return agreed
 
     def abort(self, requests: set[int]) -> None:
         # in the same order on all ranks of an engine: this frees cache
