@@ -1,7 +1,7 @@
 """vLLM inside the training process: one engine per `tp` ranks.
 
 Between rollouts it sleeps. On GPUs its cache is freed and its weights are discarded (level 2), as the trainer sends new
-ones anyway. On CPUs the memory of the cache is freed and the weights stay.
+ones anyway. On CPUs weights and cache stay.
 """
 
 import contextlib
@@ -164,7 +164,6 @@ class VLLMEngine(Engine):
 
     def _sleep(self) -> dict[str, float]:
         if self.on_cpu:
-            self.llm.collective_rpc(vllm_cpu.give_back_cache)
             return {}
         self.llm.sleep(level=2)
         self._loaded = None

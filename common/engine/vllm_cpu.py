@@ -1,8 +1,6 @@
-"""Additions to vLLM's CPU build: packed weights follow a sync, the cache gives its memory back, and each job's shared
-memory has its own name. Written for vLLM 0.32, whose internals it names."""
+"""Additions to vLLM's CPU build: packed weights follow a sync, and each job's shared memory has its own name.
+Written for vLLM 0.32, whose internals it names."""
 
-import ctypes
-import mmap
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -37,16 +35,6 @@ def pack_rest(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
         elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-
-
-def give_back_cache(worker: Any) -> None:
-    """The operating system takes the cache's pages and gives zeros when they are used again."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for tensor in worker.model_runner.kv_caches:
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        if length > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
-            raise OSError(ctypes.get_errno(), "madvise on vLLM's key-value cache")
 
 
 def own_segment_name() -> AbstractContextManager:
