@@ -161,10 +161,9 @@ class Engine:
         3. the trainer's weights go to the host (with `--offload.params`);
         4. the cache gets its memory and forgets the prefixes that the old weights computed.
 
-        Raises RuntimeError when awake already, or when checksums disagree.
+        Raises RuntimeError when checksums disagree.
         """
-        if self.awake:
-            raise RuntimeError("wake: the engine is awake already; call sleep() first")
+        assert not self.awake, "wake: the engine is awake already; call sleep() first"
         start = time.perf_counter()
         self._num_requested = 0
         self._num_aborted = 0
@@ -225,8 +224,7 @@ class Engine:
 
     def begin(self, stop: Callable[[], bool]) -> None:
         """Before requests are added. `stop`: see `generate`; what the engine's first rank says counts for all."""
-        if not self.awake:
-            raise RuntimeError("generate: the engine is asleep; call wake(policy) first")
+        assert self.awake, "generate: the engine is asleep; call wake(policy) first"
         self.stop = lambda: self.from_first_rank(stop())
 
     def local_prompts(self, num_prompts: int) -> range:
@@ -238,8 +236,7 @@ class Engine:
 
         Before, a few tokens are sampled, which the trainer then scores. Raises RuntimeError if the two disagree
         (`max_probe_diff`)."""
-        if not self.awake:
-            raise RuntimeError("sleep: the engine is asleep already")
+        assert self.awake, "sleep: the engine is asleep already"
         start = time.perf_counter()
         batch = self._sample_probe()
         sampled = time.perf_counter()

@@ -82,7 +82,13 @@ class HFEngine(Engine):
         """The first token of the next group, or one more token of every response of the group that is sampled."""
         if self.running:
             for block, cache in self.blocks:
-                yield from self._decode(block, cache, self.sampling)
+                rows = [row for row, request in enumerate(block) if request in self.running]
+                tokens = [[0]] * ROWS  # a row without a running request computes something that nobody reads
+                for row in rows:
+                    tokens[row] = self.running[block[row]].tokens[-1:]
+                if rows:
+                    logits, _ = self._forward(tokens, cache)
+                    yield from self._sample([block[row] for row in rows], logits[rows], self.sampling)
             return
         first = self.waiting[0]
         group = list(takewhile(lambda q: (q.prompt, q.sampling) == (first.prompt, first.sampling), self.waiting))
@@ -98,17 +104,6 @@ class HFEngine(Engine):
             cache.batch_repeat_interleave(ROWS)
             self.blocks.append((requests[start : start + ROWS], cache))
         yield from self._sample(requests, logits.expand(len(requests), -1), self.sampling)
-
-    def _decode(self, block: list[int], cache: Cache, sampling: SamplingConfig) -> Iterator[tuple[int, Response]]:
-        """One more token for every running request of a block."""
-        rows = [row for row, request in enumerate(block) if request in self.running]
-        if not rows:
-            return
-        tokens = [[0]] * ROWS  # a row without a running request computes something that nobody reads
-        for row in rows:
-            tokens[row] = self.running[block[row]].tokens[-1:]
-        logits, _ = self._forward(tokens, cache)
-        yield from self._sample([block[row] for row in rows], logits[rows], sampling)
 
     def _forward(self, tokens: list[list[int]], cache: Cache | None) -> tuple[Tensor, Cache]:
         """Logits of each row's last token, float32 [rows, V], and the cache, which has all tokens then."""

@@ -155,13 +155,13 @@ def test_max_probe_diff_stops_the_run(vllm, policy, monkeypatch):
 
 
 def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
-    with pytest.raises(RuntimeError, match="asleep; call wake"):
+    with pytest.raises(AssertionError, match="asleep; call wake"):
         vllm.generate(prompts, range(len(prompts)), SAMPLING)
     vllm.wake(policy)
-    with pytest.raises(RuntimeError, match="awake already"):
+    with pytest.raises(AssertionError, match="awake already"):
         vllm.wake(policy)
     vllm.sleep()
-    with pytest.raises(RuntimeError, match="asleep already"):
+    with pytest.raises(AssertionError, match="asleep already"):
         vllm.sleep()
 
 
