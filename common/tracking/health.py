@@ -1,8 +1,7 @@
 """The well-known failures of a run, told in words: what is seen, the likely cause, the flag to turn."""
 
 import math
-from collections import defaultdict
-from statistics import mean, median_high
+from statistics import mean
 
 
 class HealthCheck:
@@ -11,7 +10,7 @@ class HealthCheck:
     def __init__(self, every: int):
         self.every = every
         self.said: dict[str, int] = {}                                  # kind -> the step that last told it
-        self.past: dict[str, list[float]] = defaultdict(list)
+        self.entropies: list[float] = []
 
     def look(self, step: int, metrics: dict[str, float]) -> list[str]:
         """The step's warnings. `metrics` has the scripts' names; what is absent is not judged."""
@@ -32,18 +31,12 @@ class HealthCheck:
              "in every group all rewards are equal, so no response is better than another and nothing is learned: "
              "prompts too easy or too hard, or a reward that is always the same. Read the rollouts; other "
              "--train-data, more --samples-per-prompt, a higher --rollout.temperature")
-        for name, floor, flags in (("actor/ppo_kl", 0.02, "lower --optim.lr or --minibatches-per-step"),
-                                   ("actor/kl_loss", 0.5, "lower --optim.lr or raise --kl-loss-coef")):
-            if name in metrics:
-                size = abs(metrics[name])
-                past = self.past[name][-20:]
-                if past and not size <= max(floor, 5 * median_high(past)):
-                    found[name] = (f"{name} jumped to {metrics[name]:.2g} (median of the last {len(past)} steps "
-                                   f"{median_high(past):.2g}): the policy moves too far in one step; {flags}")
-                self.past[name].append(size if math.isfinite(size) else 0.0)
+        over("kl", "actor/ppo_kl", 0.05,
+             "the policy is {:.2g} nats a token from the one that sampled, usual is under 0.05: it moves too far in "
+             "one step; lower --optim.lr or --minibatches-per-step")
         if math.isfinite(entropy := metrics.get("actor/entropy", math.nan)):
-            self.past["entropy"].append(entropy)
-            first, last = self.past["entropy"][0], self.past["entropy"][-5:]
+            self.entropies.append(entropy)
+            first, last = self.entropies[0], self.entropies[-5:]
             if len(last) == 5 and mean(last) < 0.05 * first:
                 found["entropy"] = (f"entropy fell to {mean(last):.2g} nats (mean of 5 steps) from {first:.2g}: the "
                                     f"policy hardly explores any more; set --entropy-coef, raise --clip-high, or lower "
