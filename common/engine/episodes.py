@@ -14,15 +14,15 @@ import torch
 from common.dataset.template import template_arguments
 from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.conversation import ChatTemplate, Conversation
-from common.engine.tool_calls import make_parser
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
 from common.prompts import TemplateConfig
 from common.rollout import Sample
 from envs.runtime.processes import EpisodeProcesses
+from envs.runtime.tool_calls import make_parser
 
 Parse = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
-"""A reply with its special tokens, and the tools' schemas -> the calls in it (common/engine/tool_calls.py)."""
+"""A reply with its special tokens, and the tools' schemas -> the calls in it (envs/runtime/tool_calls.py)."""
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
 END_REASONS = ("done", "length", "turns", "timeout", "error")
 

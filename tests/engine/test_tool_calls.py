@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from common.engine.tool_calls import make_parser
+from envs.runtime.tool_calls import make_parser
 from tests.conftest import ROOT
 
 pytest.importorskip("vllm")
@@ -87,7 +87,7 @@ def test_a_parser_that_cannot_be_used_is_refused(tokenizer, smollm):
         make_parser("hermez", tokenizer)
     with pytest.raises(ValueError, match=r"llama3_json cannot be used with this model here: .*python_tag"):
         make_parser("llama3_json", AutoTokenizer.from_pretrained(smollm))
-    code = ("import sys; sys.modules['vllm'] = None\nfrom common.engine.tool_calls import make_parser\n"
+    code = ("import sys; sys.modules['vllm'] = None\nfrom envs.runtime.tool_calls import make_parser\n"
             "try:\n    make_parser('hermes', None)\nexcept ValueError as error:\n    print(error)")
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert told == "--rollout.tool-parser hermes is a parser of vLLM, which is not installed here\n"
