@@ -102,7 +102,7 @@ class Episodes:
         """Queue the model's next turn, or refuse it."""
         conversation = episode.conversation
         if episode.num_turns >= self.config.max_turns:
-            self.refuse(number, episode, "turns", sampling)
+            self.refuse(number, episode, "turns")
             return
         new = message["messages"]
         between: list[int] | None = []
@@ -118,7 +118,7 @@ class Episodes:
             self.max_sequence_length - num_before,
         )
         if room < 1:
-            self.refuse(number, episode, "length", sampling)
+            self.refuse(number, episode, "length")
             return
         if episode.num_turns:
             conversation.add_messages(new, between)
@@ -130,10 +130,10 @@ class Episodes:
             replace(sampling, max_response_length=max_tokens),
         )
 
-    def refuse(self, number: int, episode: Episode, reason: str, sampling: RolloutConfig) -> None:
+    def refuse(self, number: int, episode: Episode, reason: str) -> None:
         """Tell an episode that there is no further reply, and why."""
         episode.refused = reason
-        self.tell(number, episode, {"text": None, "finish_reason": reason}, sampling.max_response_length)
+        self.tell(number, episode, {"text": None, "finish_reason": reason})
 
     def take_reply(self, number: int, episode: Episode, response: Response) -> None:
         """Add the reply that the engine has finished, and tell it to the episode."""
@@ -147,11 +147,11 @@ class Episodes:
             ended = response.tokens[-1] in conversation.template.stops
             written = response.tokens[:-1] if ended else response.tokens
             reply["tool_calls"] = self.parse(conversation.template.tokenizer.decode(written), conversation.tools)
-        self.tell(number, episode, reply, self.config.max_response_length)
+        self.tell(number, episode, reply)
 
-    def tell(self, number: int, episode: Episode, reply: dict[str, Any], max_tokens: int) -> None:
+    def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:
         if self.processes is not None:
-            tokens_left = max(max_tokens - episode.conversation.num_tokens, 0)
+            tokens_left = max(self.config.max_response_length - episode.conversation.num_tokens, 0)
             self.processes.tell(number, reply | {"tokens_left": tokens_left})
 
     def close(self) -> None:

@@ -45,7 +45,8 @@ class Chat:
         """Add these messages, then let the model write its next turn. Returns its text; None if there is no room or no
         turn left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left."""
         for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+            if not all(isinstance(text, str) for text in texts):
                 raise TypeError(f"chat.reply takes messages like {{'role': 'user', 'content': '...'}}, not "
                                 f"{message!r:.80}")
         if self.turns and not messages:
