@@ -47,8 +47,8 @@ async def episode(chat, row):
     """The reward is the interaction's, or that of the last reply."""
     extra_info = row["extra_info"]
     chat.tools = tools_of(extra_info.get("tools_kwargs") or {})
-    interaction = dict(extra_info.get("interaction_kwargs") or {})
-    name = interaction.pop("name", None)
+    interaction = without_nulls(extra_info.get("interaction_kwargs"))
+    name = interaction.pop("name", "gsm8k" if interaction else None)  # verl's default
     if name and name not in INTERACTIONS:
         raise ValueError(f"extra_info.interaction_kwargs: name {name!r} is not in {', '.join(INTERACTIONS)} "
                          f"(INTERACTIONS in envs/verl_tools.py)")
@@ -67,20 +67,22 @@ async def episode(chat, row):
     return {"score": score, "acc": score} if name else ""
 
 
+def without_nulls(kwargs: dict | None) -> dict:
+    """In parquet all rows have the keys of all rows; those of other rows are null."""
+    return {key: value for key, value in (kwargs or {}).items() if value is not None}
+
+
 def tools_of(tools_kwargs: dict) -> list[Callable]:
-    """The tools of a row. In parquet all rows have all tools; those of other rows are null."""
     tools = []
-    for name, kwargs in tools_kwargs.items():
-        if kwargs is None:
-            continue
+    for name, kwargs in without_nulls(tools_kwargs).items():
         if name not in TOOLS:
             raise ValueError(f"extra_info.tools_kwargs: {name!r} is not in {', '.join(TOOLS)} (TOOLS in "
                              f"envs/verl_tools.py)")
-        unused = [key for key in ("calc_reward_kwargs", "release_kwargs") if any((kwargs.get(key) or {}).values())]
+        unused = [key for key in ("calc_reward_kwargs", "release_kwargs") if without_nulls(kwargs.get(key))]
         if unused:
             raise ValueError(f"extra_info.tools_kwargs: {name} has {', '.join(unused)}, which mean nothing here: the "
                              f"reward is the episode's, and a tool ends with it")
-        tool = TOOLS[name](**(kwargs.get("create_kwargs") or {}), **(kwargs.get("execute_kwargs") or {}))
+        tool = TOOLS[name](**without_nulls(kwargs.get("create_kwargs")), **without_nulls(kwargs.get("execute_kwargs")))
         tool.__name__ = name
         tools.append(tool)
     return tools

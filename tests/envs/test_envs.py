@@ -157,9 +157,10 @@ def test_python_tool():
 # --------------------------------------------------------------------------- others' tools
 
 def test_verls_columns():
-    tools = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}, "of_another_row": None}
+    kwargs = {"create_kwargs": {"ground_truth": "72", "of_another_tool": None}, "calc_reward_kwargs": {"x": None}}
+    tools = {"calc_gsm8k_reward": kwargs, "of_another_row": None}
     asked = row("72", source="openai/gsm8k", tools_kwargs=tools)
-    talked = row("72", interaction_kwargs={"name": "gsm8k", "query": "?", "ground_truth": "72"})
+    talked = row("72", interaction_kwargs={"name": None, "query": "?", "ground_truth": "72"})
     unknown = row("72", tools_kwargs={"image_zoom": {"create_kwargs": {}}})
     unmapped = row("72", tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"},
                                                             "calc_reward_kwargs": {"weight": 2}}})

@@ -15,6 +15,8 @@ const CHARTS = [                                        // title, metrics of one
   ["Validation", /^val-core\//, /^val-core\/.*(greedy|mean@\d+)$/],
   ["Training reward", /^critic\/rewards\/mean$/],
   ["Response length, tokens", /^response_length\/(mean|max|min)$/, /^response_length\/mean$/],
+  ["Turns and calls of tools, of an episode", /^(num_turns|tool_call_counts)\/mean$|^episode\/tool_errors$/],
+  ["Ends of episodes, share", /^episode\/\w+_frac$/],
   ["Entropy, nats", /^actor\/entropy$/],
   ["Engine - trainer, probability of a token", /^training\/rollout_probs_diff_mean$/],
   ["KL of old and current policy, nats", /^actor\/ppo_kl$/],
