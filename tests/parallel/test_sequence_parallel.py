@@ -23,7 +23,7 @@ MODELS = {
     "three heads": LlamaConfig(**SIZES, num_attention_heads=3, num_key_value_heads=1),          # 2 and 4 divide neither
     "window": Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=5,
                           use_sliding_window=True, max_window_layers=1),
-    "mixture": Qwen3MoeConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
+    "mixture": Qwen3MoeConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6,             # 4 shards are cut along another dimension
                               num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1),
 }
 BROKEN = Case("llama", 2, is_broken=True)
