@@ -22,6 +22,7 @@ from common.model.loading import CAUSAL_LM, NO_ADAPTERS, SCORED, read_config, re
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
+from common.model.sharding import shard_dim
 from common.parallel.mesh import num_shards
 from common.parallel.ranks import all_max, all_sum
 
@@ -59,8 +60,9 @@ class Model:
         self.all, self.block = count(model), count(self.largest)
         self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)
         self.head = self.all - sum(map(count, blocks)) - self.embedding
-        # dimension 0 of each is cut into equal chunks, the last ones shorter
-        rows = {p: -(-len(p) // ranks) * (p.numel() // len(p)) for p in model.parameters()}
+        # one dimension of each is cut into equal chunks, the last ones shorter
+        cut = {p: p.shape[shard_dim(p.shape, ranks)] for p in model.parameters()}
+        rows = {p: -(-size // ranks) * (p.numel() // size) for p, size in cut.items()}
         self.trained_shard = sum(numbers for p, numbers in rows.items() if p.requires_grad)
         self.frozen_shard = sum(rows.values()) - self.trained_shard
         self.trains_all = not lora.rank

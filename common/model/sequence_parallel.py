@@ -18,7 +18,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.batch import Batch, offsets
 from common.packing import Plan, partition, plan_step
-from common.parallel.mesh import size_of
 
 PREFIX = "gathered_"
 """Before the name of an attention function: the one that gathers keys and values first."""
@@ -85,43 +84,41 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
     """This rank's part of a row that all ranks of the group know."""
     n, me, device = dist.get_world_size(group), dist.get_rank(group), row.tokens.device
     ends, key_ends = (row.layout[name].cpu().numpy() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    chunks = [zigzag(ends, n, rank) for rank in range(n)]                   # of each rank: [2 segments, 2] start, end
-    rows = [_ranges(*of_rank.T) for of_rank in chunks]
+    chunks = [zigzag(ends, n, rank) for rank in range(n)]
+    rows = [_ranges(starts, stops) for starts, stops, _ in chunks]
     most = max(map(len, rows))
-    place = np.zeros(len(row.tokens), dtype=np.int64)                       # where the gathered rows have each row
+    place = torch.zeros(len(row.tokens), dtype=torch.int64)                 # where the gathered rows have each row
     for rank, of_rank in enumerate(rows):
-        place[of_rank] = rank * most + np.arange(len(of_rank))
-    mine, (starts, stops) = rows[me], chunks[me].T
-    # a chunk sees the keys of its segment up to its own end
-    keys = _ranges(np.repeat(key_ends[:-1], 2), np.repeat(key_ends[1:] - ends[1:], 2) + stops, starts < stops)
+        place[of_rank] = rank * most + torch.arange(len(of_rank))
+    place = place.to(device)
+    # with fewer tokens than ranks, some run row 0, and nobody reads it
+    starts, stops, segment = chunks[me] if len(rows[me]) else torch.tensor([[0], [1], [0]]).numpy()
+    first_keys, last_keys = key_ends[segment], key_ends[segment + 1] - ends[segment + 1] + stops
+    keys = _ranges(first_keys, last_keys).to(device)                        # of its segment, up to a chunk's own end
     if "key_rows" in row.layout:
-        keys = row.layout["key_rows"].cpu().numpy()[keys]
-    num_queries = stops - starts
-    num_keys = (np.repeat(key_ends[1:] - ends[1:] - key_ends[:-1], 2) + stops)[num_queries > 0]
-    num_queries = num_queries[num_queries > 0]
-    if not len(mine):                                                       # fewer tokens than ranks: nobody reads it
-        mine, keys, num_queries, num_keys = (np.array([x]) for x in (0, 0, 1, 1))
-    place_of = torch.from_numpy(place).to(device)
-    here = place_of[row.before] // most == me
+        keys = row.layout["key_rows"][keys]
     layout = {
-        "cu_seq_lens_q": offsets(torch.from_numpy(num_queries)).to(device),
-        "cu_seq_lens_k": offsets(torch.from_numpy(num_keys)).to(device),
-        "key_rows": place_of[torch.from_numpy(keys).to(device)], "sequence_group": group, "num_rows": most,
+        "cu_seq_lens_q": offsets(torch.from_numpy(stops - starts)).to(device),
+        "cu_seq_lens_k": offsets(torch.from_numpy(last_keys - first_keys)).to(device),
+        "key_rows": place[keys], "sequence_group": group, "num_rows": most,
     }
-    local = torch.from_numpy(mine).to(device)
+    local = _ranges(starts, stops).to(device)
+    here = place[row.before] // most == me
     return replace(
-        row, tokens=row.tokens[local], positions=row.positions[local], before=(place_of[row.before] % most)[here],
+        row, tokens=row.tokens[local], positions=row.positions[local], before=(place[row.before] % most)[here],
         sampled=row.sampled[here], targets=row.targets[here], layout=row.layout | layout,
     )
 
 
 def zigzag(ends: np.ndarray, n: int, rank: int) -> np.ndarray:
-    """Start and end of the two chunks that a rank of n runs of each segment: [2 segments, 2]. What 2n does not divide
-    goes to other chunks in every second segment."""
+    """Start, end and segment of the chunks that a rank of n runs, two of each segment but for empty ones: [3, chunks].
+    What 2n does not divide goes to other chunks in every second segment."""
     starts, lengths = ends[:-1].astype(np.int64), np.diff(ends).astype(np.int64)
-    odd = np.arange(len(lengths)) % 2 * n
-    bounds = starts[:, None] + (lengths[:, None] * np.arange(2 * n + 1) + odd[:, None]) // (2 * n)
-    return np.stack([bounds[:, rank : rank + 2], bounds[:, 2 * n - 1 - rank : 2 * n + 1 - rank]], axis=1).reshape(-1, 2)
+    segment = np.arange(len(lengths))
+    bounds = starts[:, None] + (lengths[:, None] * np.arange(2 * n + 1) + segment[:, None] % 2 * n) // (2 * n)
+    chunks = [(bounds[:, i], bounds[:, i + 1], segment) for i in (rank, 2 * n - 1 - rank)]
+    both = np.concatenate(chunks, axis=1)
+    return both[:, both[0] < both[1]]
 
 
 def attend_gathered(module, query: Tensor, key: Tensor, value: Tensor, *args: Any,
@@ -179,18 +176,16 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _ranges(starts: np.ndarray, stops: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
-    """start, start + 1, ..., stop - 1 of each (that is chosen), one after the other."""
-    chosen = np.ones(len(starts), dtype=bool) if chosen is None else chosen
-    numbers = [np.arange(a, b) for a, b in zip(starts[chosen], stops[chosen])]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
+def _ranges(starts: np.ndarray, stops: np.ndarray) -> Tensor:
+    """start, start + 1, ..., stop - 1 of each, one after the other."""
+    return torch.from_numpy(np.concatenate([np.arange(0), *map(np.arange, starts, stops)]))
 
 
 def plan_groups(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world: Any, max_tokens: int, seed: int,
                 **options: Any) -> Plan:
     """`plan_step` for the groups of ranks that run a micro-batch together, which hold as many times `max_tokens`. The
     responses of a micro-batch are dealt to the group's ranks."""
-    n = size_of(world.sequence)
+    n = 1 if world.sequence is None else dist.get_world_size(world.sequence)
     plan = plan_step(lengths, costs, num_minibatches, world.size // n, n * max_tokens, seed, **options)
     if n == 1:
         return plan

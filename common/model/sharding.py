@@ -2,10 +2,19 @@
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from common.model.policy import Critic, ModelConfig, PackedModel
 from common.parallel.ranks import World
+
+
+def shard_dim(shape: torch.Size, num_shards: int) -> int:
+    """The dimension along which a weight is divided: the first. The experts of a mixture are one tensor of three; where
+    their number does not divide by the shards, some ranks would have one more, or none: another that divides."""
+    if len(shape) == 3 and shape[0] % num_shards:
+        return next((dim for dim in (1, 2) if shape[dim] % num_shards == 0), 0)
+    return 0
 
 
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
@@ -20,10 +29,12 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     if frozen:
         model.requires_grad_(False)
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
-    is_divided = world.mesh.size(-1) > 1
+    num_shards = world.mesh.size(-1)
+    is_divided = num_shards > 1
     for module in transformer.modules():
         if type(module).__name__ in transformer._no_split_modules:
-            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided)
+            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided,
+                        shard_placement_fn=lambda weight: Shard(shard_dim(weight.shape, num_shards)))
     embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32
         fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided)

@@ -33,8 +33,3 @@ def make_sequence_group(sequence_parallel: int, timeout: timedelta) -> dist.Proc
         return None
     groups = torch.arange(dist.get_world_size()).view(-1, sequence_parallel)
     return dist.new_subgroups_by_enumeration(groups.tolist(), timeout)[0]
-
-
-def size_of(group: dist.ProcessGroup | None) -> int:
-    """The number of ranks that run a micro-batch together."""
-    return 1 if group is None else dist.get_world_size(group)

@@ -34,6 +34,7 @@ JOBS = {                                                                # name -
     "rloo": ("rloo", "tied", []),
     "ppo": ("ppo", "untied", ["--minibatches-per-step", "1"]),
     "mixture": ("grpo", "mixture", []),
+    "adapters": ("ppo", "untied", ["--minibatches-per-step", "1", *TERMS, "--lora.rank", "4", *MEMORY]),
     "terms": ("grpo", "untied", [*TERMS, *UPDATES]),
     "memory": ("grpo", "untied", [*TERMS, *UPDATES, *MEMORY]),
     "offload.params": ("grpo", "tied", ["--offload.params"]),

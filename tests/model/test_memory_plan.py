@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from common.engine.base import RolloutConfig
 from common.model import memory_plan
 from common.model.memory_plan import GIB, MemoryPlan, Model
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
+from common.model.sharding import shard_dim
 from common.run import RunArgs
 from tests.model.kept import kept_bytes
 
@@ -61,6 +62,21 @@ def test_what_stays_by_hand(llama):
     shard = plan_of(llama, ranks=8).resident()["weights"] * GIB / 4     # 53 rows: 7 on the first of 8 ranks
     assert shard == 2 * 7 * 64 + (3 * LAYER + 64) / 8
     assert plan_of(llama).policy.block == LAYER and plan_of(llama).policy.head == 53 * 64 + 64
+
+
+@pytest.mark.parametrize(("ranks", "dims"), [(32, (0, 0)), (48, (1, 2)), (40, (0, 0))], ids=lambda x: str(x))
+def test_experts_that_the_ranks_do_not_divide_are_cut_along_another_dimension(ranks, dims):
+    """128 experts, [2 x 48, 64] and [64, 48] each: 48 ranks would have three each and the last ones none."""
+    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, head_dim=16, num_experts=128, num_experts_per_tok=2,
+                            moe_intermediate_size=48, mlp_only_layers=[], decoder_sparse_step=1)
+    with torch.device("meta"):
+        shapes = [p.shape for p in AutoModelForCausalLM.from_config(config).parameters()]
+    experts = [torch.Size((128, 96, 64)), torch.Size((128, 64, 48))]
+    assert tuple(shard_dim(shape, ranks) for shape in experts) == dims and sorted(experts) == sorted(
+        shape for shape in shapes if len(shape) == 3)
+    others = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes if len(shape) < 3)
+    of_experts = {32: 128 * 9216 / 32, 48: 128 * 9216 / 48, 40: 4 * 9216}[ranks]     # none of 96, 64 and 48 by 40
+    assert Model(config, ModelConfig(), ranks).trained_shard == others + of_experts
 
 
 def test_each_copy_of_the_model_is_sharded_over_its_own_ranks(llama):

@@ -23,7 +23,8 @@ MODELS = {
     "three heads": LlamaConfig(**SIZES, num_attention_heads=3, num_key_value_heads=1),          # 2 and 4 divide neither
     "window": Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=5,
                           use_sliding_window=True, max_window_layers=1),
-    "mixture": Qwen3MoeConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
+    # 4 shards divide the experts along another dimension
+    "mixture": Qwen3MoeConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6,
                               num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1),
 }
 BROKEN = Case("llama", 2, is_broken=True)
@@ -140,11 +141,10 @@ def test_every_token_runs_once_and_ranks_have_as_much_to_do(n):
     owner, loads = torch.full((sum(lengths),), -1), []
     for rank in range(n):
         pairs = 0
-        for segment, (a, b) in enumerate(zigzag(starts.numpy(), n, rank).reshape(-1, 2).tolist()):
-            assert starts[segment // 2] <= a <= b <= starts[segment // 2 + 1]
-            assert (owner[a:b] == -1).all()
+        for a, b, segment in zigzag(starts.numpy(), n, rank).T.tolist():
+            assert starts[segment] <= a < b <= starts[segment + 1] and (owner[a:b] == -1).all()
             owner[a:b] = rank
-            first, last = a - int(starts[segment // 2]), b - int(starts[segment // 2])
+            first, last = a - int(starts[segment]), b - int(starts[segment])
             pairs += (last * (last + 1) - first * (first + 1)) // 2
         loads.append(pairs)
     assert (owner >= 0).all()
