@@ -152,11 +152,18 @@ class Handover(Engine):
             pass
         return len(sent), set()
 
-    def _generate(self, prompts, seeds, sampling) -> Iterator[tuple[int, Response]]:
-        for request in range(len(prompts)):
-            yield request, Response([7] * sampling.max_response_length, [-1.0] * sampling.max_response_length, "stop")
+    def add(self, requests, seeds, sampling) -> None:
+        self.waiting = [number for number, _ in requests]
+        self.length = sampling.max_response_length
 
-    def _abort(self, requests: set[int]) -> None:
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> Iterator[tuple[int, Response]]:
+        while self.waiting:
+            yield self.waiting.pop(0), Response([7] * self.length, [-1.0] * self.length, "stop")
+
+    def abort(self, requests: set[int]) -> None:
         pass
 
 
