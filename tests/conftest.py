@@ -23,7 +23,8 @@ LONGEST_FILES = (
     "checkpoint/test_resume.py", "scripts/test_scripts.py", "scripts/test_grpo.py", "scripts/test_slurm.py",
     "engine/test_sync.py", "cuda/test_scripts_on_cuda.py", "checkpoint/test_faults.py", "engine/test_engine.py",
     "scripts/test_online_dpo.py", "parallel/test_layout.py", "cuda/test_memory_plan.py", "cuda/test_memory.py",
-    "parallel/test_exchange.py", "scripts/test_supervised.py", "cuda/test_step_on_cuda.py", "model/test_liger.py",
+    "parallel/test_sequence_parallel.py", "parallel/test_exchange.py", "scripts/test_supervised.py",
+    "cuda/test_step_on_cuda.py", "model/test_liger.py",
     "scripts/test_any_script.py", "scripts/test_distillation.py", "common/test_correction.py",
     "model/test_packing_check.py", "engine/test_engine_cuda.py", "checkpoint/test_chaos.py",
 )

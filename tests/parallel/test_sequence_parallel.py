@@ -104,6 +104,7 @@ def relative_error(gradient: dict[str, torch.Tensor], want: dict[str, torch.Tens
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in CASES for case in CASES[ranks]])
 def test_the_gradient_is_that_of_one_rank(ranks, case, found, expected):
     errors = [relative_error(of_rank[case][0], expected(case)) for of_rank in found[ranks]]
+    print(f"\n{ranks} ranks, {case}: worst relative gradient error {max(errors):.1e}")
     if case.is_broken:                                                  # a missing reduction is seen
         assert min(errors) > 1e-3
     else:
