@@ -61,11 +61,9 @@ class Args(RunArgs):
     """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
     for the losses of PPO's form, absent in the others."""
     loss_numbers: dict[str, float] = field(default_factory=dict)
-    """Further numbers of a loss, NAME VALUE ...: sapo tau_pos 1 tau_neg 1.05, clip_cov fraction 2e-4 cov_low 1
-    cov_high 5, kl_cov fraction 2e-4 cov_kl_coef 1, dppo_* max_ratio 20, dro beta (must be given)."""
+    """Further numbers of the loss, NAME VALUE ..., such as tau_neg 1.05 of sapo. Default: of the loss's paper."""
     aggregation: losses.Aggregation | None = None
-    """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
-    (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
+    """From token losses to one number, over the global mini-batch. Default: of the loss's paper."""
     max_gen_batches: int = 10
     """Dynamic sampling: at most so many rollouts of prompts_per_step prompts in one step. 1: train on what the first
     gives."""
@@ -82,8 +80,7 @@ class Args(RunArgs):
     norm_by_std: bool | None = None
     """Divide advantages by the group's standard deviation. Default: True, but False for --loss dr_grpo."""
     kl_reward_coef: float = 0.0
-    """Factor of KL(old policy || reference) taken off every token's reward. 0 (and no KL in the loss): no reference
-    model in memory."""
+    """Factor of KL(old policy || reference) taken off every token's reward."""
     kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Per-token estimate of the KL in the reward."""
     kl_loss_coef: float = 0.0

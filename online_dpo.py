@@ -69,8 +69,7 @@ class Args(RunArgs):
     """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
     for the losses of PPO's form, absent in the others."""
     aggregation: losses.Aggregation | None = None
-    """From token losses to one number, over the global mini-batch. Default: of the loss's paper, printed at the start
-    (grpo, ppo, dapo, rloo: token-mean; the GRPO paper's own is seq-mean-token-mean)."""
+    """From token losses to one number, over the global mini-batch. Default: of the loss's paper."""
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: no reference model in memory."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"

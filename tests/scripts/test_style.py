@@ -38,7 +38,7 @@ READ_CEILING = 2100                                                     # all fi
 PACKAGES_CEILING = 5500                                                 # the packages below common/
 MAKEFILE_CEILING = 59
 # Lines of `diff grpo.py SCRIPT`, added plus removed.
-CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 165}
+CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 158}
 
 
 # --------------------------------------------------------------------------- flags
