@@ -62,8 +62,7 @@ class Args(RunArgs):
     clip_high: float | None = None
     """Upper clip: the ratio counts up to 1 + clip_high. Default: of the loss's paper."""
     clip_dual: float | None = None
-    """Where the advantage is negative, the loss is capped at -A * clip_dual (dual clip, arXiv 1912.09729). Default: 3
-    for the losses of PPO's form, absent in the others."""
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). PPO's: 3."""
     loss_numbers: dict[str, float] = field(default_factory=dict)
     """Further numbers of the loss, NAME VALUE ..., such as tau_neg 1.05 of sapo. Default: of the loss's paper."""
     aggregation: losses.Aggregation | None = None
