@@ -89,7 +89,7 @@ agent() {
     .venv/bin/python data/calculator.py --out "$data"
     for seed in ${SEEDS:-1}; do
         .venv/bin/python sft.py --model models/SmolLM2-135M-Instruct --train-data "$data/conversations/train.parquet" \
-            --run-dir "runs/agent/sft$seed" --seed "$seed" --total-steps 16 --rows-per-step 16 --max-tokens-per-gpu 2048 \
+            --run-dir "runs/agent/sft$seed" --seed "$seed" --total-steps 14 --rows-per-step 16 --max-tokens-per-gpu 2048 \
             --optim.lr 3e-5 --optim.warmup-steps 2
         # shellcheck disable=SC2086
         .venv/bin/python grpo.py --model "runs/agent/sft$seed/model" --train-data "$data/train.parquet" \
