@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from common.checkpoint import files
 from tests.checkpoint.faulty import server
 from tests.conftest import VLLM, launch, make_tiny_llama
+from tests.engine.episode_runs import FILE
 
 TOTAL, PROMPTS, SAMPLES = 4, 2, 4
 # seconds, memory, and how many weights a process compares: all at its first sync
-NOT_COMPARED = ("timing_", "perf/", "rollout/tokens_per_s", "sleep/", "sync/num_checksums")
+NOT_COMPARED = ("timing_", "val-aux/timing_", "perf/", "rollout/tokens_per_s", "sleep/", "sync/num_checksums")
 
 
 def tiny_run(model: str, folder) -> list[str]:
@@ -189,12 +190,13 @@ def test_two_ranks_do_what_one_does_and_continue_exactly(flags, start, in_one_go
 
 @pytest.mark.parametrize(("script", "more"), [
     ("ppo.py", ["--kl-reward-coef", "0.1", "--kl-controller", "adaptive", "--kl-target", "0.001"]),
-    ("dapo.py", ["--keep-surplus", "--max-gen-batches", "4", "--overlong-buffer", "2"]),
+    ("dapo.py", ["--keep-surplus", "--max-gen-batches", "4", "--overlong-buffer", "2", "--rollout.lockstep",
+                 "--rollout.episode", f"{FILE}:three_turns", "--rollout.max-response-length", "80"]),
     ("rloo.py", ["--baseline", "remax", "--kl-reward-coef", "0.1"]),
 ])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, tmp_path):
-    """kill -9 after step 3: critic, adaptive coefficient and surplus groups come back with step 2."""
+    """kill -9 after step 3: critic, adaptive coefficient and surplus groups (of episodes) come back with step 2."""
     where = flags.index("--kl-loss-coef")
     flags, log = [*flags[:where], *flags[where + 2 :], *more], tmp_path / "log"
     for name, faults in {"whole": ["none"], "again": ["log after:4:0:kill", "none"]}.items():
