@@ -116,8 +116,8 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     lengths = (prompt_lengths + response_lengths).long()
     timer.seconds |= {"gen": 2.0, "reward": 0.5, "update_actor": 4.0, "adv": 0.1}
     scores = torch.tensor([1.0, 0.0, 0.5, torch.nan], dtype=torch.float64)
-    lengths = prompt_lengths, response_lengths, torch.zeros(4)
-    rollout = Rollout([], scores, torch.arange(4) // GROUP, *lengths, torch.ones(4),
+    columns = prompt_lengths, response_lengths, torch.zeros(4)
+    rollout = Rollout([], scores, torch.arange(4) // GROUP, *columns, torch.ones(4),
                       torch.tensor([False, False, True, False]), in_loss=torch.ones(4, dtype=torch.bool))
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
     found = step_metrics(meter, timer, world, rollout.lengths, minibatches, update_flops=8e9, peak_flops=5e9)
