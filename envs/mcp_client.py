@@ -4,6 +4,7 @@
     --rollout.episode envs/mcp_client.py --rollout.tool-parser hermes
 
 The environment variable MCP_SERVER is a command that talks MCP on standard input and output, or the URL of a server.
+The command gets PATH, HOME and TMPDIR, and none of the trainer's other variables: `env KEY=... python my_server.py`.
 The last reply is scored by the reward function of the row's data_source, or by --reward.function.
 """
 
@@ -22,7 +23,7 @@ async def episode(chat, row):
     """Returns the last reply, without calls: its text is scored."""
     command, *arguments = shlex.split(SERVER)
     is_url = command.startswith(("http://", "https://"))
-    process = mcp.StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+    process = mcp.StdioServerParameters(command=command, args=arguments, env={"TMPDIR": os.environ["TMPDIR"]})
     server = command if is_url else process
     async with mcp.Client(server) as client:
         chat.tools = [tool_of(client, tool) for tool in (await client.list_tools()).tools]
