@@ -161,7 +161,7 @@ class Training:
             self.metrics = self.checkpoints.metrics()
             yield step
         if args.save.hf != "never":
-            export(self.policy, self.hf_files, args.lora, self.tracker.run_dir / "model", self.world)
+            export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
         if self.world.is_main:  # the other ranks may not see the last line yet
             print(summary(self.tracker.run_dir), flush=True)
 

@@ -2,8 +2,10 @@
 
     python -m tools.checkpoints list RUN
     python -m tools.checkpoints export RUN_OR_CHECKPOINT OUT        # no GPU, any number of ranks before
+    python -m tools.checkpoints export RUN_OR_CHECKPOINT OUT --adapter      # its adapters alone, in peft's format
 """
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
+from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from tyro.conf import Positional
@@ -18,7 +21,7 @@ from tyro.conf import Positional
 from common.checkpoint.export import dtype_of, replace_hf
 from common.checkpoint.files import check_files, find, incomplete, read_manifest
 from common.checkpoint.state import Reader
-from common.model.lora import LoRAConfig, merge, peft_files
+from common.model.lora import merge
 from common.model.policy import saved_buffers
 from common.tracking.console import exit_with_error
 
@@ -40,26 +43,36 @@ def stored_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]
     return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
 
 
-def lora_config(flags: dict[str, Any]) -> LoRAConfig:
-    return LoRAConfig(**{name.removeprefix("--lora."): value for name, value in flags.items() if "--lora." in name})
-
-
-def merged_with_base(adapters: dict[str, Tensor], config: LoRAConfig, model: str) -> dict[str, Tensor]:
-    """The weights of the folder or hub name `model` with these adapters merged, in the adapters' dtype."""
+def merged_with_base(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights of the run's --model with these adapters merged, in the adapters' dtype."""
     dtype = next(iter(adapters.values())).dtype
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    lm = AutoModelForCausalLM.from_pretrained(flags["--model"], dtype=dtype)
     weights = {name: p.detach() for name, p in lm.named_parameters()} | saved_buffers(lm)
     for name, a in adapters.items():
         layer, _, kind = name.rpartition(".")
         if kind == "lora_A":
             weights[f"{layer}.weight"] = merge(
-                weights[f"{layer}.weight"], a, adapters[f"{layer}.lora_B"], config.alpha / config.rank
+                weights[f"{layer}.weight"], a, adapters[f"{layer}.lora_B"], flags["--lora.alpha"] / flags["--lora.rank"]
             )
     return weights
 
 
-def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:
-    """Write a policy as a Hugging Face folder. SOURCE: a checkpoint, or a run folder (its newest checkpoint)."""
+def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, bytes]:
+    """Adapters in peft's format, file name -> content."""
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": flags["--model"],
+        "r": flags["--lora.rank"], "lora_alpha": flags["--lora.alpha"], "lora_dropout": 0.0, "bias": "none",
+        "inference_mode": True, "target_modules": sorted({name.split(".")[-2] for name in adapters}),
+    }
+    tensors = {f"base_model.model.{name}.weight": tensor for name, tensor in adapters.items()}
+    content = save(tensors, {"format": "pt"})
+    return {"adapter_config.json": json.dumps(config, indent=2).encode(), "adapter_model.safetensors": content}
+
+
+def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: bool = False) -> None:
+    """Write a policy as a Hugging Face folder. SOURCE: a checkpoint, or a run folder (its newest checkpoint).
+
+    `adapter`: of a run with --lora.rank, write the adapters alone in peft's format; without it they are merged."""
     folder = find(source)
     if damage := check_files(folder):
         raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
@@ -70,12 +83,15 @@ def export_checkpoint(source: Positional[str], out: Positional[Path]) -> None:
         if path.is_file() and not path.name.startswith("model"):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
     flags = read_manifest(folder)["flags"]
-    if not flags.get("--lora.rank"):
-        weights = stored_weights(folder, dtype_of(files))
-    elif flags["--lora.export"] == "adapter":
-        weights, files = {}, peft_files(stored_weights(folder, None), lora_config(flags), flags["--model"])
+    has_adapters = flags.get("--lora.rank")
+    if adapter and not has_adapters:
+        raise ValueError(f"{folder} has no adapters: --adapter is for runs with --lora.rank")
+    if adapter:
+        weights, files = {}, peft_files(stored_weights(folder, None), flags)
     else:
-        weights = merged_with_base(stored_weights(folder, dtype_of(files)), lora_config(flags), flags["--model"])
+        weights = stored_weights(folder, dtype_of(files))
+        if has_adapters:
+            weights = merged_with_base(weights, flags)
     replace_hf(out, weights, files)
     print(f"{folder} -> {out}")
 

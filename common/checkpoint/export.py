@@ -21,7 +21,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from common.model.lora import LoRAConfig, adapter_files
 from common.model.policy import Policy
 from common.parallel.ranks import World
 
@@ -83,13 +82,11 @@ def replace_hf(out: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -
     partial.rename(out)
 
 
-def export(policy: Policy, files: dict[str, bytes], lora: LoRAConfig, out: Path, world: World) -> None:
-    """Writes the policy as it is now, for `from_pretrained` and vLLM, or its adapters alone for peft. All ranks call
-    it; rank 0 holds the whole model, in the dtype that it computes in, in host memory."""
-    weights, tensors = {}, policy.full_tensors(dtype_of(files))
-    if lora.export == "adapter":
-        files, tensors = adapter_files(policy.lm, lora), []
-    for name, tensor in tensors:
+def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> None:
+    """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it; rank 0 holds the whole model,
+    in the dtype that it computes in, in host memory."""
+    weights = {}
+    for name, tensor in policy.full_tensors(dtype_of(files)):
         if world.is_main:
             weights[name] = tensor.cpu()
     if world.is_main:

@@ -5,15 +5,13 @@ A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling
 same function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,14 +27,12 @@ class LoRAConfig:
     """The adapters' product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers with adapters, such as q_proj v_proj. Default: all of attention and MLPs."""
-    export: Literal["merged", "adapter"] = "merged"
-    """What RUN_DIR/model is: a whole model with the adapters merged, or the adapters alone in peft's format."""
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:
             raise ValueError(f"--lora.rank {self.rank} must be at least 0, --lora.alpha {self.alpha:g} above 0")
-        if not self.rank and (self.targets or self.export != "merged"):
-            raise ValueError("--lora.targets and --lora.export adapter need adapters: set --lora.rank")
+        if self.targets and not self.rank:
+            raise ValueError("--lora.targets need adapters: set --lora.rank")
 
 
 class _Adapted(torch.autograd.Function):
@@ -159,21 +155,3 @@ def adapter_flags(flags: dict[str, Any]) -> dict[str, Any]:
         return {}
     names = ("--lora.rank", "--lora.alpha", "--lora.targets")
     return {name: flags[name] for name in names} | {"--model": Path(flags["--model"]).name}
-
-
-def adapter_files(model: PreTrainedModel, config: LoRAConfig) -> dict[str, bytes]:
-    """The adapters in peft's format, file name -> content. All ranks must call this together."""
-    trained = {name: p.detach().full_tensor().cpu() for name, p in saved_parameters(model)}
-    return peft_files(trained, config, model.config._name_or_path)
-
-
-def peft_files(trained: dict[str, Tensor], config: LoRAConfig, base: str) -> dict[str, bytes]:
-    """The same of unsharded A and B by their names in the model, whose folder or hub name is `base`."""
-    adapter_config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
-        "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-2] for name in trained}),
-    }
-    tensors = {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in trained.items()}
-    content = save(tensors, {"format": "pt"})
-    return {"adapter_config.json": json.dumps(adapter_config, indent=2).encode(), "adapter_model.safetensors": content}

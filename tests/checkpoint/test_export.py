@@ -21,7 +21,6 @@ from common.checkpoint import export
 from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
-from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig
 from tests.checkpoint.test_checkpoint import assert_same, model, trained, watch  # noqa: F401 (fixtures)
 from tests.rank_worker import STATE, checkpoints_of, start, train
@@ -40,7 +39,7 @@ def exported(tiny_llama, world, tmp_path_factory):
     out.mkdir()
     (out / "old.safetensors").write_text("of an earlier run")
     files = export.hf_files(str(source), policy.lm.config, tokenizer, "bfloat16")
-    export.export(policy, files, LoRAConfig(), out, world)
+    export.export(policy, files, out, world)
     return policy, tokenizer, out
 
 
@@ -153,7 +152,7 @@ def test_a_mixture_is_exported_as_it_was_published(kind, exported, world, watch,
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in want
     policy, optimizer = start(str(tmp_path / "source"), world)
     hf_files = export.hf_files(str(tmp_path / "source"), policy.lm.config, exported[1], "float32")
-    export.export(policy, hf_files, LoRAConfig(), tmp_path / "model", world)
+    export.export(policy, hf_files, tmp_path / "model", world)
     assert_same(weights_of(tmp_path / "model"), want)
     run = checkpoints_of(tmp_path / "run", world, policy, optimizer, watch, hf_files)
     run.after_step(STATE, last=True)
@@ -168,7 +167,7 @@ def test_a_mixture_is_exported_as_it_was_published(kind, exported, world, watch,
 def test_export_is_in_the_dtype_that_the_run_computes_in(trained, exported, model, world, watch, tmp_path):
     """float32 training gives float32 weights, every bit of them, also from a checkpoint."""
     hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "float32")
-    export.export(trained[0], hf_files, LoRAConfig(), tmp_path / "model", world)
+    export.export(trained[0], hf_files, tmp_path / "model", world)
     run = checkpoints_of(tmp_path / "run", world, *trained, watch, hf_files)
     run.after_step(STATE, last=True)
     run.close()

@@ -93,7 +93,7 @@ def test_trainer_engine_and_export_have_the_same_numbers(config, tiny_llama, wor
     policy, batch = adapted(tiny_llama, world, config), make_batch(VOCAB)
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     files = hf_files(tiny_llama, policy.lm.config, tokenizer, config.compute_dtype)
-    export(policy, files, RANK4, tmp_path / "model", world)
+    export(policy, files, tmp_path / "model", world)
     merged = load_policy(str(tmp_path / "model"), config, world, frozen=True)
     ours, theirs = policy.score(batch, 0.7), merged.score(batch, 0.7)
     assert torch.equal(ours, theirs)
@@ -178,15 +178,23 @@ def test_a_checkpoint_fits_no_other_adapters(tiny_llama):
         assert other != needs(rank=4)
 
 
-@pytest.fixture(scope="module")
-def in_peft(tiny_llama, world, tmp_path_factory):
+def save(policy, model: str, files: dict[str, bytes], world, watch, folder, adapters: LoRAConfig = RANK4) -> None:
+    """A checkpoint of a run in `folder`."""
+    run = checkpoints_of(folder, world, policy, make_optimizer(policy, OptimConfig()), watch, files)
+    run.args = RunArgs(model=model, train_data=(), lora=adapters, run_dir=str(folder))
+    run.after_step({"step": 1}, last=True)
+    run.close()
+
+
+@pytest.fixture
+def in_peft(tiny_llama, world, watch, tmp_path):
     """Adapters written for peft, and the folder of the model with them merged, in float32."""
-    folder = tmp_path_factory.mktemp("exports")
     policy = adapted(tiny_llama, world, FLOAT32)
     files = hf_files(tiny_llama, policy.lm.config, AutoTokenizer.from_pretrained(tiny_llama), "float32")
-    export(policy, files, RANK4, folder / "merged", world)
-    export(policy, files, LoRAConfig(rank=4, alpha=8.0, export="adapter"), folder / "adapter", world)
-    return folder / "adapter", folder / "merged"
+    export(policy, files, tmp_path / "merged", world)
+    save(policy, tiny_llama, files, world, watch, tmp_path)
+    checkpoints.export_checkpoint(str(tmp_path), tmp_path / "adapter", adapter=True)
+    return tmp_path / "adapter", tmp_path / "merged"
 
 
 def logits(model, seed: int = 0) -> torch.Tensor:
@@ -226,20 +234,23 @@ def test_peft_loads_the_adapters(in_peft, tiny_llama):
     assert (logits(model) - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("how", ["merged", "adapter"])
-def test_a_checkpoint_becomes_the_folder_that_its_run_would_write(how, tiny_llama, world, watch, tmp_path):
-    config = LoRAConfig(rank=4, alpha=8.0, export=how)
-    policy = adapted(tiny_llama, world, BF16, config)
+def test_a_checkpoint_becomes_the_folder_that_its_run_would_write(tiny_llama, world, watch, tmp_path):
+    policy = adapted(tiny_llama, world, BF16)
     files = hf_files(tiny_llama, policy.lm.config, AutoTokenizer.from_pretrained(tiny_llama), "bfloat16")
-    run = checkpoints_of(tmp_path, world, policy, make_optimizer(policy, OptimConfig()), watch, files)
-    run.args = RunArgs(model=tiny_llama, train_data=(), lora=config, run_dir=str(tmp_path))
-    run.after_step({"step": 1}, last=True)
-    run.close()
+    save(policy, tiny_llama, files, world, watch, tmp_path)
     checkpoints.export_checkpoint(str(tmp_path), tmp_path / "by_tool")
-    export(policy, files, config, tmp_path / "by_run", world)
+    export(policy, files, tmp_path / "by_run", world)
     by_tool, by_run = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in
                        ("by_tool", "by_run"))
     assert by_tool == by_run and any("safetensors" in name for name in by_run)
+
+
+def test_a_checkpoint_without_adapters_has_none_to_export(tiny_llama, world, watch, tmp_path):
+    policy = load_policy(tiny_llama, FLOAT32, world)
+    files = hf_files(tiny_llama, policy.lm.config, AutoTokenizer.from_pretrained(tiny_llama), "float32")
+    save(policy, tiny_llama, files, world, watch, tmp_path, LoRAConfig())
+    with pytest.raises(ValueError, match=r"step_000001 has no adapters: --adapter is for runs with --lora\.rank"):
+        checkpoints.export_checkpoint(str(tmp_path), tmp_path / "out", adapter=True)
 
 
 # --------------------------------------------------------------------------- targets and mistakes
@@ -263,7 +274,7 @@ def test_wrong_targets_are_refused(target, world, tmp_path):
 
 @pytest.mark.parametrize(("flags", "rule"), [
     ({"rank": -1}, "--lora.rank -1 must be at least 0"), ({"rank": 4, "alpha": 0.0}, "--lora.alpha 0 above 0"),
-    ({"targets": ("q_proj",)}, "set --lora.rank"), ({"export": "adapter"}, "set --lora.rank"),
+    ({"targets": ("q_proj",)}, "set --lora.rank"),
 ])
 def test_wrong_flags_are_refused(flags, rule):
     with pytest.raises(ValueError, match=rule):
