@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.batch import Batch, offsets
@@ -40,7 +41,7 @@ class Row:
     def per_token(self, numbers: Tensor) -> Tensor:
         """[N] -> [T] of this rank's responses, 0 where the policy sampled nothing."""
         whole = numbers.new_zeros(self.num_tokens).index_copy(0, self.sampled, numbers)
-        return whole if self.group is None else _TakeOwn.apply(whole, self.own, self.group)
+        return whole if self.group is None else all_reduce(whole, group=self.group)[self.own]
 
 
 def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) -> Row:
@@ -148,25 +149,6 @@ class _GatherRows(torch.autograd.Function):
         own = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
-
-
-class _TakeOwn(torch.autograd.Function):
-    """Of each token one rank has the number and the others 0: their sum, and of it this rank's tokens. Backward: every
-    rank tells the others the gradients of its tokens."""
-
-    @staticmethod
-    def forward(ctx, x, own, group):
-        ctx.own, ctx.group, ctx.shape = own, group, x.shape
-        whole = x.clone()
-        dist.all_reduce(whole, group=group)
-        return whole[own].clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        whole = grad.new_zeros(ctx.shape)
-        whole[ctx.own] = grad
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None, None
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
