@@ -148,7 +148,7 @@ class MemoryPlan:
         self.reward_model_gb = 0.0
         if args.reward_model.path:
             scorer = Model(check_reward_model(args.reward_model, args.policy), args.policy, ranks, is_critic=True)
-            self.reward_model_gb = 0.0 if args.reward_model.offload else scorer.itemsize * scorer.trained_shard / GIB
+            self.reward_model_gb = scorer.itemsize * scorer.trained_shard / GIB
         self.reserved_gb = RESERVED_GB + (0 if args.rollout.enforce_eager else GRAPHS_GB)
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB

@@ -6,7 +6,6 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from common.batch import Batch
 from common.model.loading import SCORED, load_critic, read_config
-from common.model.offload import OffloadedTensors
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_max
 from common.prompts import Prompt
@@ -23,8 +22,6 @@ class RewardModelConfig:
     """Factor of its score, which is added to that of the reward function."""
     alone: bool = False
     """The reward is the model's score alone: no reward function is run."""
-    offload: bool = False
-    """Keep its weights in pinned host memory except while it scores."""
 
     def __post_init__(self):
         if self.alone and not self.path:
@@ -46,8 +43,6 @@ class RewardModel:
         self.weight, self.world = config.weight, world
         self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
         self.model = load_critic(config.path, model_config, world, frozen=True)
-        self.offloaded = OffloadedTensors(lambda: self.model.parameters() if config.offload else ())
-        self.offloaded.to_host()
 
     def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         """One score per response. All ranks call this together, each with its own responses (or none)."""
@@ -71,10 +66,7 @@ class RewardModel:
         dummy = Batch.build([[0]], [[0]])
         groups += [[dummy]] * (int(all_max([len(groups)])[0]) - len(groups))    # as many on every rank
         scores: list[float] = []
-        self.offloaded.to_device()
-        self.offloaded.wait()
         for group in groups:
             batch = Batch.cat(group).to(self.world.device)
             scores += self.model.score(batch)[batch.mask].tolist()
-        self.offloaded.to_host()
         return scores[: len(prompts)]

@@ -27,8 +27,8 @@ def folder(tiny_llama, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("max_tokens", "offload"), [(16384, False), (60, True), (1, False)])
-def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens, offload, monkeypatch):
+@pytest.mark.parametrize("max_tokens", [16384, 60, 1])
+def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_tokens, monkeypatch):
     monkeypatch.setattr(reward_model, "MAX_TOKENS", max_tokens)
     model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -38,10 +38,8 @@ def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_toke
         ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
         with torch.no_grad():
             want.append(float(model(input_ids=torch.tensor([ids])).logits))
-    ours = RewardModel(RewardModelConfig(path=folder, offload=offload), FLOAT32, world)
+    ours = RewardModel(RewardModelConfig(path=folder), FLOAT32, world)
     for _ in range(2):
-        sizes = [p.to_local().untyped_storage().nbytes() for p in ours.model.parameters()]
-        assert not any(sizes) if offload else all(sizes)
         assert ours.score(PROMPTS, TEXTS) == pytest.approx(want, abs=2e-6)
     assert len({round(x, 4) for x in want}) == 4
     assert ours.score([], []) == []
@@ -53,9 +51,9 @@ def test_what_it_keeps_on_a_gpu_by_hand(folder):
     block = hidden * head * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     block += 3 * hidden * config.intermediate_size + 2 * hidden
     weights = config.vocab_size * hidden + config.num_hidden_layers * block + hidden
-    got = [plan_of(config, ranks, policy=model, reward_model=RewardModelConfig(path=folder, offload=offload))
-           for offload, model, ranks in [(False, FLOAT32, 1), (False, ModelConfig(), 2), (True, FLOAT32, 1)]]
-    assert [plan.reward_model_gb * 2**30 for plan in got] == [4 * weights, weights, 0]
+    got = [plan_of(config, ranks, policy=model, reward_model=RewardModelConfig(path=folder))
+           for model, ranks in [(FLOAT32, 1), (ModelConfig(), 2)]]
+    assert [plan.reward_model_gb * 2**30 for plan in got] == [4 * weights, weights]
 
 
 def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path):

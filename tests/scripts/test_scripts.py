@@ -61,7 +61,7 @@ VARIANTS = {
     "grpo checkpointing": ["--policy.gradient-checkpointing", "True"],
     "grpo share prompt": ["--policy.share-prompt", "--max-tokens-per-gpu", "300"],
     "grpo reward model": ["--reward-model.path", "RM", "--reward-model.weight", "0.5"],
-    "grpo reward model alone": ["--reward-model.path", "RM", "--reward-model.alone", "--reward-model.offload"],
+    "grpo reward model alone": ["--reward-model.path", "RM", "--reward-model.alone"],
     "grpo rejection": ["--correction.preset", "decoupled-k3-rs-token-tis", "--correction.rejected-leave-group"],
     "ppo correction": ["--correction.weights", "sequence", "--correction.batch-normalise", "--kl-reward-coef", "0.1"],
     "dapo bypass": ["--correction.preset", "bypass-ppo-clip-k3-rs", *TWO_UPDATES],
