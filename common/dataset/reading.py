@@ -19,7 +19,7 @@ from common.prompts import DataConfig
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 OPTIONAL = ("extra_info", "images", "videos")
-BATCH_ROWS = 512  # read, tokenised and stored together
+BATCH_ROWS = 512  # read and stored together
 
 
 def find_files(entries: Sequence[str]) -> list[Path]:

@@ -140,10 +140,17 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
             first_row = loaded.num_rows
             batches = read_batches(file, lambda names, file=file: find_columns(file, names, config, all_columns))
             for batch in batches:
-                tokens = []
-                for prompt in parse_batch(batch, tokenizer, template, config):
-                    tokens.append(tokens_to_keep(prompt, file, loaded.num_rows - first_row, config, loaded))
+                tokens: list[list[int] | None] = []
+                for row in rows_of(batch, our_columns(config)):
+                    number = loaded.num_rows - first_row
                     loaded.num_rows += 1
+                    tokens.append(None)
+                    try:
+                        prompt = read_prompt(row, tokenizer, template, config)
+                    except ValueError as error:
+                        loaded.leave_out(error, file, number, config)
+                        continue
+                    tokens[-1] = tokens_to_keep(prompt, file, number, config, loaded)
                     if tokens[-1] is not None:
                         data_hash.update(repr((tokens[-1], prompt)).encode())
                 batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
@@ -155,45 +162,28 @@ def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder:
     return loaded
 
 
-def parse_batch(
-    batch: pa.RecordBatch, tokenizer, template: dict[str, Any] | None, config: DataConfig,
-) -> list[Prompt | ValueError]:
-    """The rows of a batch, checked and tokenised. A row that breaks a rule becomes the error."""
-    prompts: list[Prompt | ValueError] = []
-    for row in rows_of(batch, our_columns(config)):
-        try:
-            if isinstance(row, ValueError):
-                raise row
-            prompts.append(parse_row(row, config))
-        except ValueError as error:
-            prompts.append(error)
-    good = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
-    encoded = encode([prompts[i].messages for i in good], tokenizer, template) if good else []
-    for i, tokens in zip(good, encoded):
-        if isinstance(tokens, ValueError):
-            prompts[i] = tokens
-        elif not tokens:
-            prompts[i] = ValueError(f"{template_name(tokenizer, config)} renders nothing")
-        else:
-            prompts[i].tokens = tokens
-    return prompts
+def read_prompt(
+    row: dict[str, Any] | ValueError, tokenizer, template: dict[str, Any] | None, config: DataConfig,
+) -> Prompt:
+    """A row, checked and tokenised. Raises ValueError if it breaks a rule."""
+    if isinstance(row, ValueError):
+        raise row
+    prompt = parse_row(row, config)
+    prompt.tokens = encode(prompt.messages, tokenizer, template)
+    if not prompt.tokens:
+        raise ValueError(f"{template_name(tokenizer, config)} renders nothing")
+    return prompt
 
 
-def tokens_to_keep(
-    prompt: Prompt | ValueError, file: Path, row: int, config: DataConfig, loaded: Loaded,
-) -> list[int] | None:
+def tokens_to_keep(prompt: Prompt, file: Path, row: int, config: DataConfig, loaded: Loaded) -> list[int] | None:
     """The tokens of a row's prompt, cut to the limit if the flags say so, or None if the row is left out. Counts in
-    `loaded` what was done. Raises ValueError where the flags make a bad row or a long prompt an error."""
-    where = f"{file}, row {row} (counted from 0)"
-    if isinstance(prompt, ValueError):
-        loaded.leave_out(prompt, file, row, config)
-        return None
+    `loaded` what was done. Raises ValueError where the flags make a long prompt an error."""
     tokens = prompt.tokens
     limit = config.max_prompt_length
     if len(tokens) > limit:
         if config.on_long_prompt == "error":
-            raise ValueError(f"{where}: the prompt has {len(tokens)} tokens, more than --data.max-prompt-length "
-                             f"{limit}; raise it or set --data.on-long-prompt")
+            raise ValueError(f"{file}, row {row} (counted from 0): the prompt has {len(tokens)} tokens, more than "
+                             f"--data.max-prompt-length {limit}; raise it or set --data.on-long-prompt")
         if config.on_long_prompt == "filter":
             loaded.num_filtered += 1
             return None

@@ -53,17 +53,14 @@ def check_that_it_ends(tokenizer, arguments: dict[str, Any], config: TemplateCon
         signal.signal(signal.SIGVTALRM, before)
 
 
-def encode(prompts: list[list[dict]], tokenizer, template: dict[str, Any] | None) -> list[list[int] | ValueError]:
-    """Token ids of prompts (a list of messages each), through the chat template with the arguments `template`, or
-    without one if that is None. A prompt that the chat template refuses gives a ValueError in its place."""
+def encode(messages: list[dict], tokenizer, template: dict[str, Any] | None) -> list[int]:
+    """Token ids of a prompt, through the chat template with the arguments `template`, or without one if that is None.
+    Raises ValueError for a prompt that the chat template refuses."""
     if template is None:
-        texts = ["\n\n".join(message["content"] for message in messages) for messages in prompts]
-        return tokenizer(texts)["input_ids"]
+        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     try:
         # return_dict on purpose: the default return type differs between transformers 4 and 5
         return tokenizer.apply_chat_template(
-            prompts, tokenize=True, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
+            messages, tokenize=True, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
     except jinja2.TemplateError as error:
-        if len(prompts) == 1:
-            return [ValueError(f"the chat template refuses it: {error}")]
-        return [encode([messages], tokenizer, template)[0] for messages in prompts]
+        raise ValueError(f"the chat template refuses it: {error}") from None

@@ -137,14 +137,14 @@ def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
 
 class Counting:
     """A stand-in where the tokens do not matter: one for a prompt of up to 90 characters, two for a longer one."""
-    chat_template, longest_call, arrow_bytes = "x", 0, 0
+    chat_template, arrow_bytes = "x", 0
 
-    def apply_chat_template(self, chats, tokenize, **_):
+    def apply_chat_template(self, messages, tokenize, **_):
         if not tokenize:
             return "text"
-        self.longest_call = max(self.longest_call, len(chats))
         self.arrow_bytes = max(self.arrow_bytes, pa.total_allocated_bytes())
-        return {"input_ids": [[len(chat[0]["content"])] * (1 + (len(chat[0]["content"]) > 90)) for chat in chats]}
+        length = len(messages[0]["content"])
+        return {"input_ids": [length] * (1 + (length > 90))}
 
 
 def test_any_prompt_by_its_number_over_many_batches(tmp_path):
@@ -185,7 +185,6 @@ def test_a_large_file_is_streamed(tmp_path, suffix):
     python_peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(prompts) == 10_000 and sum(batch.nbytes for batch in prompts.batches) > 60e6
-    assert tokenizer.longest_call == 512
     assert python_peak < 20e6 and tokenizer.arrow_bytes - before < 20e6
     assert pa.total_allocated_bytes() - before < 1e6
     assert prompts[7777].extra_info == {"index": 7777}
