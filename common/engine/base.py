@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.engine.conversation import EpisodeConfig
 from common.engine.sync import Sent, checksum
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
 from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
+from envs.runtime.conversation import EpisodeConfig
 
 
 @dataclass

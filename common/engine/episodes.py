@@ -13,11 +13,11 @@ import torch
 
 from common.dataset.template import template_arguments
 from common.engine.base import Engine, Response, RolloutConfig
-from common.engine.conversation import ChatTemplate, Conversation
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
 from common.prompts import TemplateConfig
 from common.rollout import Sample
+from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.tool_calls import make_parser
 

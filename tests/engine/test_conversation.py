@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.engine.conversation import ChatTemplate, Conversation
+from envs.runtime.conversation import ChatTemplate, Conversation
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"

@@ -25,7 +25,8 @@ SUPERVISED = ("sft", "dpo")                                             # they h
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
 OFFLINE = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SUPERVISED if (ROOT / f"{name}.py").is_file()}
 COMMON = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "common").rglob("*.py"))}
-REWARDS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "rewards").rglob("*.py"))}
+REWARDS = {str(path.relative_to(ROOT)): path.read_text() for folder in ("rewards", "envs/runtime")
+           for path in sorted((ROOT / folder).rglob("*.py"))}
 SOURCES = SCRIPTS | OFFLINE | COMMON | REWARDS
 PHASES = ["1 rollout", "2 reward", "3 log-probs", "4 advantages", "5 update", "6 log"]
 
