@@ -32,7 +32,7 @@ def main(runs: list[str]) -> None:
     rest = [row["timing_s/step"] - sum(row.get(f"timing_s/{name}", 0.0) for name in names[:-1]) for row in shares]
     print(f"| everything else | {statistics.median(rest):.2f} | {sum(rest) / total:.0%} |")
     for name in ("training/rollout_probs_diff_mean", "sync/probe_prob_diff"):
-        values = [row[name] for row in shares]
+        values = [row[name] for row in shares if name in row]  # absent where nothing was trained
         print(f"\n`{name}`: first five steps {statistics.mean(values[:5]):.4f}, all {statistics.mean(values):.4f}")
 
 
