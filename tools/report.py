@@ -62,7 +62,8 @@ def draw(runs: list[str], out: Path) -> None:
             label="mean |p_engine - p_trainer|" if run == runs[0] else None,
         )
     first = [row for row in all_rows[runs[0]] if "timing_s/step" in row]
-    phases = sorted({key for row in first for key in row if key.startswith("timing_s/") and key != "timing_s/step"})
+    names = {key for row in first for key in row if key.startswith("timing_s/") and key != "timing_s/step"}
+    phases = sorted(key for key in names if key.count("/") == 1)  # timing_s/agent_loop/... is of single episodes
     if first:
         steps, values = [row["step"] for row in first], [[row.get(key, 0.0) for row in first] for key in phases]
         seconds.stackplot(steps, values, labels=[key.removeprefix("timing_s/") for key in phases])
