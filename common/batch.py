@@ -148,12 +148,13 @@ class Batch:
         return cls(**joined, cu_seqlens=offsets(torch.cat([batch.lengths for batch in batches])))
 
     def to(self, device: torch.device | str, share_prompt: bool = False) -> "Batch":
-        """On another device, with `host_lengths` and `sampled`, and `shared_prompts` if asked for."""
-        values = {name: tensor.to(device, non_blocking=True) for name, (tensor, _) in self.present().items()}
-        known = {"host_lengths": self.host_lengths, "sampled": self.sampled.to(device, non_blocking=True)}
+        """On another device; on a GPU with `host_lengths` and `sampled`, and `shared_prompts` if asked for."""
+        to_host = torch.device(device).type == "cpu" and self.tokens.device.type != "cpu"   # wait: it is read next
+        values = {name: tensor.to(device, non_blocking=not to_host) for name, (tensor, _) in self.present().items()}
+        known = {} if to_host else {"host_lengths": self.host_lengths, "sampled": self.sampled.to(device)}
         if share_prompt:
             known["shared_prompts"] = self.shared_prompts.to(device)
-        return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True), known=known)
+        return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=not to_host), known=known)
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -57,8 +58,10 @@ class Record:
 
     def add(self, microbatch: Batch, logp: Tensor, entropy: Tensor, stats: dict[str, Tensor]) -> None:
         """Numbers per token [T] of a micro-batch: those it carries, and those of this forward. `stats`: the loss's."""
-        index, number = microbatch.index.tolist(), microbatch.number.tolist()
-        chosen = [s for s, i in enumerate(index) if 0 <= i < self.limit] if self.on else []
+        if not self.on:
+            return
+        index, number = torch.stack([microbatch.index, microbatch.number]).tolist()            # one read of a GPU
+        chosen = [s for s, i in enumerate(index) if 0 <= i < self.limit]
         if not chosen:
             return
         old_logp = logp if microbatch.old_logp is None else microbatch.old_logp

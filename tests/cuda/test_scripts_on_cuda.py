@@ -1,5 +1,6 @@
 """Every script's unchanged `main`, two steps on the stand-in for CUDA: what it asks of the device and of the engine."""
 
+import dataclasses
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from common.batch import Batch
 from tests.conftest import ROOT, TRAIN, VOCAB, launch, save_tokenizer
 from tests.cuda.fake_cuda import WHY_NOT
 
@@ -147,9 +149,11 @@ def test_a_forward_reads_nothing(runs):
     """But for layouts of shared prompts that only the check of a new model and the probe use: three lists each."""
     for name in ("grpo", "shared", "mixture", "terms"):
         read = seen_of(runs, name)["reads"]
-        parts = "model/(policy|attention|flops)|kernels|segments|batch|metrics.py:mean|correction"
+        parts = "model/(policy|attention|flops)|kernels|segments|batch.py:(?!to$|<dictcomp>)|metrics.py:mean|correction"
         assert not [place for place in read if re.match(f"common/({parts})", place)], name
         assert read[A_MICROBATCH] >= 2
+        moved = read["common/batch.py:to"] + read["common/batch.py:<dictcomp>"]         # for the advantages of a step
+        assert moved <= 2 * len(dataclasses.fields(Batch))
         assert read.get("common/model/shared_prompts.py:share_prompts", 0) <= (15 if name == "shared" else 0)
 
 
