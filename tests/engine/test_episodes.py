@@ -82,6 +82,11 @@ def test_a_trace_by_hand(played, tokenizer, engine):
         assert sample.score == sum(map(ord, replies[-1])) % 7
         assert sample.extras == {"num_messages": 6.0, "pred": replies[-1][:1]}
         assert (response.num_turns, response.end_reason, response.prompt) == (3, "done", sample.prompt.tokens)
+    rollout = gather_rollout(samples)
+    masks = [sample.response.mask for sample in sorted(samples, key=lambda sample: sample.index)]
+    assert rollout.response_lengths.tolist() == [mask.count(True) for mask in masks]  # what denominators count
+    assert rollout.other_lengths.tolist() == [mask.count(False) for mask in masks]
+    assert (rollout.lengths - rollout.prompt_lengths.numpy()).tolist() == [len(mask) for mask in masks]
     assert metrics["num_turns/mean"] == 3 and metrics["episode/done_frac"] == 1
     assert metrics["episode/num_sequences"] == 1 and metrics["reward/error_frac"] == 0
 
