@@ -283,16 +283,16 @@ def gae(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: 
     the last. With value 0 and lam 1, A is the discounted return-to-go.
     """
     counts = segment_sum(mask.double(), cu_seqlens).long()                              # [S] tokens with mask
-    ends, (counts, order) = counts.cumsum(0), counts.sort(descending=True)              # longest first
-    ends, lengths = ends[order], counts.tolist()                                        # ends: one past each last token
-    r, v = reward[mask], value[mask]                                                    # holes closed
-    advantage, carried, following = torch.zeros_like(v), v.new_zeros(len(counts)), v.new_zeros(len(counts))
-    alive = len(lengths)
-    for step in range(max(lengths, default=0)):                                         # from the last token backwards
-        while lengths[alive - 1] <= step:
-            alive -= 1
-        at = ends[:alive] - 1 - step
-        carried[:alive] = r[at] + gamma * following[:alive] - v[at] + gamma * lam * carried[:alive]
-        advantage[at], following[:alive] = carried[:alive], v[at]
+    r, v = reward[mask], value[mask]                                                    # [N] holes closed
+    last = (counts.cumsum(0) - 1).repeat_interleave(counts)
+    after = last - torch.arange(len(v), device=v.device)                                # [N] tokens that follow
+
+    def ahead(x: Tensor, k: int) -> Tensor:
+        """[N]: the number k tokens later, 0 after the last token of the response."""
+        return torch.where(after >= k, x.roll(-k), 0)
+
+    advantage = r + gamma * ahead(v, 1) - v                                             # delta: the sum's first term
+    for k in (2**i for i in range(int(max(counts.tolist(), default=0)).bit_length())):  # of k terms -> of 2 k
+        advantage = advantage + (gamma * lam) ** k * ahead(advantage, k)
     full = torch.zeros_like(value).masked_scatter(mask, advantage)
     return full, torch.where(mask, full + value, 0)

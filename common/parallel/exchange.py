@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.batch import Batch, offsets
-from common.parallel.ranks import all_gather_objects
+from common.parallel.ranks import all_gather_objects, all_sum
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
@@ -51,9 +51,9 @@ def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:
     """Give all ranks a few numbers of every response: [S_local, k] and index [S_local] -> float64 [S, k] by index.
 
     The indices must be 0 .. S-1, once each, over all ranks."""
-    rows = torch.cat([index[:, None].double(), numbers.double()], dim=1)            # [S_local, 1 + k]
-    shares = all_gather_objects(rows.cpu().numpy())
-    rows = torch.from_numpy(np.concatenate(shares)).to(numbers.device)
-    rows = rows[rows[:, 0].argsort(stable=True)]                                    # [S, 1 + k]
-    assert torch.equal(rows[:, 0].long().cpu(), torch.arange(len(rows))), "indices are not 0 .. S-1, once each"
+    counted = torch.cat([torch.ones(len(index), 1), numbers.cpu().double()], dim=1)             # [S_local, 1 + k]
+    num_responses = int(all_sum([len(index)]).item())
+    rows = counted.new_zeros(num_responses, counted.shape[1]).index_copy(0, index.cpu(), counted)
+    rows = all_sum(rows)                                                                        # [S, 1 + k]
+    assert (rows[:, 0] == 1).all(), "indices are not 0 .. S-1, once each"
     return rows[:, 1:].contiguous()

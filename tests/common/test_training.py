@@ -1,14 +1,17 @@
 """What surrounds a loop, without a loop."""
 
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pytest
+
 from common.tracking.profiling import Timer
-from common.training import Training
+from common.training import MAX_CHECKS, Training
 
 
-def test_a_stop_signal_is_looked_for_after_every_microbatch():
-    """In each pass over micro-batches, also in those of old and reference log-probs: between two of them, once."""
+def events_of(minibatches):
+    """What a pass over these mini-batches does, in order."""
     events = []
 
     @contextmanager
@@ -19,8 +22,22 @@ def test_a_stop_signal_is_looked_for_after_every_microbatch():
     training.timer = Timer(events.append)
     training.tracker = SimpleNamespace(progress=progress)
     training.checkpoints = SimpleNamespace(check=lambda: events.append("look for a signal"))
-    with training.phase("ref", [["a", "b"], ["c"]]) as microbatches:
+    with training.phase("ref", minibatches) as microbatches:
         for microbatch in microbatches:
             events.append(microbatch)
+    return events
+
+
+def test_a_stop_signal_is_looked_for_after_every_microbatch():
+    """In each pass over micro-batches, also in those of old and reference log-probs: between two of them, once."""
     done = ["ref of 3", "look for a signal"]
-    assert events == ["ref", "a", *done, "b", *done, "c", *done, "after ref"]
+    assert events_of([["a", "b"], ["c"]]) == ["ref", "a", *done, "b", *done, "c", *done, "after ref"]
+
+
+@pytest.mark.parametrize("count", [15, 16, 17, 100, 1000])
+def test_the_looks_for_a_signal_are_bounded(count):
+    """However many micro-batches there are; and none lies far from the next."""
+    events = events_of([["x"] * count])
+    looks = [events[:n].count("x") for n, event in enumerate(events) if event == "look for a signal"]
+    assert len(looks) <= MAX_CHECKS
+    assert max(b - a for a, b in itertools.pairwise([0, *looks, count])) <= -(-count // MAX_CHECKS)
