@@ -284,15 +284,10 @@ def gae(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: 
     """
     counts = segment_sum(mask.double(), cu_seqlens).long()                              # [S] tokens with mask
     r, v = reward[mask], value[mask]                                                    # [N] holes closed
-    last = (counts.cumsum(0) - 1).repeat_interleave(counts)
+    last = (counts.cumsum(0) - 1).repeat_interleave(counts)                             # [N] of the same response
     after = last - torch.arange(len(v), device=v.device)                                # [N] tokens that follow
-
-    def ahead(x: Tensor, k: int) -> Tensor:
-        """[N]: the number k tokens later, 0 after the last token of the response."""
-        return torch.where(after >= k, x.roll(-k), 0)
-
-    advantage = r + gamma * ahead(v, 1) - v                                             # delta: the sum's first term
-    for k in (2**i for i in range(int(max(counts.tolist(), default=0)).bit_length())):  # of k terms -> of 2 k
-        advantage = advantage + (gamma * lam) ** k * ahead(advantage, k)
+    advantage = r + gamma * torch.where(after > 0, v.roll(-1), 0) - v                   # delta, the sum's first term
+    for k in (2**i for i in range(len(v).bit_length())):                                # of k terms -> of 2 k
+        advantage = advantage + (gamma * lam) ** k * torch.where(after >= k, advantage.roll(-k), 0)
     full = torch.zeros_like(value).masked_scatter(mask, advantage)
     return full, torch.where(mask, full + value, 0)

@@ -70,10 +70,6 @@ class TrainArgs:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-MAX_CHECKS = 16
-"""The most looks for a stop signal in a phase. In each one all ranks talk to each other."""
-
-
 class Training:
     """One training, from `with Training(args) as run:` to the end of that block."""
 
@@ -174,21 +170,15 @@ class Training:
         """Time a phase that walks over these mini-batches, and show its progress. What it yields gives each micro-batch
         in turn; a loop that has its own order calls `microbatch_done` instead."""
         num_microbatches = sum(len(minibatch) for minibatch in minibatches)
-        self.check_every = math.ceil(num_microbatches / MAX_CHECKS)
-        self.num_done = 0
+        self.check = self.checkpoints.spread_checks(num_microbatches)
         with self.timer(name), self.tracker.progress(name, num_microbatches) as self.advance:
             yield self._each(chain(*minibatches))
 
     def _each(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
         for microbatch in microbatches:
             yield microbatch
-            self._done()
-
-    def _done(self) -> None:
-        self.advance()
-        self.num_done += 1
-        if self.num_done % self.check_every == 0:
-            self.checkpoints.check()
+            self.advance()
+            self.check()
 
     def microbatch_done(self, microbatch: Batch, stats: dict[str, Tensor], logp: Tensor | None = None,
                         entropy: Tensor | None = None) -> None:
@@ -199,7 +189,8 @@ class Training:
         if logp is not None:
             self.meter.mean("actor/entropy", entropy, microbatch.mask)
             self.record.add(microbatch, logp, entropy, stats)
-        self._done()  # a stop signal takes effect here, unless an optimizer step would be lost
+        self.advance()
+        self.check()  # a stop signal takes effect here, unless an optimizer step would be lost
 
     def optimizer_step(self, name: str, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig,
                        step: int, first_step: int = 0) -> None:

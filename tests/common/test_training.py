@@ -6,8 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.checkpoint.manager import MAX_CHECKS, Checkpoints
 from common.tracking.profiling import Timer
-from common.training import MAX_CHECKS, Training
+from common.training import Training
+
+
+class Looks(Checkpoints):
+    def __init__(self):
+        """Without a run."""
+
+    def check(self):
+        self.events.append("look for a signal")
 
 
 def events_of(minibatches):
@@ -21,7 +30,8 @@ def events_of(minibatches):
     training = Training(SimpleNamespace())
     training.timer = Timer(events.append)
     training.tracker = SimpleNamespace(progress=progress)
-    training.checkpoints = SimpleNamespace(check=lambda: events.append("look for a signal"))
+    training.checkpoints = Looks()
+    training.checkpoints.events = events
     with training.phase("ref", minibatches) as microbatches:
         for microbatch in microbatches:
             events.append(microbatch)
