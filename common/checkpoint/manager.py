@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -168,8 +167,6 @@ class Checkpoints:
     def _save(self) -> None:
         with self.timer("save_checkpoint"):
             self.wait()
-            if self.world.device.type == "cuda":
-                torch.cuda.synchronize()  # moments may be on their way back on another stream (--offload.optimizer)
             tensors = tensors_of(self.parts)
             if self.config.async_:
                 self.host = self.host or {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}

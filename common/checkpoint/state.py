@@ -25,6 +25,7 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
     optimizer tensor and buffer that belongs to a checkpoint: this rank's shards, no copies."""
     found = {}
     for part, (module, optimizer) in parts.items():
+        optimizer.state_dict()                                  # its hook brings back moments that are offloaded
         for name, parameter in saved_parameters(module):
             found[f"{part}.model.{name}"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():

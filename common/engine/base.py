@@ -156,7 +156,7 @@ class Engine:
     def wake(self, policy: Policy) -> dict[str, float]:
         """Load the weights, get the cache back, check that the engine holds the trainer's weights. The order matters:
 
-        1. the optimizer's moments go to the host (with `--offload.optimizer`), torch's cached blocks to the GPU;
+        1. torch's cached blocks go to the GPU, and the moments that a save has brought back to the host;
         2. the engine's weights get their memory, then their values, one by one; checksums are compared;
         3. the trainer's weights go to the host (with `--offload.params`);
         4. the cache gets its memory and forgets the prefixes that the old weights computed.
@@ -167,7 +167,7 @@ class Engine:
         start = time.perf_counter()
         self._num_requested = 0
         self._num_aborted = 0
-        self.offload.moments.to_host()
+        self.offload.make_room()
         self._wake_weights()
         metrics = {}
         if self._loaded != policy.version:
@@ -232,7 +232,7 @@ class Engine:
         return range(self.engine_rank, num_prompts, self.num_engines)
 
     def sleep(self) -> dict[str, float]:
-        """Give memory back to the trainer until the next `wake`; the trainer's tensors return from the host.
+        """Give memory back to the trainer until the next `wake`; the trainer's weights return from the host.
 
         Before, a few tokens are sampled, which the trainer then scores. Raises RuntimeError if the two disagree
         (`max_probe_diff`)."""
@@ -242,7 +242,7 @@ class Engine:
         sampled = time.perf_counter()
         metrics = self._sleep()
         self.awake = False
-        self.offload.back()
+        self.offload.params.to_device()
         slept = time.perf_counter()
         metrics |= self._check_probe(batch)
         metrics["timing_s/sleep"] = slept - sampled

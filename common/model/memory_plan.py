@@ -159,18 +159,17 @@ class MemoryPlan:
         """The budget of a micro-batch and the reason for it, in words."""
 
     def resident(self) -> dict[str, float]:
-        """What stays between the phases, by part."""
+        """What stays between the phases, by part. Moments that are offloaded are there for the optimizer step alone."""
         trained = sum(model.trained_shard for model in self.trained) / GIB
         below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
         frozen = self.reference.itemsize * self.reference.trained_shard / GIB if self.reference else 0
         weights = 4 * trained + below
-        return {"weights": weights, "moments": 8 * trained, "frozen models": frozen + self.reward_model_gb}
+        moments = 0 if self.offload.optimizer else 8 * trained
+        return {"weights": weights, "moments": moments, "frozen models": frozen + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:
         """What is on the GPU while the engine is awake."""
         parts = self.resident()
-        if self.offload.optimizer:
-            parts["moments"] = 0
         if self.offload.params:
             parts |= {"weights": 0, "frozen models": self.reward_model_gb}
         return parts
@@ -178,6 +177,9 @@ class MemoryPlan:
     def update(self, tokens: int) -> dict[str, float]:
         """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
         passes = [{"gradients": 4 * model.trained_shard} | model.update(tokens, self.keys) for model in self.trained]
+        if self.offload.optimizer:
+            most = max(model.trained_shard for model in self.trained)
+            passes.append({"gradients": 4 * most, "moments": 8 * most, **dict.fromkeys(IN_PASSES, 0)})
         fullest = max(passes, key=lambda parts: sum(parts.values()))
         return self.resident() | {part: x / GIB for part, x in fullest.items()}
 

@@ -1,7 +1,9 @@
 """Offload the trainer's weights and optimizer moments to host memory while the engine samples."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,8 @@ class OffloadConfig:
     params: bool = False
     """Keep the trainer's weights in pinned host memory while the engine is awake (they go after each weight sync)."""
     optimizer: bool = False
-    """Keep the optimizer's moments in pinned host memory while the engine is awake. They come back while the next
-    forward and backward passes run."""
+    """Keep the optimizer's moments in pinned host memory but for the optimizer step and a save: never on the GPU
+    together with the engine or with activations."""
 
 
 class Offload:
@@ -26,19 +28,20 @@ class Offload:
         self.params = OffloadedTensors(
             lambda: (p for model in models for p in model.parameters()) if config.params else ()
         )
-        self.moments = OffloadedTensors(
-            lambda: (moment for opt in optimizers for state in opt.state.values() for moment in state.values())
-            if config.optimizer else ()
-        )
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self.moments.wait())
-            optimizer.register_state_dict_pre_hook(lambda *_: self.moments.wait())
+        self.moments = [OffloadedTensors(functools.partial(moments_of, optimizer)) for optimizer in optimizers]
+        for optimizer, moments in zip(optimizers, self.moments) if config.optimizer else ():
+            optimizer.register_step_pre_hook(lambda *_, away=moments: away.to_device())
+            optimizer.register_step_post_hook(lambda *_, away=moments: away.to_host())
+            optimizer.register_state_dict_pre_hook(lambda *_, away=moments: away.to_device())
 
-    def back(self) -> None:
-        """Bring back the weights now; the moments travel until the next `optimizer.step()`."""
-        self.params.to_device()
-        self.params.wait()
-        self.moments.to_device()
+    def make_room(self) -> None:
+        """Before the engine gets its memory: moments that a save has brought back leave again."""
+        for moments in self.moments if self.config.optimizer else ():
+            moments.to_host()
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return chain(*(state.values() for state in optimizer.state.values()))
 
 
 class OffloadedTensors:
@@ -51,11 +54,11 @@ class OffloadedTensors:
         self.tensors = tensors
         self.host: list[Tensor] = []                    # host buffers, kept between rounds: pinning memory is slow
         self.offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []      # emptied storages and their host buffers
-        self.arrived: torch.cuda.Event | None = None    # when the copies back to the device are done
 
     def to_host(self) -> None:
-        """Copy the storages to host memory and free them."""
-        self.wait()
+        """Copy the storages to host memory and free them, if they are not there already."""
+        if self.offloaded:
+            return
         storages = {}
         for tensor in self.tensors():
             if isinstance(tensor, Tensor) and tensor.numel() > 1:                   # Adam's step counts stay
@@ -75,26 +78,11 @@ class OffloadedTensors:
         self.offloaded = list(zip(storages, self.host))
 
     def to_device(self) -> None:
-        """Start the copies, on a stream of their own on GPUs: `wait` before the first use."""
-        for storage, buffer in self.offloaded:          # allocated on the caller's stream, which also frees them
+        """Bring the storages back, if they are away. A GPU's next kernels wait for the copies, the host does not."""
+        for storage, buffer in self.offloaded:
             storage.resize_(len(buffer))
-        if self.offloaded and self.offloaded[0][0].device.type == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for storage, buffer in self.offloaded:
-                    _bytes(storage).copy_(buffer, non_blocking=True)
-            self.arrived = stream.record_event()
-        else:
-            for storage, buffer in self.offloaded:
-                _bytes(storage).copy_(buffer)
+            _bytes(storage).copy_(buffer, non_blocking=True)
         self.offloaded = []
-
-    def wait(self) -> None:
-        """Make the current stream wait for the copies that `to_device` started."""
-        if self.arrived is not None:
-            torch.cuda.current_stream().wait_event(self.arrived)
-            self.arrived = None
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

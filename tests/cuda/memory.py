@@ -15,7 +15,6 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ppo
 from common import losses
 from common.batch import Batch
+from common.checkpoint.state import tensors_of
 from common.engine import base
 from common.engine.base import Engine, Response, RolloutConfig
 from common.model import loading
@@ -62,12 +62,12 @@ class Peak(NamedTuple):
 class Case:
     """What is simulated: a later step of a run, on one rank. Its phases, in order:
 
-    rollout    `engine.wake`: moments offloaded if asked for, weights gathered and handed over, the probe scored; then
-               `engine.sleep`, with what was offloaded on its way back
+    rollout    `engine.wake`: weights gathered and handed over, and offloaded if asked for, the probe scored; then
+               `engine.sleep`, with the weights on their way back
     log-probs  old log-probs of each micro-batch, of the reference too, and values
     forward    } of each micro-batch of the update; gradients of the first are there when the second runs
     backward   }
-    optimizer  clipping and AdamW's step
+    optimizer  clipping and AdamW's step, for which moments that are offloaded come back
     save       weights gathered for an export, shards copied for a checkpoint
     """
 
@@ -213,8 +213,7 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
     with watch("save"):
         for _, tensor in policy.full_tensors(getattr(torch, case.policy.compute_dtype)):
             tensor.to("cpu", copy=True)
-        moments = [moment for opt in optimizers for state in opt.state.values() for moment in state.values()]
-        for tensor in [*chain(*(model.parameters() for model in trained)), *moments]:
+        for tensor in tensors_of({str(n): part for n, part in enumerate(zip(trained, optimizers))}).values():
             tensor.to("cpu", copy=True)
 
 

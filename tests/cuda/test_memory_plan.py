@@ -6,6 +6,7 @@ from transformers import AutoConfig
 from common.engine.base import RolloutConfig
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
+from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.run import RunArgs
 from tests.cuda.fake_cuda import WHY_NOT
@@ -23,6 +24,9 @@ CASES = {
     "untied": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP),
     "untied, one rank, recomputed": Case(UNTIED, gpus=1, tokens=8192, policy=RECOMPUTE),
     "adapters": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, lora=LoRAConfig(rank=16)),
+    "moments offloaded": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, offload=OffloadConfig(optimizer=True)),
+    "moments offloaded, few tokens": Case(UNTIED, gpus=1, tokens=1024, policy=RECOMPUTE,
+                                          offload=OffloadConfig(optimizer=True)),
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),

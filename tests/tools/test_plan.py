@@ -66,7 +66,8 @@ def test_a_fork_is_planned(run, tmp_path):
 @pytest.mark.parametrize(("flags", "home", "change"), [
     (["--max-tokens-per-gpu", "131072"], {"gpus": "4"}, "--max-tokens-per-gpu 0"),
     (["--rollout.max-response-length", "4000"], {"gpus": "8", "gb": "36"}, "--offload.optimizer"),
-    ([], {"gpus": "1", "gb": "141"}, "2 GPUs"),
+    ([], {"gpus": "1", "gb": "141"}, "--offload.optimizer"),
+    ([], {"gpus": "1", "gb": "80"}, "2 GPUs"),
 ])
 def test_the_smallest_change(flags, home, change, run):
     said, code = run(str(ROOT / "grpo.py"), *flags, **home)
