@@ -116,7 +116,7 @@ def main(args: Args) -> None:
     correction = resolve_correction(args.correction, settings.name)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
-    needs_old_logp = with_reference = True                          # pairs are compared by log p / p_ref, both known
+    needs_old_logp = with_reference = True                          # responses are compared by log p - log p_ref
     temperature = args.rollout.temperature
     with Run(args, P, correction.covers_cut_sampling) as run:
         max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference)
