@@ -138,10 +138,10 @@ def take_groups(rollout: Rollout, groups: list[int]) -> Rollout:
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    correction = resolve_correction(args.correction, args.loss)
+    correction = resolve_correction(args.correction, settings.name)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
-    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0
+    needs_old_logp = num_updates > 1 or settings.name in SELECTED or args.kl_reward_coef > 0
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
     norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
@@ -151,9 +151,9 @@ def main(args: Args) -> None:
         policy, optimizer = run.load_policy()
         reference = run.load_reference() if with_reference else None
         run.describe(
-            f"{args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward "
-            f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}; up to {args.max_gen_batches} rollouts a "
-            f"step; overlong penalty over the last {args.overlong_buffer} tokens",
+            f"up to {args.max_gen_batches} rollouts a step; overlong penalty over {args.overlong_buffer} tokens; "
+            f"KL coef in the reward {args.kl_reward_coef:g}; "
+            f"{settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
@@ -189,7 +189,7 @@ def main(args: Args) -> None:
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
-            # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
+            # 3 log-probs: the old policy's, where they are not those of the update itself, and the reference's
             if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
@@ -198,11 +198,10 @@ def main(args: Args) -> None:
                 with run.phase("ref", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
-            rejected = reject_and_weight(minibatches, len(rollout), correction, run.meter)      # [S] leave their group
+            rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
 
             # 4 advantages
             with run.timer("adv"):
-                rewards = torch.where(rejected, torch.nan, rewards)
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
@@ -221,7 +220,7 @@ def main(args: Args) -> None:
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
-                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
+                    select(settings, minibatch.microbatches, policy, temperature, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)

@@ -55,8 +55,9 @@ class Args(TrainArgs):
     # batch sizes: global, over all ranks
     rows_per_step: int = 64
     """Rows of data of one optimizer step, over all ranks."""
-    max_tokens_per_gpu: int = 16384
-    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+    max_tokens_per_gpu: int = 0
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient. 0: the largest
+    that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
     loss: Literal["dpo", "ipo"] = "dpo"
@@ -139,7 +140,7 @@ def score_rows(args: Args, run: Training, model: Policy, data: ConversationSet, 
         if phase == "testing" and all_max([run.watchdog.signal]).item():
             return None
         some = rows[start : start + args.rows_per_step]
-        minibatch = data.minibatch(some, run.hf_config, run.world, args.max_tokens_per_gpu)
+        minibatch = data.minibatch(some, run.hf_config, run.world, run.max_tokens)
         logp[data.sequences(some)] = score(run, model, minibatch, 2 * len(some), phase)
     return logp
 
@@ -167,11 +168,12 @@ def main(args: Args) -> None:
             config=args.data, columns=columns, parse=parse, per_row=2,
         ), args.rows_per_step)
         run.max_sequence_length = run.train_set.loaded.max_length
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         policy, optimizer = run.load_policy()
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(
             f"{args.loss}, beta {args.beta:g}, label smoothing {args.label_smoothing:g}, {num_epochs:.2f} epochs",
-            args.rows_per_step, 2, 1, 1, args.max_tokens_per_gpu,
+            args.rows_per_step, 2, 1, 1, max_tokens,
         )
         run.resume()
         # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
@@ -187,7 +189,7 @@ def main(args: Args) -> None:
         for step in run.steps():
             # 1 data: pairs, chosen and rejected one after the other
             rows = run.sampler.take(args.rows_per_step)
-            minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, args.max_tokens_per_gpu)
+            minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, max_tokens)
 
             # 3 log-probs: of the policy as it is
             numbers = run.train_set.sequences(rows)                                             # [2 P]
@@ -210,8 +212,7 @@ def main(args: Args) -> None:
 
             # 6 log, validate, save
             metrics = {"train/loss": pair_loss.item()} | preference_metrics(log_ratio, args.beta)
-            due = run.is_validation_due(step)
-            results = validate(args, run, policy, val_rows, val_ref_logp) if due else {}
+            results = validate(args, run, policy, val_rows, val_ref_logp) if run.is_validation_due(step) else {}
             run.end_step(step, [minibatch], run.train_set.lengths[numbers], metrics, results)
 
 

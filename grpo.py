@@ -7,14 +7,13 @@ For every prompt sample a group of G responses, score them, and give each its re
            [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
 
     torchrun --standalone --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -22,11 +21,10 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.scoring import Component, gather_components
 from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
-from common.segments import group_lead, group_mean, group_std, whiten
+from common.segments import group_lead, group_mean, group_std
 from common.selection import SELECTED, select
 from common.tracking.console import run_script
 
@@ -62,11 +60,8 @@ class Args(RunArgs):
     """Further numbers of the loss, NAME VALUE ..., such as tau_neg 1.05 of sapo. Default: of the loss's paper."""
     aggregation: losses.Aggregation | None = None
     """From token losses to one number, over the global mini-batch. Default: of the loss's paper."""
-    advantage: Literal["group", "passk", "gdpo"] = "group"
-    """group: reward relative to the group's mean. passk: only the best response counts, by its lead. gdpo: the sum of
-    --reward-components, each relative to its group's mean, whitened."""
-    reward_components: dict[str, float] = field(default_factory=dict)
-    """gdpo: NAME FACTOR ... of numbers that the reward function returns beside its score."""
+    advantage: Literal["group", "passk"] = "group"
+    """group: reward relative to the group's mean. passk: only the best response counts, by its lead."""
     norm_by_std: bool | None = None
     """Divide advantages by the group's standard deviation. Default: True, but False for --loss dr_grpo."""
     kl_reward_coef: float = 0.0
@@ -93,42 +88,33 @@ def check(args: Args) -> losses.LossSettings:
     )
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
-    if bool(args.reward_components) != (args.advantage == "gdpo") or (args.kl_reward_coef and args.reward_components):
-        raise ValueError(f"--reward-components {args.reward_components} go with --advantage gdpo, without "
-                         f"--kl-reward-coef {args.kl_reward_coef:g}, and gdpo needs them")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )
 
 
-def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool, *components: Component) -> Tensor:
+def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
     """Group-normalised advantages (Shao et al. 2024, sec. 4.1): rewards [S] -> [S]. NaN (no reward): 0."""
     centred = rewards - group_mean(rewards, group)                                              # [S]
     return (centred / (group_std(rewards, group) + 1e-6) if norm_by_std else centred).nan_to_num()
 
 
-def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool, *components: Component) -> Tensor:
+def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
     """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
     lead = group_lead(rewards, group)                                                           # [S]
     return lead / (group_std(rewards, group) + 1e-6) if norm_by_std else lead
 
 
-def gdpo_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool, *components: Component) -> Tensor:
-    """GDPO (arXiv 2601.05242): components [S], each normalised in its group, summed with their factors."""
-    counted = [(factor, torch.where(rewards.isnan(), torch.nan, values)) for factor, values in components]
-    return sum(factor * group_advantages(values, group, norm_by_std) for factor, values in counted)
-
-
-ADVANTAGES = {"group": group_advantages, "passk": passk_advantages, "gdpo": gdpo_advantages}
+ADVANTAGES = {"group": group_advantages, "passk": passk_advantages}
 
 
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    correction = resolve_correction(args.correction, args.loss)
+    correction = resolve_correction(args.correction, settings.name)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
-    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0
+    needs_old_logp = num_updates > 1 or settings.name in SELECTED or args.kl_reward_coef > 0
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
     norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
@@ -138,8 +124,8 @@ def main(args: Args) -> None:
         policy, optimizer = run.load_policy()
         reference = run.load_reference() if with_reference else None
         run.describe(
-            f"{args.advantage}, {args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward "
-            f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}",
+            f"{args.advantage}, KL coef in the reward {args.kl_reward_coef:g}; "
+            f"{settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
@@ -152,15 +138,14 @@ def main(args: Args) -> None:
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
-            components = gather_components(rollout, args.reward_components)                     # [S] each
-            advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std, *components)   # [S]
+            advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std)        # [S]
             all_run = args.run_zero_advantage or with_reference or args.entropy_coef
-            all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED or bool(components)
+            all_run = all_run or correction.needs_old_logp() or settings.name in SELECTED
             in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
-            # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
+            # 3 log-probs: the old policy's, where they are not those of the update itself, and the reference's
             if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
@@ -169,21 +154,18 @@ def main(args: Args) -> None:
                 with run.phase("ref", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
-            rejected = reject_and_weight(minibatches, len(rollout), correction, run.meter)      # [S] leave their group
+            rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
 
             # 4 advantages
             with run.timer("adv"):
-                rewards = torch.where(rejected, torch.nan, rewards)
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
                     run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
-                advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std, *components)
+                advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std)
                 check_skipped(advantages, in_update, rollout)
                 advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
-                if components:                                          # gdpo: over all tokens of the step
-                    advantage = whiten(advantage, batch.mask)
                 scatter_fields(minibatches, advantage=advantage)
 
             # 5 update
@@ -194,7 +176,7 @@ def main(args: Args) -> None:
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
-                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
+                    select(settings, minibatch.microbatches, policy, temperature, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)

@@ -9,7 +9,7 @@ For every prompt sample a group of G responses and score them. r(y) = log p(y) -
 The derivative of the loss by each log p(y) is its advantage, with the sign turned, in the clipped loss of grpo.py.
 
     torchrun --standalone --nproc-per-node 8 online_dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_online_dpo
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
 from dataclasses import dataclass
@@ -93,21 +93,16 @@ def check(args: Args) -> losses.LossSettings:
         raise ValueError(f"--answer-key {args.answer_key} is for losses of pairs: --loss dpo or ipo")
     if args.correction.rejected_leave_group or resolve_correction(args.correction, "ppo").bypass:
         raise ValueError("--correction.rejected-leave-group and bypass: pairs need every response and its log-prob")
-    aggregation = args.aggregation or "seq-mean-token-sum"
     return losses.resolve_loss(
-        "ppo", args.clip_low, args.clip_high, args.clip_dual, aggregation, {}
+        "ppo", args.clip_low, args.clip_high, args.clip_dual, args.aggregation or "seq-mean-token-sum", {}
     )
 
 
 def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
-    """Numbers of chosen, rejected, chosen, ... [2 P]: the best and the worst response of every group with two different
-    rewards [S]. NaN: no reward."""
-    pairs = []
-    for number in group.unique():
-        members = ((group == number) & rewards.isfinite()).nonzero()[:, 0]
-        if len(rewards[members].unique()) > 1:
-            pairs += [members[rewards[members].argmax()], members[rewards[members].argmin()]]
-    return torch.tensor(pairs, dtype=torch.int64)
+    """Numbers of chosen, rejected, chosen, ... [2 P]: from each group with two different rewards. NaN: no reward."""
+    members = [((group == number) & rewards.isfinite()).nonzero()[:, 0] for number in group.unique()]
+    pairs = [(m[rewards[m].argmax()], m[rewards[m].argmin()]) for m in members if len(rewards[m].unique()) > 1]
+    return torch.tensor(pairs, dtype=torch.int64).flatten()
 
 
 def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
@@ -118,20 +113,21 @@ def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) ->
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    correction = resolve_correction(args.correction, "ppo")
+    correction = resolve_correction(args.correction, settings.name)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
+    needs_old_logp = with_reference = True                          # responses are compared by log p - log p_ref
     temperature = args.rollout.temperature
     with Run(args, P, correction.covers_cut_sampling) as run:
-        max_tokens = run.plan_memory(args.max_tokens_per_gpu, reference=True)
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference)
         engine = run.start_engine()
         policy, optimizer = run.load_policy()
-        reference = run.load_reference()
+        reference = run.load_reference() if with_reference else None
         if args.refresh_reference_every:                            # it is in checkpoints; SGD has no state of its own
             run.optimizers["reference"] = torch.optim.SGD(reference.parameters())
         run.describe(
-            f"{args.loss}, beta {args.beta:g}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef "
-            f"{args.entropy_coef:g}",
+            f"{args.loss}, beta {args.beta:g}; "
+            f"{settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
@@ -143,19 +139,19 @@ def main(args: Args) -> None:
 
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
-            rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             sampled, numbers = rollout, rollout.in_loss.nonzero()[:, 0]                         # [N] those in the loss
             if args.answer_key:
                 rollout, numbers = add_answers(sampled, run.tokenizer, args.answer_key)
-            elif args.loss != "sppo":
+            rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
+            if args.loss != "sppo" and not args.answer_key:
                 numbers = best_and_worst(rewards, rollout.group)
             in_update = torch.zeros(len(rollout), dtype=torch.bool).index_fill(0, numbers, True)    # [S]
             rollout.in_loss = in_update
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
-            # 3 log-probs: of the policy as it is, and of the reference
-            if correction.needs_old_logp(True):
+            # 3 log-probs: the old policy's, where they are not those of the update itself, and the reference's
+            if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
@@ -165,9 +161,9 @@ def main(args: Args) -> None:
                 with run.phase("ref", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
-            reject_and_weight(minibatches, len(rollout), correction, run.meter)
+            rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
 
-            # 4 advantages: minus the derivative of the loss by each log-prob; the update divides by the responses
+            # 4 advantages
             with run.timer("adv"):
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
                 log_ratio = sum_per_response(batch, (batch.old_logp - batch.ref_logp) * batch.mask, len(rollout))
@@ -218,7 +214,7 @@ def main(args: Args) -> None:
                     theirs.to_local().copy_(ours.to_local().detach())
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= spread("critic/advantages", advantages)
-            run.finish(step, rollout, minibatches, rollout.scores, metrics, args.epochs_per_step, sampled)
+            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step, sampled)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ rewards r_t (the score on the last token, minus kl_reward_coef KL(p_old || p_ref
     critic = mean over tokens of  max((V_t - returns_t)^2, (clip(V_t, V_old +- value_clip) - returns_t)^2) / 2
 
     torchrun --standalone --nproc-per-node 8 ppo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_ppo
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
 from dataclasses import dataclass, field
@@ -145,10 +145,10 @@ def adapt_kl_coef(coef: float, kl: float, target: float, horizon: float, num_res
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     settings = check(args)
-    correction = resolve_correction(args.correction, args.loss)
+    correction = resolve_correction(args.correction, settings.name)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
-    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0
+    needs_old_logp = num_updates > 1 or settings.name in SELECTED or args.kl_reward_coef > 0
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
     with Run(args, P, correction.covers_cut_sampling) as run:
@@ -158,9 +158,9 @@ def main(args: Args) -> None:
         critic, critic_optimizer = run.load_critic(args.critic_model or args.model, args.critic_optim)
         reference = run.load_reference() if with_reference else None
         run.describe(
-            f"{args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward {args.kl_reward_coef:g} "
-            f"({args.kl_controller}), entropy coef {args.entropy_coef:g}; GAE gamma {args.gamma:g}, lambda "
-            f"{args.lam:g}; critic lr {args.critic_optim.lr:g}",
+            f"GAE gamma {args.gamma:g}, lambda {args.lam:g}; critic lr {args.critic_optim.lr:g}; KL coef in the reward "
+            f"{args.kl_reward_coef:g} ({args.kl_controller}); "
+            f"{settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
@@ -178,7 +178,7 @@ def main(args: Args) -> None:
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
-            # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward; values
+            # 3 log-probs: the old policy's, where they are not those of the update itself, the reference's; values
             if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
@@ -187,7 +187,7 @@ def main(args: Args) -> None:
                 with run.phase("ref", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
-            reject_and_weight(minibatches, len(rollout), correction, run.meter)
+            rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
             with run.phase("values", minibatches) as microbatches:
                 for microbatch in microbatches:
                     microbatch.value = critic.score(microbatch)                                 # [T]
@@ -233,7 +233,7 @@ def main(args: Args) -> None:
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
-                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
+                    select(settings, minibatch.microbatches, policy, temperature, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)

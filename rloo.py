@@ -7,7 +7,7 @@ For every prompt sample G responses, score them, and subtract a baseline that do
            [with --loss ppo: max(-A ratio_t, -A clip(ratio_t, ...))] [- entropy_coef H(p)]
 
     torchrun --standalone --nproc-per-node 8 rloo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_rloo
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.base import validation_sampling
 from common.engine.make import check_sizes
+from common.engine.scoring import decoupled_rewards
 from common.metrics import Meter, spread
 from common.parallel.ranks import all_sum
 from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
@@ -52,8 +53,10 @@ class Args(RunArgs):
     that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
-    baseline: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg", "otb"] = "rloo"
+    baseline: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg", "otb", "gdpo"] = "rloo"
     """What is subtracted from a reward: a function in this file. remax samples one greedy response more a prompt."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """gdpo: NAME FACTOR ... of numbers that the reward function returns beside its score, and that replace it."""
     loss: losses.PolicyLoss = "reinforce"
     """Loss of a token: a function in common/losses.py."""
     clip_low: float | None = None
@@ -97,6 +100,8 @@ def check(args: Args) -> losses.LossSettings:
         raise ValueError(f"--gamma {args.gamma} must be in [0, 1]")
     if args.baseline == "otb" and resolve_correction(args.correction, args.loss).bypass:
         raise ValueError("--baseline otb needs the old policy's probabilities: leave out --correction.bypass")
+    if bool(args.reward_components) != (args.baseline == "gdpo"):
+        raise ValueError(f"--reward-components {args.reward_components} go with --baseline gdpo, which needs them")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )
@@ -157,6 +162,7 @@ BASELINES = {
     "opo": Baseline(length_weighted_baseline),
     "gpg": Baseline(scaled_baseline),
     "otb": Baseline(no_baseline, per_token=True, optimal=True),
+    "gdpo": Baseline(group_mean_baseline, whiten=True),
 }
 
 
@@ -178,10 +184,10 @@ def optimal_token_baseline(returns: Tensor, batch: Batch, rollout: Rollout) -> T
 def main(args: Args) -> None:
     settings = check(args)
     baseline = BASELINES[args.baseline]
-    correction = resolve_correction(args.correction, args.loss)
+    correction = resolve_correction(args.correction, settings.name)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
-    needs_old_logp = num_updates > 1 or args.loss in SELECTED or args.kl_reward_coef > 0 or baseline.optimal
+    needs_old_logp = num_updates > 1 or settings.name in SELECTED or args.kl_reward_coef > 0 or baseline.optimal
     temperature = args.rollout.temperature
     with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
     with Run(args, P, correction.covers_cut_sampling) as run:
@@ -191,8 +197,8 @@ def main(args: Args) -> None:
         reference = run.load_reference() if with_reference else None
         policy.keeps_sum_p2 = baseline.optimal
         run.describe(
-            f"{args.baseline}, {args.loss}, {settings.describe()}; KL coef {args.kl_loss_coef:g}, in the reward "
-            f"{args.kl_reward_coef:g}, entropy coef {args.entropy_coef:g}",
+            f"{args.baseline}, KL coef in the reward {args.kl_reward_coef:g}; "
+            f"{settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
         )
         run.resume()
@@ -210,15 +216,17 @@ def main(args: Args) -> None:
             # 2 reward: then known everywhere; then each response moves to the rank that trains on it
             rollout = run.collect(pending)
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
+            if args.reward_components:
+                rewards = args.reward_coef * decoupled_rewards(rollout, args.reward_components)
             advantages = baseline.function(rewards, rollout.group, rollout.response_lengths, greedy).nan_to_num()
             all_run = args.run_zero_advantage or with_reference or args.entropy_coef
-            all_run = all_run or correction.needs_old_logp() or args.loss in SELECTED
+            all_run = all_run or correction.needs_old_logp() or settings.name in SELECTED
             all_run = all_run or baseline.whiten or baseline.optimal
             in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 
-            # 3 log-probs: with one update per rollout, old is the detached current one and costs no forward
+            # 3 log-probs: the old policy's, where they are not those of the update itself, and the reference's
             if correction.needs_old_logp(needs_old_logp):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
@@ -227,11 +235,10 @@ def main(args: Args) -> None:
                 with run.phase("ref", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
-            rejected = reject_and_weight(minibatches, len(rollout), correction, run.meter)      # [S] leave their group
+            rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
 
             # 4 advantages
             with run.timer("adv"):
-                rewards = torch.where(rejected, torch.nan, rewards)
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
                 penalty = torch.zeros(len(batch.tokens))                                        # [T]
                 if args.kl_reward_coef:
@@ -260,7 +267,7 @@ def main(args: Args) -> None:
                         minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
                         minibatch.skipped_lengths,
                     )
-                    select(args.loss, minibatch.microbatches, policy, temperature, settings, args.seed, step, update)
+                    select(settings, minibatch.microbatches, policy, temperature, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         losses.check_finite("logp", logp.detach(), microbatch)

@@ -49,8 +49,9 @@ class Args(TrainArgs):
     # batch sizes: global, over all ranks
     rows_per_step: int = 64
     """Rows of data of one optimizer step, over all ranks."""
-    max_tokens_per_gpu: int = 16384
-    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient."""
+    max_tokens_per_gpu: int = 0
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient. 0: the largest
+    that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     data: SFTConfig = field(default_factory=SFTConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
@@ -58,9 +59,9 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    for name in ("rows_per_step", "max_tokens_per_gpu", "total_steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    for name, least in {"rows_per_step": 1, "max_tokens_per_gpu": 0, "total_steps": 1}.items():
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     longest = read_config(args.model, args.policy).max_position_embeddings
     if args.data.max_length > longest:
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
@@ -115,7 +116,7 @@ def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | No
     None after a stop signal."""
     meter = Meter()
     rows = spread_rows(len(run.val_set), args.eval_prompts)
-    minibatch = run.val_set.minibatch(rows, run.hf_config, run.world, args.max_tokens_per_gpu)
+    minibatch = run.val_set.minibatch(rows, run.hf_config, run.world, run.max_tokens)
     with run.phase("testing", [minibatch]) as microbatches:
         for microbatch in microbatches:
             if all_max([run.watchdog.signal]).item():
@@ -138,16 +139,17 @@ def main(args: Args) -> None:
             config=args.data, columns=columns, parse=parse,
         ), args.rows_per_step)
         run.max_sequence_length = run.train_set.loaded.max_length
+        max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         policy, optimizer = run.load_policy()
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
-        run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1, args.max_tokens_per_gpu)
+        run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1, max_tokens)
         run.resume()
         if run.val_set is not None and not run.is_validated:
             run.log_validation(validate(args, run, policy))
         for step in run.steps():
             # 1 data
             rows = run.sampler.take(args.rows_per_step)
-            minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, args.max_tokens_per_gpu)
+            minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, max_tokens)
 
             # 5 update
             with run.phase("update_actor", [minibatch]):

@@ -129,12 +129,12 @@ def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
     return config
 
 
-def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int, config: CorrectionConfig,
+def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, config: CorrectionConfig,
                       meter: Meter) -> Tensor:
     """Does once a step what must happen before advantages and denominators: takes rejected tokens out of `mask`, writes
     `rollout_weight` where `old_logp` is known, and with --correction.bypass makes `old_logp` the engine's.
-    Returns bool [num_responses], the same on every rank: responses that shall leave their group's statistics."""
-    rejected = torch.zeros(num_responses, dtype=torch.float64)
+    Returns the rewards [S], NaN for responses that shall leave their group's statistics, the same on every rank."""
+    rejected = torch.zeros(len(rewards), dtype=torch.float64)
     for batch in chain(*minibatches):
         if batch.old_logp is not None:
             measure(meter, batch, batch.old_logp)
@@ -157,7 +157,7 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], num_responses: int
                 batch.old_logp = batch.rollout_logp
         elif microbatches[0].old_logp is not None:
             _write_weights(microbatches, config, meter)
-    return (all_sum(rejected) > 0) & config.rejected_leave_group
+    return torch.where((all_sum(rejected) > 0) & config.rejected_leave_group, torch.nan, rewards)
 
 
 def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:

@@ -189,6 +189,7 @@ class LossSettings(NamedTuple):
     clip_dual: float | None
     aggregation: str
     numbers: dict[str, float] = {}                                  # noqa: RUF012
+    name: str = ""
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -200,10 +201,11 @@ class LossSettings(NamedTuple):
         return self.bounds | self.numbers | selected
 
     def describe(self) -> str:
-        return ", ".join([*(f"{name} {x:g}" for name, x in (self.bounds | self.numbers).items()), self.aggregation])
+        numbers = self.bounds | self.numbers
+        return ", ".join([self.name, *(f"{name} {x:g}" for name, x in numbers.items()), self.aggregation])
 
 
-LOSSES = {                                                          # the beta of dro must be given
+LOSSES = {                          # docs/from_verl.md has the sources of these numbers; the beta of dro must be given
     "ppo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
     "grpo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
     "dapo": LossSettings(ppo, 0.2, 0.28, 3.0, "token-mean"),
@@ -212,7 +214,7 @@ LOSSES = {                                                          # the beta o
     "gmpo": LossSettings(gmpo, 0.4, 0.4, None, "seq-mean-token-mean"),
     "cispo": LossSettings(cispo, 1.0, 0.28, None, "token-mean"),
     "sapo": LossSettings(sapo, None, None, None, "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}),
-    "clip_cov": LossSettings(clip_cov, 0.2, 0.2, None, "token-mean", {"fraction": 2e-4, "cov_low": 1, "cov_high": 5}),
+    "clip_cov": LossSettings(clip_cov, 1.0, 1.0, None, "token-mean", {"fraction": 2e-4, "cov_low": 1, "cov_high": 5}),
     "kl_cov": LossSettings(kl_cov, None, None, None, "token-mean", {"fraction": 2e-4, "cov_kl_coef": 1.0}),
     "dppo_tv": LossSettings(dppo_tv, 0.15, 0.15, None, "token-mean", {"max_ratio": 20.0}),
     "dppo_kl": LossSettings(dppo_kl, 0.05, 0.05, None, "token-mean", {"max_ratio": 20.0}),
@@ -224,17 +226,15 @@ PolicyLoss = Literal[*LOSSES]
 
 def resolve_loss(name: str, clip_low: float | None, clip_high: float | None, clip_dual: float | None,
                  aggregation: str | None, numbers: dict[str, float]) -> LossSettings:
-    """The flags that were given, and for the others the values of the loss's paper.
-
-    Raises ValueError for a bound or number that the loss does not have, or one that cannot be meant.
-    """
+    """The flags that were given, and for the others the values of the loss's paper. Raises ValueError for a bound or
+    number that the loss does not have, or one that cannot be meant."""
     default = LOSSES[name]
     given = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual, "aggregation": aggregation}
     given = {field: value for field, value in given.items() if value is not None}
     for field, value in given.items():
         if getattr(default, field) is None:
             raise ValueError(f"--{field.replace('_', '-')} {value}: the loss {name} has no such bound; leave it out")
-    settings = default._replace(**given, numbers=default.numbers | numbers)
+    settings = default._replace(**given, numbers=default.numbers | numbers, name=name)
     for number, value in settings.numbers.items():
         if number not in default.numbers or value <= 0:
             raise ValueError(f"--loss-numbers {number} {value:g}: must be above 0, and --loss {name} has only these: "

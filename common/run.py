@@ -18,7 +18,6 @@ from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_reference
-from common.model.memory_plan import MemoryPlan
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
@@ -82,17 +81,10 @@ class Run(Training):
         )
         return self
 
-    def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
-        """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `reference`: a
-        frozen policy will be loaded; `critic`: folder of a second model that will be trained."""
-        self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, reference, critic)
-        max_tokens = self.plan.choose_budget(max_tokens, self.world.device)
-        print_on_main(self.world, f"engine {self.args.rollout.engine}\nmemory {self.plan.chosen}")
-        return max_tokens
-
     def start_engine(self) -> Engine:
         """Start the engine before the models, because it reads how much memory is free."""
         args = self.args
+        print_on_main(self.world, f"engine {args.rollout.engine}")
         self.watchdog.phase("start of the engine")
         self.engine = make_engine(
             args.model, self.hf_config, args.rollout, args.policy, self.world,

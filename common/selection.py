@@ -12,13 +12,12 @@ from common.segments import moments
 SELECTED = ("clip_cov", "kl_cov")                       # losses that need a selection
 
 
-def select(name: str, microbatches: list, policy: Policy, temperature: float, settings: LossSettings,
-           *seed: int) -> None:
+def select(settings: LossSettings, microbatches: list, policy: Policy, temperature: float, *seed: int) -> None:
     """Write `microbatch.selected`, if the loss needs it, by the log-probs of the policy as it is."""
-    if name not in SELECTED:
+    if settings.name not in SELECTED:
         return
     logps = [policy.score(microbatch, temperature) for microbatch in microbatches]
-    function = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[name]
+    function = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[settings.name]
     for microbatch, selected in zip(microbatches, function(microbatches, logps, seed_of(*seed), settings)):
         microbatch.selected = selected
 

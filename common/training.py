@@ -27,6 +27,7 @@ from common.model.flops import update_flops
 from common.model.liger import kernels_in_words
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.lora import LoRAConfig
+from common.model.memory_plan import MemoryPlan
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
 from common.parallel import ranks
@@ -105,6 +106,14 @@ class Training:
             if rows is not None:
                 print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
                 rows.loaded.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
+
+    def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
+        """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `reference`: a
+        frozen policy will be loaded; `critic`: folder of a second model that will be trained."""
+        self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, reference, critic)
+        self.max_tokens = self.plan.choose_budget(max_tokens, self.world.device)
+        print_on_main(self.world, f"memory {self.plan.chosen}")
+        return self.max_tokens
 
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
         self.watchdog.phase("loading models")

@@ -49,7 +49,8 @@ RUNS = {
         --entropy-coef 0.01 --correction.preset decoupled-token-is --optim.schedule cosine --optim.warmup-steps 1
         --optim.weight-decay 0.1 --save.hf end"""),
     "grpo_clip_cov_shared": Run("grpo", f"""{HF32} --loss clip_cov --advantage passk --policy.share-prompt
-        --minibatches-per-step 2 --policy.gradient-checkpointing True --reward.function reward.py:graded""", ranks=2),
+        --clip-low 0.2 --clip-high 0.2 --minibatches-per-step 2 --policy.gradient-checkpointing True
+        --reward.function reward.py:graded""", ranks=2),
     "grpo_rejection": Run("grpo", f"""{HF16} --correction.preset decoupled-k3-rs-token-tis
         --correction.reject-above 2e-5 --correction.rejected-leave-group --correction.batch-normalise
         --norm-by-std False --aggregation seq-mean-token-mean"""),

@@ -40,6 +40,7 @@ NUMBERS = {
     },
     "dppo_tv": {"max_ratio": ("clip_ratio_c", 3.0)},
     "dppo_kl": {"max_ratio": ("clip_ratio_c", 3.0)},
+    "dro": {"beta": ("dro_beta", 0.0)},
 }
 
 RESTRICTED = r"""
@@ -266,6 +267,9 @@ def set_objective(verl: Settings, ours: Translation) -> None:
         ours.add("--advantage", "passk")
     elif estimator == "gdpo":
         set_components(verl, ours)
+        if not verl.is_on("algorithm.norm_adv_by_std_in_grpo", True):
+            ours.without["algorithm.norm_adv_by_std_in_grpo=False"] = (
+                "gdpo without standard deviations: --baseline reinforce++-baseline, with the weighted sum as the score")
     elif estimator not in ("gae", "grpo", "grpo_vectorized", *BASELINES):
         ours.without[f"algorithm.adv_estimator={estimator}"] = "no such advantage; the command is that of GRPO"
     if mode not in (*LOSSES, "bypass_mode", "gpg"):
@@ -282,7 +286,6 @@ def set_objective(verl: Settings, ours: Translation) -> None:
 
 def set_components(verl: Settings, ours: Translation) -> None:
     """GDPO's components and their factors; verl has further keys that begin with gdpo."""
-    ours.add("--advantage", "gdpo")
     found = {end: verl.items(key) for key in sorted(verl.given) for end in ("keys", "weights")
              if key.startswith("algorithm.gdpo") and key.endswith(end)}
     names = found.get("keys", [])
@@ -299,10 +302,10 @@ def set_numbers(verl: Settings, ours: Translation, loss: str) -> None:
     for name, (verls, default) in NUMBERS.get(loss, {}).items():
         key = next((key for key in (f"{ACTOR}.policy_loss.{verls}", f"{ACTOR}.{verls}") if key in verl.given), "")
         words += [name, verl.number(key, default)]
-    if words:
+    if loss == "dro" and not words[1]:
+        ours.notes.append("--loss-numbers beta NUMBER must be given, as policy_loss.dro_beta in verl")
+    elif words:
         ours.add("--loss-numbers", *words)
-    if loss == "dro":
-        ours.notes.append("--loss-numbers beta NUMBER must be given")
 
 
 def set_clip(verl: Settings, ours: Translation, loss: str) -> None:

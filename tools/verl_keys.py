@@ -5,13 +5,13 @@ The order of the last two tables counts: the first pattern that fits gives the r
 
 BASELINES = {"rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce++",
              "reinforce_plus_plus_baseline": "reinforce++-baseline", "remax": "remax", "opo": "opo", "gpg": "gpg",
-             "optimal_token_baseline": "otb"}
+             "optimal_token_baseline": "otb", "gdpo": "gdpo"}
 LOSSES = {"vanilla": "grpo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo", "sapo": "sapo",
           "clip_cov": "clip_cov", "kl_cov": "kl_cov", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro"}
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 # flags that not all scripts have -> those that have them
 SCRIPTS = {
-    "--advantage": ("grpo",), "--reward-components": ("grpo",), "--norm-by-std": ("grpo", "dapo"),
+    "--advantage": ("grpo",), "--reward-components": ("rloo",), "--norm-by-std": ("grpo", "dapo"),
     "--gamma": ("ppo", "rloo"),
     "--lam": ("ppo",), "--kl-controller": ("ppo",), "--kl-target": ("ppo",), "--kl-horizon": ("ppo",),
     "--overlong-buffer": ("dapo",), "--overlong-factor": ("dapo",), "--max-gen-batches": ("dapo",),

@@ -18,6 +18,7 @@ from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_gather_objects, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
+from common.segments import group_mean, group_std
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
 from rewards.runtime.worker import MAX_NAMES
@@ -133,12 +134,11 @@ class PendingRollout:
         return gather_rollout(mine)
 
 
-Component = tuple[float, Tensor]                        # a factor, and a number [S] that the reward function returned
-
-
-def gather_components(rollout: Rollout, factors: dict[str, float]) -> list[Component]:
-    """These numbers, which reward functions returned beside the score, of all responses on every rank; NaN: no score.
-    All ranks call this together. Raises ValueError, naming row and component, where one is missing."""
+def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): the sum over components r of factor * (r - group mean) / group std.
+    Components are numbers that the reward function returned beside its score; `factors`: by their names. [S] on every
+    rank; NaN: no score. All ranks call this together. Raises ValueError, naming the row, where a component is missing.
+    """
     scored = [sample for sample in rollout.samples if math.isfinite(sample.score)]
     mine = [(sample.index, sample.row, [sample.extras.get(name) for name in factors]) for sample in scored]
     values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
@@ -148,4 +148,6 @@ def gather_components(rollout: Rollout, factors: dict[str, float]) -> list[Compo
                 raise ValueError(f"row {row} of --train-data: the reward function returned {name} = {number!r:.80}, "
                                  f"must be a number (--reward-components)")
             values[k, index] = number
-    return list(zip(factors.values(), values))
+    group = rollout.group
+    centred = [(x - group_mean(x, group)) / (group_std(x, group) + 1e-6) for x in values]       # [S] each
+    return sum(factor * x for factor, x in zip(factors.values(), centred))

@@ -20,6 +20,7 @@ from common.model.flops import head_dim, mlp_widths
 from common.model.liger import choose_liger
 from common.model.loading import CAUSAL_LM, NO_ADAPTERS, SCORED, read_config, read_teacher
 from common.model.lora import LoRAConfig, add_adapters
+from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.model.sharding import shard_dim
@@ -128,9 +129,9 @@ class MemoryPlan:
 
     def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, reference: bool = False,
                  critic: str = ""):
-        """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest prompt and response;
-        `critic`: its folder."""
-        self.offload, self.longest, self.ranks = args.offload, longest, ranks
+        """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest sequence; `critic`: its
+        folder."""
+        self.offload, self.longest, self.ranks = OffloadConfig(), longest, ranks
         self.sequence_parallel = args.policy.sequence_parallel
         ranks = num_shards(ranks, args.policy.replicas, self.sequence_parallel)
         self.smallest = -(-longest // self.sequence_parallel)
@@ -138,25 +139,33 @@ class MemoryPlan:
         self.policy = Model(hf_config, args.policy, ranks, lora=args.lora)
         # the model below adapters is the reference
         self.reference = self.policy if reference and not args.lora.rank else None
-        if args.teacher:
-            config = read_teacher(args.teacher, args.model, args.policy, is_used=reference)
-            self.reference = Model(config, args.policy, ranks)
         self.trained = [self.policy]
         if critic:
             config = read_config(critic, args.policy, "--critic-model", CAUSAL_LM + SCORED)
             self.trained.append(Model(config, args.policy, ranks, is_critic=True, lora=args.lora))
-        self.reward_model_gb = 0.0
-        if args.reward_model.path:
-            scorer = Model(check_reward_model(args.reward_model, args.policy), args.policy, ranks, is_critic=True)
-            self.reward_model_gb = scorer.itemsize * scorer.trained_shard / GIB
-        self.reserved_gb = RESERVED_GB + (0 if args.rollout.enforce_eager else GRAPHS_GB)
-        if args.rollout.engine == "hf":                                 # its weights stay on the GPU
-            self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
-        self.keys = longest / args.rollout.max_response_length if args.policy.share_prompt else 0.0
+        self.reward_model_gb, self.reserved_gb = 0.0, RESERVED_GB
+        self.keys = 0.0
         if self.sequence_parallel > 1:                                  # those of all ranks, and of them what is seen
             self.keys += 2 * self.sequence_parallel
         self.chosen = ""
         """The budget of a micro-batch and the reason for it, in words."""
+        self.has_engine = "rollout" in vars(args)
+        if self.has_engine:
+            self._add_rollouts(args, ranks, reference)
+
+    def _add_rollouts(self, args: Any, ranks: int, reference: bool) -> None:
+        """What only scripts have that sample: engine, teacher, reward model and offload."""
+        self.offload = args.offload
+        if args.teacher:
+            config = read_teacher(args.teacher, args.model, args.policy, is_used=reference)
+            self.reference = Model(config, args.policy, ranks)
+        if args.reward_model.path:
+            scorer = Model(check_reward_model(args.reward_model, args.policy), args.policy, ranks, is_critic=True)
+            self.reward_model_gb = scorer.itemsize * scorer.trained_shard / GIB
+        self.reserved_gb += 0 if args.rollout.enforce_eager else GRAPHS_GB
+        if args.rollout.engine == "hf":                                 # its weights stay on the GPU
+            self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
+        self.keys += self.longest / args.rollout.max_response_length if args.policy.share_prompt else 0.0
 
     def resident(self) -> dict[str, float]:
         """What stays between the phases, by part. Moments that are offloaded are there for the optimizer step alone."""
@@ -201,17 +210,18 @@ class MemoryPlan:
         gpu_gb = -all_max([-torch.cuda.mem_get_info()[1]]).item() / GIB         # all ranks need the same budget
         tokens = requested or self.largest_budget(gpu_gb)
         if not tokens:
+            shorter = "--rollout.max-response-length" if self.has_engine else "--data.max-length"
             raise ValueError(
-                f"the longest prompt and response, {self.longest} tokens, need {self.update_gb(self.smallest):.1f} "
-                f"GiB, by calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing "
-                f"True, --policy.sequence-parallel or a smaller --rollout.max-response-length; python -m tools.plan "
-                f"says what fits"
+                f"the longest sequence, {self.longest} tokens, needs {self.update_gb(self.smallest):.1f} GiB, by "
+                f"calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing True, "
+                f"--policy.sequence-parallel or a smaller {shorter}; python -m tools.plan says what fits"
             )
         self.chosen = (
             f"micro-batches of {tokens:,} tokens ({'--max-tokens-per-gpu' if requested else 'the most that fit'}); "
-            f"calculated: the update takes {self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB, and "
-            f"{sum(self.beside_engine().values()):.1f} stay beside the engine"
+            f"calculated: the update takes {self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB"
         )
+        if self.has_engine:
+            self.chosen += f", and {sum(self.beside_engine().values()):.1f} stay beside the engine"
         return tokens
 
     def error_frac(self, minibatches: Iterable[Iterable[Batch]], device: torch.device) -> dict[str, float]:

@@ -221,7 +221,10 @@ def correct(layout, config: CorrectionConfig, num_updates: int, ranks: int = 1, 
     if config.needs_old_logp(num_updates > 1):
         for batch in itertools.chain(*minibatches):
             batch.old_logp = old_logp(batch)
-    rejected = correction.reject_and_weight(minibatches, NUM_RESPONSES, config, meter)
+    rewards = torch.arange(NUM_RESPONSES, dtype=torch.float64) - 2
+    left = correction.reject_and_weight(minibatches, rewards, config, meter)
+    rejected = left.isnan()
+    assert torch.equal(left[~rejected], rewards[~rejected])
     for microbatches in minibatches:
         counts.append(losses.set_token_weights(microbatches, "token-mean"))
         for batch in microbatches:
@@ -388,7 +391,7 @@ def test_by_hand():
 
     def apply(**flags):
         meter, config = Meter(), resolve_correction(make_config(**flags), "ppo")
-        correction.reject_and_weight([[batch]], 2, config, meter)
+        correction.reject_and_weight([[batch]], torch.zeros(2), config, meter)
         return correction.importance_weights(batch, logp, config, meter)[batch.mask].tolist(), meter.reduce()
 
     assert apply(weights="token", upper=9.0)[0] == pytest.approx([2, 0.25, 1.5])
@@ -436,7 +439,7 @@ def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
     old, drift = old_logp(batch), 0.2 * torch.randn(len(batch.mask), generator=rng)
     if config.needs_old_logp(True):
         batch.old_logp = old
-    correction.reject_and_weight([[batch]], NUM_RESPONSES, config, meter)
+    correction.reject_and_weight([[batch]], torch.zeros(NUM_RESPONSES), config, meter)
     losses.set_token_weights([batch], "token-mean")
     advantage = torch.randn(NUM_RESPONSES, generator=rng)[batch.sequence_ids] * batch.mask
     logp = (old + drift).requires_grad_()

@@ -329,7 +329,8 @@ def test_reward_goes_to_the_last_token_that_was_sampled():
 
 
 def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
-    """The defaults are the table "Policy losses" of algorithms.md, line by line: low, high, dual, aggregation."""
+    """The defaults are those of papers, or of their authors' scripts (docs/from_verl.md): low, high, dual, aggregation.
+    """
     assert {name: tuple(loss[1:5]) for name, loss in LOSSES.items()} == {
         "ppo": (0.2, 0.2, 3.0, "token-mean"),
         "grpo": (0.2, 0.2, 3.0, "token-mean"),
@@ -339,7 +340,7 @@ def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
         "gmpo": (0.4, 0.4, None, "seq-mean-token-mean"),
         "cispo": (1.0, 0.28, None, "token-mean"),
         "sapo": (None, None, None, "seq-mean-token-mean"),
-        "clip_cov": (0.2, 0.2, None, "token-mean"),
+        "clip_cov": (1.0, 1.0, None, "token-mean"),
         "kl_cov": (None, None, None, "token-mean"),
         "dppo_tv": (0.15, 0.15, None, "token-mean"),
         "dppo_kl": (0.05, 0.05, None, "token-mean"),
@@ -356,6 +357,8 @@ def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
     assert resolve_loss("cispo", None, None, None, "token-sum", {})[1:5] == (1.0, 0.28, None, "token-sum")
     assert resolve_loss("sapo", None, None, None, None, {"tau_neg": 2.0}).numbers == {"tau_pos": 1.0, "tau_neg": 2.0}
     assert LOSSES["sapo"].numbers["tau_neg"] == 1.05                       # the table itself stays
+    given = resolve_loss("dr_grpo", 0.1, None, None, None, {})
+    assert given.describe() == "dr_grpo, clip_low 0.1, clip_high 0.2, clip_dual 3, seq-mean-token-sum-norm"
     with pytest.raises(ValueError, match=r"--clip-high 0.1: the loss kl_cov has no such bound"):
         resolve_loss("kl_cov", None, 0.1, None, None, {})
     for name, numbers, message in (
@@ -520,7 +523,8 @@ def select(name, batches, seed=7):
 
 
 def settings_of(name, **numbers):
-    return LOSSES[name]._replace(numbers={"fraction": 0.1, "cov_low": 0.01, "cov_high": 0.5} | numbers)
+    bounds = {"clip_low": 0.2, "clip_high": 0.2} if name == "clip_cov" else {}
+    return LOSSES[name]._replace(**bounds, numbers={"fraction": 0.1, "cov_low": 0.01, "cov_high": 0.5} | numbers)
 
 
 def selection_batch(seed=9):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+import sft
 from common.engine.base import RolloutConfig
 from common.model import memory_plan
 from common.model.memory_plan import GIB, MemoryPlan, Model
@@ -147,8 +148,23 @@ def test_the_budget_is_the_largest_that_fits(llama, gpu):
 
 def test_a_longest_sequence_that_does_not_fit_is_refused(llama, gpu):
     gpu(5)
-    with pytest.raises(ValueError, match=r"96 tokens, need 5\.\d GiB, by calculation, and a GPU has 5\.0: use more"):
+    with pytest.raises(ValueError, match=r"96 tokens, needs 5\.\d GiB, by calculation, and a GPU has 5\.0: use more"):
         plan_of(llama).choose_budget(0, CUDA)
+
+
+def test_supervised_training_is_planned_without_an_engine(llama, gpu):
+    """The same update, without CUDA graphs and without what follows from rollouts."""
+    sampled = plan_of(llama, reference=True)
+    plan = MemoryPlan(sft.Args(model="", train_data=()), llama, 1, 96)
+    assert plan.resident() == plan_of(llama).resident() != sampled.resident()
+    assert plan.update_gb(500) == pytest.approx(plan_of(llama).update_gb(500) - 1.5) and plan.reserved_gb == 4
+    gpu(4.1)
+    budget = plan.choose_budget(0, CUDA)
+    assert 1024 <= budget < memory_plan.MAX_TOKENS and plan.update_gb(budget) <= 4.1 < plan.update_gb(budget + 1024)
+    assert plan.chosen.endswith("of 4.1 GiB") and plan.choose_budget(0, CPU) == 16384
+    gpu(3)
+    with pytest.raises(ValueError, match=r"96 tokens, needs 4\.\d GiB, .* or a smaller --data\.max-length"):
+        plan.choose_budget(0, CUDA)
 
 
 def test_the_error_of_the_plan(llama, monkeypatch):

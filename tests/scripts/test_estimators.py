@@ -1,4 +1,4 @@
-"""The optimal token baseline, GDPO and components of rewards against loops in float64."""
+"""The optimal token baseline and GDPO against loops in float64."""
 
 import itertools
 import math
@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 
-import grpo
 import rloo
 from common.batch import Batch
 from common.engine.base import Response
-from common.engine.scoring import gather_components
+from common.engine.scoring import decoupled_rewards
 from common.prompts import Prompt
 from common.rollout import Sample, gather_rollout
 from common.segments import whiten
@@ -80,18 +79,22 @@ def test_a_dummy_changes_no_token_baseline():
     assert torch.equal(got[:-2], rloo.optimal_token_baseline(batch.returns, batch, rollout)) and (got[-2:] == 0).all()
 
 
-@pytest.mark.parametrize("norm_by_std", [True, False])
-def test_gdpo(norm_by_std):
+def test_gdpo():
+    """Each component normalised in its group, their sum with factors, that whitened over all tokens. Lost responses are
+    in no group, those of a group whose component does not vary have 0 of it."""
     rng = random.Random(2)
     scores = [1.0, 0.0, math.nan, 1.0, 2.0, 0.0, 0.5]
     parts = {"accuracy": [rng.random() for _ in GROUP], "form": [rng.random() * 9 for _ in GROUP]}
+    parts["form"][3] = parts["form"][4]
     factors = {"form": 0.25, "accuracy": 2.0}
     extras = [{name: values[i] for name, values in parts.items()} | {"text": "x"} for i in range(7)]
     extras[2] = {}                                                        # its reward function failed
     rollout = make_rollout(extras, scores)
-    components = gather_components(rollout, factors)
-    assert [factor for factor, _ in components] == [0.25, 2.0]
-    got = grpo.gdpo_advantages(rollout.scores, rollout.group, norm_by_std, *components)
+    rewards = decoupled_rewards(rollout, factors)
+    assert rewards.isnan().tolist() == [i == 2 for i in range(7)]
+    baseline = rloo.BASELINES["gdpo"]
+    assert baseline.whiten and not baseline.per_token
+    got = baseline.function(rewards, rollout.group, rollout.response_lengths, torch.zeros(3)).nan_to_num()
     want = []
     for i in range(7):
         members = [j for j in range(7) if GROUP[j] == GROUP[i] and not math.isnan(scores[j])]
@@ -100,7 +103,7 @@ def test_gdpo(norm_by_std):
             values = [parts[name][j] for j in members]
             mean = math.fsum(values) / len(values)
             std = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(len(values) - 1, 1))
-            total += factor * (parts[name][i] - mean) / (std + 1e-6 if norm_by_std else 1.0)
+            total += factor * (parts[name][i] - mean) / (std + 1e-6)
         want.append(0.0 if i == 2 else total)
     assert got.tolist() == pytest.approx(want, abs=1e-10) and max(map(abs, want)) > 0.3
     batch = make_batch()
@@ -114,9 +117,15 @@ def test_gdpo(norm_by_std):
 
 def test_a_component_that_is_missing_is_named():
     extras = [{"form": 1.0}] * 7
-    assert gather_components(make_rollout(extras), {}) == []
     extras[4] = {"form": "much"}
     with pytest.raises(ValueError, match="row 40 of --train-data: the reward function returned form = 'much'"):
-        gather_components(make_rollout(extras), {"form": 1.0})
+        decoupled_rewards(make_rollout(extras), {"form": 1.0})
     with pytest.raises(ValueError, match=r"row 0 of .* returned accuracy = None, must be a number"):
-        gather_components(make_rollout(extras), {"accuracy": 1.0})
+        decoupled_rewards(make_rollout(extras), {"accuracy": 1.0})
+
+
+@pytest.mark.parametrize(("baseline", "components"), [("gdpo", {}), ("rloo", {"form": 1.0})])
+def test_gdpo_needs_components_and_nothing_else_has_them(baseline, components):
+    args = rloo.Args(model="m", train_data=("x",), baseline=baseline, reward_components=components)
+    with pytest.raises(ValueError, match=r"--reward-components .* go with --baseline gdpo, which needs them"):
+        rloo.check(args)

@@ -129,7 +129,7 @@ def test_passk_advantages_by_hand():
         0.5 / (float(torch.tensor([0.2, 1.0, 0.5], dtype=torch.float64).std()) + 1e-6))
 
 
-@pytest.mark.parametrize("name", ["group", "passk"])  # gdpo needs components: test_estimators.py
+@pytest.mark.parametrize("name", grpo.ADVANTAGES)
 def test_a_group_is_its_number_and_not_a_position(name):
     """Groups of 2, 3 and 4 responses, in any order: each group as if it were alone."""
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ READ_CEILING = 2100                                                     # all fi
 PACKAGES_CEILING = 5500                                                 # the packages below common/
 MAKEFILE_CEILING = 59
 # Lines of `diff grpo.py SCRIPT`, added plus removed.
-CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 158}
+CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 120}
 
 
 # --------------------------------------------------------------------------- flags
@@ -249,8 +249,8 @@ def test_a_flag_with_two_meanings_would_be_found():
 @pytest.mark.parametrize("script", OFFLINE)
 def test_shared_flags_have_the_meaning_that_grpo_gives_them(script):
     ours, theirs = help_of(SOURCES[script]), help_of(SCRIPTS["grpo.py"])
-    shared = set(shared_flags(script, "grpo.py")) - {"max_tokens_per_gpu"}      # 0 plans for an engine too
-    assert "run_dir" in shared
+    shared = set(shared_flags(script, "grpo.py"))
+    assert {"run_dir", "max_tokens_per_gpu"} <= shared
     assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
 
 

@@ -24,6 +24,7 @@ from common.segments import segment_sum
 from common.tracking.logger import LogConfig
 from tests.checkpoint.faulty import server
 from tests.conftest import launch, launch_all
+from tools import try_script
 
 ROWS = [
     {"messages": [
@@ -298,3 +299,27 @@ def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):
     args.data.max_length = flags.pop("max_length", 512)
     with pytest.raises(ValueError, match=message):
         module.check(dataclasses.replace(args, **flags))
+
+
+def test_two_steps_on_the_135m_model(smollm, tmp_path):
+    """The same four rows twice: their loss falls, and the chosen answers gain on the rejected ones."""
+    rows = [{"prompt": f"What is {n} + 2?", "response": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(4)]
+    pairs = [{"prompt": x["prompt"], "chosen": x["response"], "rejected": "I do not know."} for x in rows]
+    flags = ["--model", smollm, "--total-steps", "2", "--optim.lr", "1e-5", "--save.hf", "never", "--save.every", "0"]
+    launch_all(tmp_path, {
+        "sft": ["sft", *flags, "--rows-per-step", "4", "--train-data", write(tmp_path / "rows.jsonl", rows)],
+        "dpo": ["dpo", *flags, "--rows-per-step", "4", "--train-data", write(tmp_path / "pairs.jsonl", pairs)],
+        "online_dpo": [
+            "online_dpo", *flags, "--train-data", write(tmp_path / "prompts.jsonl", [
+                {"prompt": x["prompt"], "data_source": "x", "reward_model": {"ground_truth": "1"}} for x in rows]),
+            "--prompts-per-step", "2", "--samples-per-prompt", "4", "--rollout.engine", "hf",
+            "--rollout.max-response-length", "8", "--reward.num-workers", "0",
+            "--reward.function", f"{try_script.__file__}:compute_score", "--policy.share-prompt",
+        ],
+    })
+    first, second = metrics_of(tmp_path / "sft")
+    assert second["train/loss"] < first["train/loss"] and first["actor/grad_norm"] > 0
+    first, second = metrics_of(tmp_path / "dpo")
+    assert second["preference/margin"] > 0 == first["preference/margin"]
+    first, second = metrics_of(tmp_path / "online_dpo")
+    assert first["preference/pairs"] > 0 < first["actor/grad_norm"] and second["preference/margin"] != 0

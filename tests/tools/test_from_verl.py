@@ -269,8 +269,10 @@ def test_verls_defaults_are_written_out(monkeypatch):
     ("algorithm.adv_estimator=optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=True "
      "algorithm.gamma=0.9", "rloo", {"baseline": "otb", "loss": "ppo", "gamma": 1.0}),
     ("algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=['accuracy','form'] "
-     "algorithm.gdpo_reward_weights=[1,0.5]", "grpo",
-     {"advantage": "gdpo", "reward_components": {"accuracy": 1.0, "form": 0.5}}),
+     "algorithm.gdpo_reward_weights=[1,0.5]", "rloo",
+     {"baseline": "gdpo", "loss": "ppo", "reward_components": {"accuracy": 1.0, "form": 0.5}}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=dro actor_rollout_ref.actor.policy_loss.dro_beta=0.5", "grpo",
+     {"loss": "dro", "loss_numbers": {"beta": 0.5}}),
     ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01", "grpo", {"kl_reward_coef": 0.01}),
     ("algorithm.adv_estimator=rloo actor_rollout_ref.actor.use_kl_loss=True "
      "actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "rloo", {"kl_loss_coef": 0.001, "loss": "cispo"}),
