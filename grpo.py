@@ -21,6 +21,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
+from common.engine.turns import by_turn
 from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
@@ -74,6 +75,8 @@ class Args(RunArgs):
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
+    advantage_per_step: bool = False
+    """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
     run_zero_advantage: bool = False
     """Run responses whose advantage is 0 through the model too. By default they only count in the denominators, and are
     missing from actor/ metrics."""
@@ -88,6 +91,8 @@ def check(args: Args) -> losses.LossSettings:
     )
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
+    if args.advantage_per_step and not args.rollout.episode:
+        raise ValueError("--advantage-per-step needs --rollout.episode: turns of episodes have rewards of their own")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )
@@ -139,7 +144,7 @@ def main(args: Args) -> None:
             rollout = run.collect(pending)
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std)        # [S]
-            all_run = args.run_zero_advantage or with_reference or args.entropy_coef
+            all_run = args.run_zero_advantage or with_reference or args.entropy_coef or args.advantage_per_step
             all_run = all_run or correction.needs_old_logp() or settings.name in SELECTED
             in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
@@ -163,9 +168,12 @@ def main(args: Args) -> None:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
                     run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
-                advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std)
+                units, unit_rewards, group = batch, rewards, rollout.group
+                if args.advantage_per_step:                             # turns take the place of responses
+                    units, unit_rewards, group = by_turn(batch, rollout, rewards, args.reward_coef)
+                advantages = ADVANTAGES[args.advantage](unit_rewards, group, norm_by_std)
                 check_skipped(advantages, in_update, rollout)
-                advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
+                advantage = advantages.float()[units.index][units.sequence_ids] * batch.mask            # [T]
                 scatter_fields(minibatches, advantage=advantage)
 
             # 5 update

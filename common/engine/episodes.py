@@ -41,17 +41,15 @@ class Episode:
     tool_s: float = 0.0
 
 
+@dataclass
 class Episodes:
     """What episodes need beside the engine."""
 
-    def __init__(self, config: RolloutConfig, template: ChatTemplate, max_sequence_length: int,
-                 processes: EpisodeProcesses | None, parse: Parse | None):
-        """`processes`: None on all ranks of an engine but its first; `parse`: of tool calls."""
-        self.config = config
-        self.template = template
-        self.max_sequence_length = max_sequence_length
-        self.processes = processes
-        self.parse = parse
+    config: RolloutConfig
+    template: ChatTemplate
+    max_sequence_length: int
+    processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
+    parse: Parse | None
 
     def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
@@ -217,10 +215,10 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample]) -> None:
     }
     for name, values in columns.items():
         meter.spread(name, torch.tensor(values, dtype=torch.float64))
-    errors = torch.tensor([response.tools["tool_errors"] for response in responses], dtype=torch.float64)
-    meter.mean("episode/tool_errors", errors)
-    sequences = torch.tensor([1 + len(response.earlier) for response in responses], dtype=torch.float64)
-    meter.mean("episode/num_sequences", sequences)
-    for reason in END_REASONS:
-        share = torch.tensor([response.end_reason == reason for response in responses], dtype=torch.float64)
-        meter.mean(f"episode/{reason}_frac", share)
+    means = {
+        "episode/tool_errors": [response.tools["tool_errors"] for response in responses],
+        "episode/num_sequences": [1 + len(response.earlier) for response in responses],
+    }
+    means |= {f"episode/{reason}_frac": [r.end_reason == reason for r in responses] for reason in END_REASONS}
+    for name, values in means.items():
+        meter.mean(name, torch.tensor(values, dtype=torch.float64))
