@@ -19,13 +19,13 @@ def by_turn(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float)
     A turn's reward is its number in the `turn_scores` that the episode returned, times `reward_coef`. What was taken
     off the episode's reward [S], a penalty or by NaN all of it, is taken off each of its turns' rewards. Raises
     ValueError, naming the row, where there is not one number a turn."""
-    rows, num_sequences = [], rollout.num_sequences.long().tolist()
+    rows = []
+    first = (rollout.num_sequences.cumsum(0) - rollout.num_sequences).long().tolist()               # [S] sequences
     for index, row, turns, scores in sorted(chain(*all_gather_objects([*map(turns_of, rollout.samples)]))):
         if not isinstance(scores, list) or len(scores) != len(turns):
             raise ValueError(f"row {row} of --train-data: the episode returned turn_scores {scores!r:.80}, must be a "
                              f"list of {len(turns)} number(s), one for each turn (--advantage-per-step)")
-        first = sum(num_sequences[:index])
-        rows += [(score, index, n, first + part, at) for n, ((part, at), score) in enumerate(zip(turns, scores))]
+        rows += [(score, index, n, first[index] + part, at) for n, ((part, at), score) in enumerate(zip(turns, scores))]
     scores, *numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 5).T                        # [U] each
     index, n, sequence, first_token = (values.long() for values in numbers)
     scores = reward_coef * scores + (rewards - reward_coef * rollout.scores)[index]
