@@ -23,7 +23,7 @@ from common.batch import Batch
 from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.turns import by_turn
+from common.engine.turns import to_units
 from common.metrics import spread
 from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
@@ -108,8 +108,6 @@ def check(args: Args) -> losses.LossSettings:
             f"--overlong-buffer {args.overlong_buffer} must be from 0 to --rollout.max-response-length "
             f"{args.rollout.max_response_length}"
         )
-    if args.advantage_per_step and not args.rollout.episode:
-        raise ValueError("--advantage-per-step needs --rollout.episode: turns of episodes have rewards of their own")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )
@@ -212,12 +210,10 @@ def main(args: Args) -> None:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
                     run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
-                units, unit_rewards, group = batch, rewards, rollout.group
-                if args.advantage_per_step:                             # turns take the place of responses
-                    units, unit_rewards, group = by_turn(batch, rollout, rewards, args.reward_coef)
-                advantages = group_advantages(unit_rewards, group, norm_by_std)
+                batch, values, group = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                advantages = group_advantages(values, group, norm_by_std)
                 check_skipped(advantages, in_update, rollout)
-                advantage = advantages.float()[units.index][units.sequence_ids] * batch.mask            # [T]
+                advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
                 scatter_fields(minibatches, advantage=advantage)
 
             # 5 update

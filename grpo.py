@@ -21,7 +21,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.turns import by_turn
+from common.engine.turns import to_units
 from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
@@ -78,8 +78,7 @@ class Args(RunArgs):
     advantage_per_step: bool = False
     """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
     run_zero_advantage: bool = False
-    """Run responses whose advantage is 0 through the model too. By default they only count in the denominators, and are
-    missing from actor/ metrics."""
+    """Run responses whose advantage is 0 too. By default they only count in denominators, not in actor/ metrics."""
 
 
 def check(args: Args) -> losses.LossSettings:
@@ -91,8 +90,6 @@ def check(args: Args) -> losses.LossSettings:
     )
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
-    if args.advantage_per_step and not args.rollout.episode:
-        raise ValueError("--advantage-per-step needs --rollout.episode: turns of episodes have rewards of their own")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )
@@ -106,8 +103,7 @@ def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tenso
 
 def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
     """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
-    lead = group_lead(rewards, group)                                                           # [S]
-    return lead / (group_std(rewards, group) + 1e-6) if norm_by_std else lead
+    return group_lead(rewards, group) / (group_std(rewards, group) + 1e-6 if norm_by_std else 1.0)
 
 
 ADVANTAGES = {"group": group_advantages, "passk": passk_advantages}
@@ -168,12 +164,10 @@ def main(args: Args) -> None:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
                     run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
-                units, unit_rewards, group = batch, rewards, rollout.group
-                if args.advantage_per_step:                             # turns take the place of responses
-                    units, unit_rewards, group = by_turn(batch, rollout, rewards, args.reward_coef)
-                advantages = ADVANTAGES[args.advantage](unit_rewards, group, norm_by_std)
+                batch, values, group = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                advantages = ADVANTAGES[args.advantage](values, group, norm_by_std)
                 check_skipped(advantages, in_update, rollout)
-                advantage = advantages.float()[units.index][units.sequence_ids] * batch.mask            # [T]
+                advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
                 scatter_fields(minibatches, advantage=advantage)
 
             # 5 update

@@ -26,7 +26,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.turns import by_turn
+from common.engine.turns import to_units
 from common.metrics import spread
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
@@ -120,8 +120,6 @@ def check(args: Args) -> losses.LossSettings:
     if args.correction.rejected_leave_group:
         raise ValueError("--correction.rejected-leave-group: a critic is the baseline here, there are no groups")
     read_config(args.critic_model or args.model, args.policy, "--critic-model", CAUSAL_LM + SCORED)
-    if args.advantage_per_step and not args.rollout.episode:
-        raise ValueError("--advantage-per-step needs --rollout.episode: turns of episodes have rewards of their own")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )
@@ -200,10 +198,8 @@ def main(args: Args) -> None:
             # 4 advantages: on the CPU, as GAE walks from token to token
             with run.timer("adv"):
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
-                units, unit_rewards = batch, rewards
-                if args.advantage_per_step:                             # turns take the place of responses
-                    units, unit_rewards, _ = by_turn(batch, rollout, rewards, args.reward_coef)
-                score = unit_rewards.nan_to_num().float()[units.index]                          # [S] of this rank
+                units, values, _ = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                score = values.nan_to_num().float()[units.index]                          # [S] of this rank
                 reward = losses.on_last_token(score, batch.mask, units.cu_seqlens)              # [T]
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]

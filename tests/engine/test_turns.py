@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from common import losses
 from common.batch import Batch
 from common.engine.base import Response
-from common.engine.turns import by_turn
+from common.engine.turns import to_units
 from common.parallel import ranks
 from common.prompts import Prompt
 from common.rollout import Sample, gather_rollout, to_minibatches
@@ -96,7 +96,7 @@ def advantages(samples: list[Sample], world, num_minibatches: int, max_tokens: i
     batch = Batch.cat([*chain(*minibatches)])
     batch.mask = batch.mask & (batch.tokens != REJECTED)                # as --correction.reject-over token does
     rewards = COEF * rollout.scores - torch.tensor(PENALTY, dtype=torch.float64)
-    units, unit_rewards, group = by_turn(batch, rollout, rewards, COEF)
+    units, unit_rewards, group = to_units(batch, rollout, rewards, COEF, True)
     of_units = group_advantages(unit_rewards, group, norm_by_std=True)
     advantage = of_units[units.index][units.sequence_ids] * batch.mask
     reward = losses.on_last_token(unit_rewards.nan_to_num()[units.index], batch.mask, units.cu_seqlens)
@@ -167,15 +167,15 @@ def test_with_one_turn_each_it_is_the_usual_advantage(world):
         sample.extras = {"turn_scores": [sample.score]}
     rollout = gather_rollout(samples)
     (minibatch,) = to_minibatches(rollout, rollout.in_loss, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
-    _, rewards, group = by_turn(Batch.cat([*minibatch]), rollout, rollout.scores, 1.0)
+    _, rewards, group = to_units(Batch.cat([*minibatch]), rollout, rollout.scores, 1.0, True)
     for function in (group_advantages, passk_advantages):
         assert torch.equal(function(rewards, group, True), function(rollout.scores, rollout.group, True))
 
 
 @pytest.mark.parametrize(("extras", "said"), [
-    ({}, r"turn_scores '', must be a list of 3 number\(s\)"),
-    ({"turn_scores": [1.0, 2.0]}, r"turn_scores \[1.0, 2.0\], must be a list of 3"),
-    ({"turn_scores": "[1.0, nan, 2.0]"}, r"turn_scores '\[1.0, nan, 2.0\]', must"),
+    ({}, "turn_scores is ''"),
+    ({"turn_scores": [1.0, 2.0]}, r"turn_scores is \[1.0, 2.0\]"),
+    ({"turn_scores": "[1.0, nan, 2.0]"}, r"turn_scores is '\[1.0, nan, 2.0\]'"),
 ])
 def test_wrong_turn_scores_are_refused(extras, said, world):
     samples = make_samples()
@@ -184,8 +184,8 @@ def test_wrong_turn_scores_are_refused(extras, said, world):
     samples[7].response.tokens, samples[7].response.logp = [9] * 5, [0.0] * 5
     rollout = gather_rollout(samples)
     batch = Batch.build([[1]], [[2]])
-    with pytest.raises(ValueError, match=f"row 7 of --train-data: the episode returned {said}.*--advantage-per-step"):
-        by_turn(batch, rollout, rollout.scores, 1.0)
+    with pytest.raises(ValueError, match=f"row 7 of --train-data: {said}, with --advantage-per-step .* here 3$"):
+        to_units(batch, rollout, rollout.scores, 1.0, True)
 
 
 if __name__ == "__main__":
