@@ -41,15 +41,17 @@ class Episode:
     tool_s: float = 0.0
 
 
-@dataclass
 class Episodes:
     """What episodes need beside the engine."""
 
-    config: RolloutConfig
-    template: ChatTemplate
-    max_sequence_length: int
-    processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
-    parse: Parse | None
+    def __init__(self, config: RolloutConfig, template: ChatTemplate, max_sequence_length: int,
+                 processes: EpisodeProcesses | None, parse: Parse | None):
+        """`processes`: None on all ranks of an engine but its first; `parse`: of tool calls."""
+        self.config = config
+        self.template = template
+        self.max_sequence_length = max_sequence_length
+        self.processes = processes
+        self.parse = parse
 
     def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
