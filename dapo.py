@@ -23,6 +23,7 @@ from common.batch import Batch
 from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
+from common.engine.turns import to_units
 from common.metrics import spread
 from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
@@ -88,6 +89,8 @@ class Args(RunArgs):
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
+    advantage_per_step: bool = False
+    """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
 
 
 def check(args: Args) -> losses.LossSettings:
@@ -207,7 +210,8 @@ def main(args: Args) -> None:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
                     run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
-                advantages = group_advantages(rewards, rollout.group, norm_by_std)
+                batch, values, group = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                advantages = group_advantages(values, group, norm_by_std)
                 check_skipped(advantages, in_update, rollout)
                 advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
                 scatter_fields(minibatches, advantage=advantage)

@@ -21,6 +21,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
+from common.engine.turns import to_units
 from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
@@ -74,9 +75,10 @@ class Args(RunArgs):
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
+    advantage_per_step: bool = False
+    """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
     run_zero_advantage: bool = False
-    """Run responses whose advantage is 0 through the model too. By default they only count in the denominators, and are
-    missing from actor/ metrics."""
+    """Run responses whose advantage is 0 too. By default they only count in denominators, not in actor/ metrics."""
 
 
 def check(args: Args) -> losses.LossSettings:
@@ -101,8 +103,7 @@ def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tenso
 
 def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
     """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
-    lead = group_lead(rewards, group)                                                           # [S]
-    return lead / (group_std(rewards, group) + 1e-6) if norm_by_std else lead
+    return group_lead(rewards, group) / (group_std(rewards, group) + 1e-6 if norm_by_std else 1.0)
 
 
 ADVANTAGES = {"group": group_advantages, "passk": passk_advantages}
@@ -139,7 +140,7 @@ def main(args: Args) -> None:
             rollout = run.collect(pending)
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std)        # [S]
-            all_run = args.run_zero_advantage or with_reference or args.entropy_coef
+            all_run = args.run_zero_advantage or with_reference or args.entropy_coef or args.advantage_per_step
             all_run = all_run or correction.needs_old_logp() or settings.name in SELECTED
             in_update = rollout.in_loss if all_run else rollout.in_loss & (advantages != 0)     # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
@@ -163,7 +164,8 @@ def main(args: Args) -> None:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
                     run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
-                advantages = ADVANTAGES[args.advantage](rewards, rollout.group, norm_by_std)
+                batch, values, group = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                advantages = ADVANTAGES[args.advantage](values, group, norm_by_std)
                 check_skipped(advantages, in_update, rollout)
                 advantage = advantages.float()[batch.index][batch.sequence_ids] * batch.mask            # [T]
                 scatter_fields(minibatches, advantage=advantage)

@@ -1,12 +1,11 @@
 """Online DPO: preference optimisation on pairs of the policy's own responses (Guo et al. 2024, arXiv 2402.04792).
 
-For every prompt sample a group of G responses and score them. r(y) = log p(y) - log p_ref(y), summed over a response:
+For every prompt sample a group of G responses and score them. The derivative of the loss by each log p(y) is its
+advantage, with the sign turned, in the clipped loss of grpo.py. r(y) = log p(y) - log p_ref(y), summed over a response:
 
     dpo, ipo: loss of pairs as in dpo.py; the best and the worst response of a group are chosen and rejected
               SPIN (arXiv 2401.01335): the data's answer is chosen, each response rejected (--answer-key)
     sppo = mean over responses of  (r - (R - log mean_g exp R) / beta)^2           (Wu et al. 2024, arXiv 2405.00675)
-
-The derivative of the loss by each log p(y) is its advantage, with the sign turned, in the clipped loss of grpo.py.
 
     torchrun --standalone --nproc-per-node 8 online_dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
@@ -55,8 +54,7 @@ class Args(RunArgs):
     loss: Literal["dpo", "ipo", "sppo"] = "dpo"
     """Loss of a pair: a function in dpo.py; sppo: of a response, a function in this file."""
     beta: float = 0.1
-    """How strongly the policy is held near the reference: factor of the margin (dpo); ipo and sppo aim at a difference
-    in proportion to its inverse."""
+    """How strongly the policy is held near the reference: factor of the margin; ipo and sppo aim at about 1 / beta."""
     answer_key: str = ""
     """SPIN: entry of extra_info with the data's answer, which is chosen. Default: the best response of the group is."""
     refresh_reference_every: int = 0

@@ -26,6 +26,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
+from common.engine.turns import to_units
 from common.metrics import spread
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
@@ -93,6 +94,8 @@ class Args(RunArgs):
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
+    advantage_per_step: bool = False
+    """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
 
     critic_optim: OptimConfig = field(default_factory=partial(OptimConfig, lr=1e-5))
 
@@ -195,8 +198,9 @@ def main(args: Args) -> None:
             # 4 advantages: on the CPU, as GAE walks from token to token
             with run.timer("adv"):
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
-                score = rewards.nan_to_num().float()[batch.index]                               # [S] of this rank
-                reward = losses.on_last_token(score, batch.mask, batch.cu_seqlens)              # [T]
+                units, values, _ = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                score = values.nan_to_num().float()[units.index]                          # [S] of this rank
+                reward = losses.on_last_token(score, batch.mask, units.cu_seqlens)              # [T]
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     reward = reward - kl_coef * kl

@@ -82,8 +82,7 @@ class Args(RunArgs):
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
     run_zero_advantage: bool = False
-    """Run responses whose advantage is 0 through the model too. By default they only count in the denominators, and are
-    missing from actor/ metrics."""
+    """Run responses whose advantage is 0 too. By default they only count in denominators, not in actor/ metrics."""
 
 
 def check(args: Args) -> losses.LossSettings:

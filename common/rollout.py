@@ -156,11 +156,10 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
 
 def check_skipped(advantages: Tensor, in_update: Tensor, rollout: Rollout) -> None:
     """Refuse advantages [S] other than 0 for responses that run through no model but count in the loss."""
-    for i in (rollout.in_loss & ~in_update & (advantages != 0)).nonzero()[:1, 0]:
-        raise ValueError(
-            f"response {int(i)} was left out of the update, as its advantage was 0 when it was scored, and now has the "
-            f"advantage {advantages[i]:.4g}: --run-zero-advantage runs all responses"
-        )
+    skipped = (rollout.in_loss & ~in_update).nonzero()[:, 0]
+    for i in skipped[advantages[skipped] != 0][:1]:
+        raise ValueError(f"response {int(i)} was left out of the update, as its advantage was 0 when it was scored, "
+                         f"and now has the advantage {advantages[i]:.4g}: --run-zero-advantage runs all responses")
 
 
 def scatter_fields(minibatches: list[Minibatch], **values: Tensor) -> None:

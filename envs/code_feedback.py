@@ -3,43 +3,46 @@
     python data/mbpp.py --out data/mbpp
     --rollout.episode envs/code_feedback.py --rollout.max-turns 4 --train-data data/mbpp/train.parquet
 
-Rows of all forms that rewards/code.py scores. Programs run in its sandbox. With --rollout.tool-timeout-s T, the tests
-of a program may take T - 5 s.
+Rows of all forms that rewards/code.py scores. Programs run in its sandbox (envs/runtime/programs.py says which). With
+--rollout.tool-timeout-s T, the tests of a program may take T - 5 s.
 """
 
 import asyncio
 import time
 
+from envs.runtime.programs import find_sandbox
 from rewards.code import cases_of, extract_program, judge
-from rewards.runtime import sandbox
+from rewards.runtime.sandbox import Limits
 
 CASE_S = 4.0  # seconds of one test
 MAX_SHOWN = 1000  # characters of a test
+SANDBOX = find_sandbox("envs/code_feedback.py")
 
 
 async def episode(chat, row):
-    """The reward is the share of tests that the last program passes, as rewards/code.py counts it."""
-    isolated = sandbox.isolation()
+    """The reward is the share of tests that the last program passes, as rewards/code.py counts it; that of a turn, for
+    --advantage-per-step, the share that its own program passes."""
     cases = cases_of(row["reward_model"]["ground_truth"])
     text = await chat.reply()
-    score = 0.0
+    turn_scores = []
     while text is not None:
-        verdicts = await asyncio.to_thread(run_tests, extract_program(text), cases, chat.timeout_s - 5, isolated)
-        score = verdicts.count("passed") / len(cases)
-        if score == 1.0:
+        verdicts = await asyncio.to_thread(run_tests, extract_program(text), cases, chat.timeout_s - 5)
+        turn_scores.append(verdicts.count("passed") / len(cases))
+        if turn_scores[-1] == 1.0:
             break
         first = next(place for place, verdict in enumerate(verdicts) if verdict != "passed")
         text = await chat.reply({"role": "user", "content": feedback(cases[first], verdicts[first])})
-    return {"score": score, "acc": float(score == 1.0), "programs": chat.turns}
+    score = turn_scores[-1] if turn_scores else 0.0
+    return {"score": score, "acc": float(score == 1.0), "programs": chat.turns, "turn_scores": turn_scores}
 
 
-def run_tests(program: str, cases: list[tuple], total_s: float, isolated: bool) -> list[str]:
+def run_tests(program: str, cases: list[tuple], total_s: float) -> list[str]:
     """What became of each test, "passed" or what went wrong; nothing after a test that took too long."""
     end = time.monotonic() + total_s
     verdicts = []
     for case in cases:
-        limits = sandbox.Limits(timeout_s=min(CASE_S, max(0.1, end - time.monotonic())))
-        verdicts.append(judge(program, *case, limits, None, isolated))
+        limits = Limits(timeout_s=min(CASE_S, max(0.1, end - time.monotonic())))
+        verdicts.append(judge(program, *case, limits, SANDBOX.url, SANDBOX.isolated))
         if verdicts[-1] == "timeout":
             break
     return verdicts

@@ -4,20 +4,31 @@
     --rollout.episode envs/guess_number.py --rollout.max-turns 8 --train-data data/guess_number/train.parquet
 """
 
+import math
 import re
 
 
 async def episode(chat, row):
-    """The reward is 1 if the number is found in the turns that there are."""
+    """The reward is 1 if the number is found in the turns that there are; that of a turn, for --advantage-per-step, is
+    1 for a guess that the answers so far allow."""
     secret = row["extra_info"]["secret"]
+    low, high = -math.inf, math.inf
+    turn_scores = []
+    is_found = False
     text = await chat.reply(max_tokens=32)
     while text is not None:
         guesses = re.findall(r"\d{1,9}", text)
-        if not guesses:
-            answer = "Write a number."
-        elif int(guesses[-1]) == secret:
-            return {"score": 1.0, "acc": 1.0, "guesses": chat.turns}
+        guess = int(guesses[-1]) if guesses else math.nan
+        turn_scores.append(float(low < guess < high))
+        is_found = guess == secret
+        if is_found:
+            break
+        if guess < secret:
+            answer, low = "Higher.", max(low, guess)
+        elif guess > secret:
+            answer, high = "Lower.", min(high, guess)
         else:
-            answer = "Higher." if int(guesses[-1]) < secret else "Lower."
+            answer = "Write a number."
         text = await chat.reply({"role": "user", "content": answer}, max_tokens=32)
-    return {"score": 0.0, "acc": 0.0, "guesses": chat.turns}
+    score = float(is_found)
+    return {"score": score, "acc": score, "guesses": chat.turns, "turn_scores": turn_scores}

@@ -1,4 +1,4 @@
-"""A Python tool: the model calls `python`, its code runs in the project's sandbox (rewards/runtime/sandbox.py).
+"""A Python tool: the model calls `python`, its code runs in the project's sandbox (envs/runtime/programs.py).
 
     --rollout.episode envs/python_tool.py --rollout.tool-parser hermes --train-data data/gsm8k/train.parquet
 
@@ -8,10 +8,12 @@ or by --reward.function.
 
 import asyncio
 
-from rewards.runtime import sandbox
+from envs.runtime.programs import find_sandbox
+from rewards.runtime.sandbox import Limits
 
 MAX_OUTPUT = 4000  # characters
-LIMITS = sandbox.Limits(timeout_s=10.0)
+LIMITS = Limits(timeout_s=10.0)
+SANDBOX = find_sandbox("envs/python_tool.py")
 
 
 async def python(code: str) -> str:
@@ -20,7 +22,7 @@ async def python(code: str) -> str:
     Args:
         code: The source of the program.
     """
-    result = await asyncio.to_thread(sandbox.run, code, "", LIMITS, sandbox.isolation())
+    result = await asyncio.to_thread(SANDBOX.run, code, LIMITS)
     if result.exit_code is None:
         return f"Error: the program ran longer than {LIMITS.timeout_s:g} s."
     shown = result.stdout if result.exit_code == 0 else f"{result.stdout}\n{result.stderr.strip()}"

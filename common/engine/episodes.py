@@ -217,10 +217,10 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample]) -> None:
     }
     for name, values in columns.items():
         meter.spread(name, torch.tensor(values, dtype=torch.float64))
-    errors = torch.tensor([response.tools["tool_errors"] for response in responses], dtype=torch.float64)
-    meter.mean("episode/tool_errors", errors)
-    sequences = torch.tensor([1 + len(response.earlier) for response in responses], dtype=torch.float64)
-    meter.mean("episode/num_sequences", sequences)
-    for reason in END_REASONS:
-        share = torch.tensor([response.end_reason == reason for response in responses], dtype=torch.float64)
-        meter.mean(f"episode/{reason}_frac", share)
+    means = {
+        "episode/tool_errors": [response.tools["tool_errors"] for response in responses],
+        "episode/num_sequences": [1 + len(response.earlier) for response in responses],
+    }
+    means |= {f"episode/{reason}_frac": [r.end_reason == reason for r in responses] for reason in END_REASONS}
+    for name, values in means.items():
+        meter.mean(name, torch.tensor(values, dtype=torch.float64))

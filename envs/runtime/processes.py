@@ -22,6 +22,7 @@ from rewards.runtime.worker import MAX_TEXT
 
 GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later
 DUMP_S = 2.0  # it may take this long to write where it hangs
+LULL_S = 0.003  # where nothing else is to be done, answers that follow each other this fast are heard together
 MAX_RECEIVED = 2**23  # bytes
 
 
@@ -88,20 +89,22 @@ class EpisodeProcesses:
 
     def events(self, wait_s: float, wait_for_all: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """What episodes have sent, (number, message) in the order of their numbers; waits at most `wait_s` until there
-        is something. `wait_for_all`: nothing is returned before each busy episode has sent something.
-        Each message has "seconds": how long the user's code ran before it."""
+        is something, and as long as more follows at once. `wait_for_all`: nothing is returned before each busy episode
+        has sent something. Each message has "seconds": how long the user's code ran before it."""
         end = time.monotonic() + wait_s
         while True:
             busy = {process.connection: number for number, process in self.running.items() if process.is_busy}
             now = time.monotonic()
             deadlines = {number: self.running[number].since + self.timeout_s + GRACE_S for number in busy.values()}
-            until = min([end, *deadlines.values()])
-            for connection in wait(list(busy), max(until - now, 0.0)) if busy else ():
+            lull = now + LULL_S if self.heard and not wait_for_all else end
+            until = min([end, lull, *deadlines.values()])
+            ready = wait(list(busy), max(until - now, 0.0)) if busy else []
+            for connection in ready:
                 self.receive(busy[connection])
             for number, deadline in deadlines.items():
                 if time.monotonic() > deadline and number in self.running and self.running[number].is_busy:
                     self.heard.append(self.expire(number))
-            is_complete = not self.num_busy or (self.heard and not wait_for_all)
+            is_complete = not self.num_busy or (self.heard and not ready and not wait_for_all)
             if is_complete or time.monotonic() >= end:
                 break
         if wait_for_all and self.num_busy:

@@ -119,9 +119,16 @@ def interpreter(isolated: bool) -> dict:
     return {"python": f"/venv/bin/{Path(sys.executable).name}", "folders": folders | {sys.prefix: "/venv"}}
 
 
+REWARD_FLAGS = tuple(
+    f"--reward.kwargs '{json.dumps(kwargs)}'"
+    for kwargs in ({"sandbox_fusion_url": "http://HOST:8080/run_code"}, {"allow_weak_sandbox": True})
+)
+
+
 @functools.cache
-def isolation(allow_weak: bool = False) -> bool:
-    """Whether programs can be isolated here, found by trying. If not: False with allow_weak, else RuntimeError."""
+def isolation(allow_weak: bool = False, flags: tuple[str, str] = REWARD_FLAGS) -> bool:
+    """Whether programs can be isolated here, found by trying. If not: False with allow_weak, else RuntimeError, which
+    names the flags that give a server or accept it."""
     try:
         run("", limits=Limits(timeout_s=30))
         return True
@@ -131,9 +138,8 @@ def isolation(allow_weak: bool = False) -> bool:
         weak = (f"model-written code cannot be isolated here ({error}): only rlimits, a filter of system calls and a "
                 f"deadline would hold. It could use the network, {files}, and fill the disk")
     if not allow_weak:
-        raise RuntimeError(f"{weak}. Run where user namespaces are allowed (Linux 5.14), or give a server, "
-                           f"--reward.kwargs '{json.dumps({'sandbox_fusion_url': 'http://HOST:8080/run_code'})}', "
-                           f"or accept it, --reward.kwargs '{json.dumps({'allow_weak_sandbox': True})}'")
+        raise RuntimeError(f"{weak}. Run where user namespaces are allowed (Linux 5.14), or give a server, {flags[0]}, "
+                           f"or accept it, {flags[1]}")
     run("", limits=Limits(timeout_s=30), isolated=False)  # raises if even this is impossible
     log.warning("%s", weak)
     return False

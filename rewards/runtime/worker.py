@@ -31,6 +31,7 @@ MAX_NUMBER = 1e100  # the other numbers of a reward dict: larger ones would make
 MAX_NAMES = 64      # keys of a reward dict, beside its score
 MAX_NAME = 100      # characters
 MAX_TEXT = 10_000   # characters of a text in a reward dict, and of a traceback
+MAX_LIST = 1000     # numbers in a list in a reward dict
 
 
 class Reward:
@@ -176,8 +177,12 @@ def plain(value: Any) -> float | str:
     return float(value) if isinstance(value, numbers.Real) else str(value)
 
 
-def metric_or_text(value: Any) -> float | str:
-    """A number that can be averaged as float, anything else as text."""
+def metric_or_text(value: Any) -> float | list[float] | str:
+    """A number that can be averaged as float, a list of such numbers, anything else as text."""
+    if isinstance(value, list | tuple) and 0 < len(value) <= MAX_LIST:
+        found = [plain(number) for number in value]
+        is_numbers = all(isinstance(number, float) and abs(number) <= MAX_NUMBER for number in found)
+        return found if is_numbers else str(value)[:MAX_TEXT]
     value = plain(value)
     return value if isinstance(value, float) and abs(value) <= MAX_NUMBER else str(value)[:MAX_TEXT]
 

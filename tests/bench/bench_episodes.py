@@ -1,6 +1,7 @@
 """What several turns cost, and what waiting for tools costs: `python -m tests.bench.bench_episodes`. On vLLM and the
-135M model: 4 turns of 48 tokens against one of 192; then the same 4 turns with tools that take 0.3 s on average
-(exponential, asleep), against lockstep and against the longest chain of tools. Alternating, medians of rounds.
+135M model: 4 turns of 48 tokens against one of 192, and against one of 192 after a prompt that is longer by what users
+write between the 4 turns; then the same 4 turns with tools that take 0.3 s on average (exponential, asleep), against
+lockstep and against the longest chain of tools. Alternating, medians of rounds.
 """
 
 import random
@@ -28,6 +29,7 @@ from tests.bench.record import report
 from tests.engine.episode_runs import FILE
 
 TURNS, TOKENS, TOOL_S = 4, 48, 0.3
+ANSWER = {"role": "user", "content": "Higher. Try again."}  # of the episode `fixed`
 
 
 @dataclass
@@ -52,10 +54,13 @@ class Bench:
         self.engine.stop_token_ids = []
         self.engine.wake(load_policy(model, model_config, self.world))
 
-    def prompts(self, count: int, turns: int, tokens: int, sleeps: list[list[float]] | None = None) -> list[Prompt]:
+    def prompts(self, count: int, turns: int, tokens: int, sleeps: list[list[float]] | None = None,
+                num_answers: int = 0) -> list[Prompt]:
+        """`num_answers`: how many turns with empty replies, and their answers, are a part of the prompt."""
         found = []
         for i in range(count):
             messages = [{"role": "user", "content": f"Game {i}. I think of a number from 1 to 20. Guess it."}]
+            messages += [{"role": "assistant", "content": ""}, ANSWER] * num_answers
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             row = {"turns": turns, "tokens": tokens, "sleeps": sleeps[i] if sleeps else [0.0] * turns}
             found.append(Prompt(ids, "bench", "", {}, messages, row))
@@ -90,6 +95,9 @@ def main(args: Args) -> None:
             sleeps = [[rng.expovariate(1 / TOOL_S) for _ in range(TURNS)] for _ in range(count)]
             jobs = {
                 "one turn": partial(bench.run, bench.prompts(count, 1, TURNS * TOKENS), number),
+                "one turn, longer prompt": partial(
+                    bench.run, bench.prompts(count, 1, TURNS * TOKENS, num_answers=TURNS - 1), number
+                ),
                 "four turns": partial(bench.run, bench.prompts(count, TURNS, TOKENS), number),
                 "with tools": partial(bench.run, bench.prompts(count, TURNS, TOKENS, sleeps), number),
                 "lockstep": partial(bench.run, bench.prompts(count, TURNS, TOKENS, sleeps), number, lockstep=True),
@@ -101,6 +109,7 @@ def main(args: Args) -> None:
         medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         figures[f"{count} episodes"] = medians | {
             "four turns over one": medians["four turns"] / medians["one turn"],
+            "four turns over one, longer prompt": medians["four turns"] / medians["one turn, longer prompt"],
             "lockstep over with tools": medians["lockstep"] / medians["with tools"],
             "tools hidden": 1 - (medians["with tools"] - medians["four turns"]) / medians["longest tools"],
             "rounds": rows,

@@ -30,7 +30,9 @@ class Runs:
 
     def __call__(self, name: str, prompts: list[Prompt], num_samples: int = 1, stop=lambda: False, metrics=None,
                  **flags) -> list[Sample]:
-        config = replace(self.engine.config, episode=f"{FILE}:{name}", **flags)
+        """`name`: of an episode of episodes_of_tests.py, or FILE.py."""
+        episode = name if name.endswith(".py") else f"{FILE}:{name}"
+        config = replace(self.engine.config, episode=episode, **flags)
         scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0), RewardModelConfig(), [],
                           config.episode)
         scoring.episodes = start_episodes(

@@ -23,8 +23,9 @@ async def three_turns(chat, row):
     for word in ("Higher.", "Lower."):
         await asyncio.sleep(random.random() * row.get("max_sleep_s", 0.0))
         await chat.reply({"role": "user", "content": word}, max_tokens=6)
-    text = chat.messages[-1]["content"]
-    return {"score": sum(map(ord, text)) % 7, "num_messages": len(chat.messages), "pred": text[:1]}
+    replies = [message["content"] for message in chat.messages if message["role"] == "assistant"]
+    scores = [sum(map(ord, text)) % 7 for text in replies]
+    return {"score": scores[-1], "num_messages": len(chat.messages), "pred": replies[-1][:1], "turn_scores": scores}
 
 
 async def fixed(chat, row):

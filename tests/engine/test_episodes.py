@@ -80,7 +80,8 @@ def test_a_trace_by_hand(played, tokenizer, engine):
         replies = [m["content"] for m in response.messages if m["role"] == "assistant"]
         assert replies == [tokenizer.decode(response.tokens[a:b], skip_special_tokens=True) for _, a, b in pieces[::2]]
         assert sample.score == sum(map(ord, replies[-1])) % 7
-        assert sample.extras == {"num_messages": 6.0, "pred": replies[-1][:1]}
+        turn_scores = [sum(map(ord, reply)) % 7 for reply in replies]
+        assert sample.extras == {"num_messages": 6.0, "pred": replies[-1][:1], "turn_scores": turn_scores}
         assert (response.num_turns, response.end_reason, response.prompt) == (3, "done", sample.prompt.tokens)
     rollout = gather_rollout(samples)
     masks = [sample.response.mask for sample in sorted(samples, key=lambda sample: sample.index)]

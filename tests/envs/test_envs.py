@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from envs.calculator import calculate
+from envs.runtime.programs import find_sandbox
+from rewards.runtime import sandbox
 from tests.conftest import ROOT
 from tests.envs.scripted import Player
 
@@ -74,6 +76,7 @@ def test_guess_number(tmp_path):
         found = player.play_all([(example, ["3", "Is it 12?", "hm", "7!"]), (example, ["3"])])
     assert found[0][1] == ["Higher.", "Lower.", "Write a number."]
     assert [(message["score"], message["extra"]["guesses"]) for message, _ in found] == [(1.0, 4.0), (0.0, 1.0)]
+    assert [message["extra"]["turn_scores"] for message, _ in found] == [[1.0, 1.0, 0.0, 1.0], [1.0]]
     assert "1 to 50" in example["prompt"][0]["content"]
 
 
@@ -134,6 +137,7 @@ def test_code_feedback():
         found = player.play_all([
             (MBPP, [wrong, right]), (MBPP, [wrong]), (MBPP, ["while True:\n    pass"]), (lines, ["print(3)"])])
     assert [message["score"] for message, _ in found] == [1.0, 0.5, 0.0, 0.0]
+    assert [message["extra"]["turn_scores"] for message, _ in found] == [[0.5, 1.0], [0.5], [0.0], [0.0]]
     assert [len(said) for _, said in found] == [1, 1, 1, 1]
     assert "assert double(5) == 10" in found[0][1][0] and "(exit code" in found[0][1][0]
     assert "(timeout)" in found[2][1][0] and "input:\n1\n" in found[3][1][0] and "output:\n2\n" in found[3][1][0]
@@ -152,6 +156,32 @@ def test_python_tool():
     assert message["text"] == "#### 3" and "score" not in message and message["num_tool_calls"] == 4
     assert said[0] == "3\n" and "ZeroDivisionError" in said[1] and said[2].split()[0] == "False"
     assert said[3].endswith("[1001 characters more]")
+
+
+def test_a_machine_that_cannot_isolate_programs_is_told_how_episodes_can_run_them(monkeypatch):
+    def no_namespaces(program, stdin="", limits=None, isolated=True, forks=False):
+        if isolated:
+            raise RuntimeError("no sandbox: OSError: unshare: Operation not permitted")
+        return sandbox.Result(0, "weak", "")
+
+    monkeypatch.setattr(sandbox, "run", no_namespaces)
+    sandbox.isolation.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="cannot be isolated") as error:
+            find_sandbox("envs/python_tool.py")
+        said = str(error.value)
+        assert said.startswith("--rollout.episode envs/python_tool.py: model-written code cannot be isolated here")
+        assert said.endswith("SANDBOX_FUSION_URL=http://HOST:8080/run_code, or accept it, ALLOW_WEAK_SANDBOX=1")
+        assert "--reward" not in said
+        monkeypatch.setenv("ALLOW_WEAK_SANDBOX", "1")
+        weak = find_sandbox("envs/python_tool.py")
+        assert weak == ("", False) and weak.run("1", sandbox.Limits()).stdout == "weak"
+    finally:
+        sandbox.isolation.cache_clear()
+    monkeypatch.setenv("SANDBOX_FUSION_URL", "http://127.0.0.1:9/run_code")
+    remote = find_sandbox("envs/python_tool.py")
+    with pytest.raises(RuntimeError, match="sandbox server http"):
+        remote.run("1", sandbox.Limits())
 
 
 # --------------------------------------------------------------------------- others' tools

@@ -12,8 +12,10 @@ from tests.engine.episode_runs import FILE, runs_of
 from tests.scripts.test_supervised import metrics_of
 
 SCRIPTS = {
-    "grpo": ["--aggregation", "seq-mean-token-mean"], "dapo": ["--max-gen-batches", "4", "--overlong-buffer", "10"],
-    "rloo": ["--baseline", "reinforce++", "--kl-reward-coef", "0.1"], "ppo": [], "online_dpo": [],
+    "grpo": ["--aggregation", "seq-mean-token-mean"],
+    "dapo": ["--max-gen-batches", "4", "--overlong-buffer", "10", "--advantage-per-step"],
+    "rloo": ["--baseline", "reinforce++", "--kl-reward-coef", "0.1"],
+    "ppo": ["--advantage-per-step", "--gamma", "0.5"], "online_dpo": [],
 }
 
 
@@ -63,3 +65,36 @@ def test_only_the_models_tokens_are_trained(runs, script):
                 assert script != "ppo" or not any(row["returns"][start:end])
         num_trained = sum(row["trained"])
         assert num_trained == sum(logp != 0 for logp in row["rollout_logp"])
+
+
+def test_turns_have_advantages_of_their_own(runs):
+    """dapo.py --advantage-per-step: by loops, from the recorded rewards of turns."""
+    rows = pq.read_table(runs / "dapo/rollouts/step_000002.parquet").to_pylist()
+    penalty = {row["index"]: row["reward"] - row["score"] for row in rows}
+    scores = {row["index"]: json.loads(row["reward_parts"])["turn_scores"] for row in rows}
+    groups = {row["index"]: row["group"] for row in rows}
+    found = set()
+    for row in rows:
+        turns = [(start, end) for value, start, end in runs_of(row["mask"]) if value]
+        for turn, (start, end) in enumerate(turns):
+            rewards = [scores[i][turn] + penalty[i] for i in scores if groups[i] == row["group"]]
+            mean, mine = sum(rewards) / len(rewards), scores[row["index"]][turn] + penalty[row["index"]]
+            std = (sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5
+            advantage = (mine - mean) / (std + 1e-6)
+            assert row["token_advantage"][start:end] == pytest.approx([advantage] * (end - start), abs=1e-5)
+            found.add(round(advantage, 4))
+    assert len(rows) >= 4 and len(found) > 6
+
+
+def test_ppo_gets_the_reward_of_each_turn(runs):
+    """Returns (before whitening): the value at a turn's last token is short of its return by its reward, discounted."""
+    for row in pq.read_table(runs / "ppo/rollouts/step_000002.parquet").to_pylist():
+        scores = json.loads(row["reward_parts"])["turn_scores"]
+        ends = [end for value, _, end in runs_of(row["mask"]) if value]
+        sampled = [t for t, value in enumerate(row["mask"]) if value]
+        rewards = {end - 1: score for end, score in zip(ends, scores, strict=True)}
+        carried, want = 0.0, {}
+        for t in reversed(sampled):
+            carried = rewards.get(t, 0.0) + 0.5 * carried  # lambda 1: the discounted return-to-go, whatever the values
+            want[t] = carried
+        assert [row["returns"][t] for t in sampled] == pytest.approx([want[t] for t in sampled], abs=1e-4)

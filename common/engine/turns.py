@@ -1,0 +1,55 @@
+"""What has a reward and an advantage of its own: a response or, with --advantage-per-step, each turn of an episode."""
+
+import math
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from common.batch import Batch, offsets
+from common.parallel.ranks import all_gather_objects
+from common.rollout import Rollout, Sample
+
+
+def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float,
+             per_turn: bool) -> tuple[Batch, Tensor, Tensor]:
+    """`batch`, `rewards` [S] and groups [S] as they are; `per_turn`: this rank's batch with a sequence for each turn,
+    whose `index` is the turn's number among all U of the step, the turns' rewards [U], and their groups [U]: turns of
+    the same number in one group of episodes. All ranks call it.
+
+    A turn's reward is its number in the `turn_scores` that the episode returned, times `reward_coef`. What was taken
+    off the episode's reward [S], a penalty or by NaN all of it, is taken off each of its turns' rewards. Raises
+    ValueError, naming the row, where there is not one number a turn."""
+    if not per_turn:
+        return batch, rewards, rollout.group
+    rows = []
+    first = (rollout.num_sequences.cumsum(0) - rollout.num_sequences).long().tolist()               # [S] sequences
+    for index, row, turns, scores in sorted(chain(*all_gather_objects([*map(turns_of, rollout.samples)]))):
+        if not isinstance(scores, list) or len(scores) != len(turns):
+            raise ValueError(f"row {row} of --train-data: turn_scores is {scores!r:.80}, with --advantage-per-step an "
+                             f"episode (--rollout.episode) must return a list of one number a turn, here {len(turns)}")
+        rows += [(score, index, n, first[index] + part, at) for n, ((part, at), score) in enumerate(zip(turns, scores))]
+    scores, *numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 5).T                        # [U] each
+    index, n, sequence, first_token = (values.long() for values in numbers)
+    scores = reward_coef * scores + (rewards - reward_coef * rollout.scores)[index]
+    _, group = (rollout.group[index] * len(rows) + n).unique(return_inverse=True)
+    # the turn of a token is the last one that has begun; what stands before the first turn has no mask
+    longest, of_token = int(rollout.lengths.max()) + 1, batch.sequence_ids                          # [T]
+    place = batch.number[of_token] * longest + batch.position_ids
+    turn = torch.searchsorted(sequence * longest + first_token, place, right=True) - 1              # [T]
+    _, lengths = torch.stack([of_token, turn]).unique_consecutive(dim=1, return_counts=True)
+    starts = offsets(lengths)[:-1].long()
+    number = batch.number[of_token[starts]]
+    return replace(batch, cu_seqlens=offsets(lengths), index=turn[starts], number=number, known={}), scores, group
+
+
+def turns_of(sample: Sample) -> tuple[int, int, list[tuple[int, int]], list[float] | str]:
+    """Index, row, (number of the sequence in the episode, place of the first token in it) of each turn that the model
+    wrote, and the rewards that the episode returned; those of one that failed or counts nowhere are 0."""
+    turns = [
+        (number, len(prompt) + at) for number, (prompt, part) in enumerate(sample.sequences)
+        for at, is_sampled in enumerate(part.mask or []) if is_sampled and not (at and part.mask[at - 1])
+    ]
+    has_failed = math.isnan(sample.score) or sample.response.end_reason in ("timeout", "error")
+    return sample.index, sample.row, turns, [0.0] * len(turns) if has_failed else sample.extras.get("turn_scores", "")

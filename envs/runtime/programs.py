@@ -1,0 +1,35 @@
+"""Where environments run the programs that a model wrote: the project's sandbox, or a server of one's own.
+
+Two environment variables are read as an environment is loaded: SANDBOX_FUSION_URL names a SandboxFusion server, and
+ALLOW_WEAK_SANDBOX=1 accepts machines that cannot isolate programs.
+"""
+
+import os
+from typing import NamedTuple
+
+from rewards.runtime import sandbox
+
+FLAGS = ("SANDBOX_FUSION_URL=http://HOST:8080/run_code", "ALLOW_WEAK_SANDBOX=1")
+
+
+class Sandbox(NamedTuple):
+    """`url`: of a server, or ""; `isolated`: False on a machine that cannot isolate, where that is accepted."""
+
+    url: str
+    isolated: bool
+
+    def run(self, program: str, limits: sandbox.Limits) -> sandbox.Result:
+        if self.url:
+            return sandbox.run_remote(self.url, program, "", limits)
+        return sandbox.run(program, "", limits, self.isolated)
+
+
+def find_sandbox(file: str) -> Sandbox:
+    """The sandbox for the environment `file`. Raises ValueError if there is none on this machine."""
+    url = os.environ.get("SANDBOX_FUSION_URL", "")
+    if url:
+        return Sandbox(url, True)
+    try:
+        return Sandbox("", sandbox.isolation(os.environ.get("ALLOW_WEAK_SANDBOX") == "1", FLAGS))
+    except RuntimeError as error:
+        raise ValueError(f"--rollout.episode {file}: {error}") from None
