@@ -22,7 +22,7 @@ from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy, saved_buffers
 from common.model.sequence_parallel import PREFIX
 from common.model.sharding import shard, shard_slice
-from common.model.stored import Folder, Stored
+from common.model.stored import Experts, open_folder, weights_of
 from common.parallel.ranks import World, all_max, all_sum
 from common.tracking.console import print_on_main
 
@@ -96,12 +96,11 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     lm.tie_weights()
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
-    folder = None if like else Folder(path)
-    weights = folder.weights_of(lm) if folder else {}
+    weights = weights_of(lm, path, open_folder(path)) if like is None else {}
     policy = Policy(lm)
     shard(policy, lm, config, world, frozen)
-    if folder:
-        _read_in_turns(folder, [(lm, weights | new_adapters(lm))], world)
+    if like is None:
+        _read_in_turns(path, [(lm, weights | new_adapters(lm))], world)
     else:
         for own, theirs in zip(_kept(lm).values(), _kept(like.lm).values(), strict=True):
             own.detach().copy_(theirs.detach())
@@ -131,21 +130,21 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     with torch.device("meta"):
         critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora))
-    folder = Folder(path)
-    weights = folder.weights_of(critic.backbone)
-    # with a head of zeros, the check that sequences do not see each other could not fail
-    head = {"weight": torch.linspace(-1, 1, hf_config.hidden_size)[None]}
+    stored = open_folder(path)
+    weights = weights_of(critic.backbone, path, stored)
+    parts = [(critic.backbone, weights | new_adapters(critic.backbone))]
     if is_scored(hf_config):
-        if "score.weight" not in folder.tensors:                # classifiers of encoders have other heads
+        if "score.weight" not in stored:                        # classifiers of encoders have other heads
             raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
-        head = {"weight": folder.tensors["score.weight"]}
+        parts.append((critic.head, {"weight": stored["score.weight"]}))
     shard(critic, critic.backbone, config, world, frozen)
-    parts = [(critic.backbone, weights | new_adapters(critic.backbone)), (critic.head, head)]
-    _read_in_turns(folder, parts, world)
+    _read_in_turns(path, parts, world)
     _make_other_buffers(critic.backbone)
+    head = critic.head.weight.detach().to_local()
+    kept = head.clone() if is_scored(hf_config) else torch.zeros_like(head)
+    head.copy_(torch.linspace(-1, 1, hf_config.hidden_size))    # with a head of zeros, no value could differ
     check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
-    if not is_scored(hf_config):
-        nn.init.zeros_(critic.head.weight)
+    head.copy_(kept)
     return critic
 
 
@@ -182,23 +181,23 @@ def _kept(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _read_in_turns(folder: Folder, parts: list[tuple[nn.Module, dict[str, Stored | Tensor]]], world: World) -> None:
+def _read_in_turns(path: str, parts: list[tuple[nn.Module, dict[str, Tensor | Experts]]], world: World) -> None:
     """Fill the shards of modules from tensors by name, on READERS ranks of a machine at a time, and say what it took."""
-    own_turn = int(os.environ["LOCAL_RANK"]) // READERS
+    own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
     for turn in range(int(all_max([own_turn])) + 1):
         for module, tensors in parts if turn == own_turn else ():
             for name, target in _kept(module).items():
                 local = target.to_local() if isinstance(target, DTensor) else target
                 if local.numel():
-                    source, index = tensors[name], shard_slice(target)
-                    local.copy_(source.read(index) if isinstance(source, Stored) else source[index])
+                    part = tensors[name][shard_slice(target)]
+                    bytes_read += part.nbytes
+                    local.copy_(part)
         dist.barrier()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    read_gb = folder.bytes_read / GIB
-    (most_read, peak), read_by_all = all_max([read_gb, peak]).tolist(), float(all_sum([read_gb]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (most_read, peak), by_all = (all_max([bytes_read, peak]) / GIB).tolist(), float(all_sum([bytes_read])) / GIB
     print_on_main(
-        world, f"read   {folder.path}: {read_by_all:.3f} GiB, at most {most_read:.3f} a rank, whose host memory so far "
-        f"had a peak of at most {peak:.2f} GiB"
+        world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank, whose host memory so far had a peak of "
+        f"at most {peak:.2f} GiB"
     )
 
 
