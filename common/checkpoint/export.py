@@ -88,9 +88,9 @@ def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]],
 
 def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],
                rank: int = 0, size: int = 1) -> None:
-    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old folder
-    or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, one at a
-    time; the index comes last."""
+    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old one
+    or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, and holds
+    one or two of them; the index comes last."""
     partial = out.with_name(f".{out.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -103,18 +103,16 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
         dict(published(lm, described.items(), plan)), get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES,
     )
-    own = sorted(split.filename_to_tensors)[rank::size]
-    part: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {file: {} for file in sorted(split.filename_to_tensors)[rank::size]}
     for name, tensor in published(lm, tensors, plan):
         file = split.tensor_to_filename[name]
-        if file in own:
-            part[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            if len(part) == len(split.filename_to_tensors[file]):
+        if file in parts:
+            parts[file][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if len(parts[file]) == len(split.filename_to_tensors[file]):
                 try:
-                    save_file(part, partial / file, {"format": "pt"})
+                    save_file(parts.pop(file), partial / file, {"format": "pt"})
                 except SafetensorError as error:                # that is also what a full disk raises
                     raise OSError(f"{partial / file}: {error}") from None
-                part = {}
     if size > 1:
         dist.barrier()
     if rank == 0:

@@ -182,7 +182,7 @@ def _kept(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _read_in_turns(path: str, parts: list[tuple[nn.Module, dict[str, Tensor | Experts]]], world: World) -> None:
-    """Fill the shards of modules from tensors by name, on READERS ranks of a machine at a time, and say what it took."""
+    """Fill the shards of modules from tensors by name, on READERS ranks of a machine at a time. Say what it took."""
     own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
     for turn in range(int(all_max([own_turn])) + 1):
         for module, tensors in parts if turn == own_turn else ():
@@ -196,8 +196,8 @@ def _read_in_turns(path: str, parts: list[tuple[nn.Module, dict[str, Tensor | Ex
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (most_read, peak), by_all = (all_max([bytes_read, peak]) / GIB).tolist(), float(all_sum([bytes_read])) / GIB
     print_on_main(
-        world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank, whose host memory so far had a peak of "
-        f"at most {peak:.2f} GiB"
+        world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank; peak of a rank's host memory so far "
+        f"{peak:.2f} GiB"
     )
 
 
