@@ -36,10 +36,10 @@ SIZES = {
 }
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
 FAMILIES = {
-    "tied": LlamaConfig(**SIZES | {"intermediate_size": 9}, tie_word_embeddings=True),      # 9 rows: none on rank 3 of 4
+    "tied": LlamaConfig(**SIZES | {"intermediate_size": 9}, tie_word_embeddings=True),     # 9 rows: none on rank 3 of 4
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=8),                                        # a buffer beside a weight
     "renamed head": GPTNeoXConfig(**SIZES),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=12),
     "three experts": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),    # cut into rows
     "glm4_moe": Glm4MoeConfig(**SIZES, **EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1,
                               n_group=1, topk_group=1),
