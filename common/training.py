@@ -153,10 +153,9 @@ class Training:
         self.is_validated = bool(state) and not self.metrics
         self.timer = Timer(self.watchdog.phase)
         if state:
+            self.policy.version += 1  # not the model of --model's folder
             self.sampler.load_state_dict(state["sampler"])
             self.script_state = state["script"]
-
-    # ---- the loop
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps, from 0. After the last one the trained model is written."""

@@ -235,8 +235,6 @@ class Checkpoints:
         make_optimizer_state(self.parts, reader.read_metadata().state_dict_metadata)
         self.dirty = False
         dcp.load(tensors_of(self.parts), storage_reader=reader)
-        for model, _ in self.parts.values():
-            model.version += 1                                  # it is not what was loaded from its folder
 
 
 def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:
