@@ -14,7 +14,7 @@ from tests.bench.record import ROOT
 LINES = ROOT / "docs/bench.jsonl"
 FLAGS = {
     "packing": [], "kernels": [], "logging": [], "data": ["--rows", "200000"],
-    "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
+    "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [], "loading": [],
     "update": [], "scale": [], "step": [], "sft": [],
 }
 
