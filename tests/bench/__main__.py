@@ -14,8 +14,8 @@ from tests.bench.record import ROOT
 LINES = ROOT / "docs/bench.jsonl"
 FLAGS = {
     "packing": [], "kernels": [], "logging": [], "data": ["--rows", "200000"],
-    "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [], "loading": [],
-    "update": [], "scale": [], "step": [], "sft": [],
+    "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
+    "loading": [], "update": [], "scale": [], "step": [], "sft": [],
 }
 
 

@@ -70,8 +70,8 @@ def main(args: Args) -> None:
         AutoModelForCausalLM.from_config(MIXTURE, dtype=torch.float32).save_pretrained(f"{root}/mixture")
         for name in ("dense", "mixture"):
             size = sum(path.stat().st_size for path in Path(root, name).glob("*.safetensors")) / 2**30
-            print(f"\n{name}: {size:.2f} GiB of safetensors\n| ranks | a rank's shards | peak of loading above what was "
-                  "before, rank by rank | peak of writing |\n| --- | --- | --- | --- |")
+            print(f"\n{name}: {size:.2f} GiB of safetensors\n| ranks | a rank's shards | peak of loading above what "
+                  "was before, rank by rank | peak of writing |\n| --- | --- | --- | --- |")
             for number in args.ranks:
                 done = launch("-m", "tests.bench.bench_loading", "--worker", f"{root}/{name}", ranks=number)
                 lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
