@@ -26,7 +26,7 @@ from common import losses
 from common.batch import Batch
 from common.dataset.conversations import ConversationConfig, ConversationSet, Piece, load_conversations
 from common.engine.make import stop_tokens
-from common.model.loading import load_policy
+from common.model.loading import load_reference
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
@@ -177,7 +177,7 @@ def main(args: Args) -> None:
         )
         run.resume()
         # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
-        reference = load_policy(args.model, args.policy, run.world, frozen=True)
+        reference = load_reference("", args, {"policy": policy}, run.world)
         drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * run.total_steps)
         ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
         if run.val_set is not None:

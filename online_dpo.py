@@ -84,9 +84,9 @@ def check(args: Args) -> losses.LossSettings:
     )
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
-    if args.beta <= 0 or args.refresh_reference_every < 0:
-        raise ValueError(f"--beta {args.beta} must be above 0, and --refresh-reference-every "
-                         f"{args.refresh_reference_every} at least 0")
+    if args.beta <= 0 or args.refresh_reference_every < 0 or (args.lora.rank and args.refresh_reference_every):
+        raise ValueError(f"--beta {args.beta} must be above 0, --refresh-reference-every "
+                         f"{args.refresh_reference_every} at least 0 (0 with --lora.rank: its reference is fixed)")
     if args.answer_key and args.loss == "sppo":
         raise ValueError(f"--answer-key {args.answer_key} is for losses of pairs: --loss dpo or ipo")
     if args.correction.rejected_leave_group or resolve_correction(args.correction, "ppo").bypass:

@@ -142,7 +142,8 @@ class Training:
         `script_state`. All models must be loaded by now."""
         args = self.args
         self.policy = self.models["policy"]
-        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, args.policy.compute_dtype)
+        dtype = args.policy.compute_dtype if args.save.dtype == "auto" else args.save.dtype
+        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype)
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
         state = self.checkpoints.resume()
@@ -152,10 +153,9 @@ class Training:
         self.is_validated = bool(state) and not self.metrics
         self.timer = Timer(self.watchdog.phase)
         if state:
+            self.policy.version += 1  # not the model of --model's folder
             self.sampler.load_state_dict(state["sampler"])
             self.script_state = state["script"]
-
-    # ---- the loop
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps, from 0. After the last one the trained model is written."""

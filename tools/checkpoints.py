@@ -7,6 +7,7 @@
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +16,52 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors.torch import save
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from tyro.conf import Positional
 
-from common.checkpoint.export import dtype_of, replace_hf
+from common.checkpoint.export import dtype_of, model_of, replace_hf
 from common.checkpoint.files import check_files, find, incomplete, read_manifest
 from common.checkpoint.state import Reader
 from common.model.lora import merge
-from common.model.policy import saved_buffers
+from common.model.stored import Experts, open_folder, weights_of
 from common.tracking.console import exit_with_error
 
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
 
 
-def stored_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Every policy weight (of a run with --lora.rank: of its adapters), unsharded and in `dtype` (None: as stored),
-    under its name in transformers; then the buffers that belong to a checkpoint, as stored."""
+def described(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Every policy weight (of a run with --lora.rank: of its adapters) in `dtype` (None: as stored), under its name in
+    transformers, without memory; then the buffers that belong to a checkpoint, as stored."""
+    found = {}
+    for prefix, cast in ((WEIGHT, dtype), (BUFFER, None)):
+        for name, entry in reader.read_metadata().state_dict_metadata.items():
+            if name.startswith(prefix):
+                kind = cast or entry.properties.dtype
+                found[name.removeprefix(prefix)] = torch.empty(entry.size, dtype=kind, device="meta")
+    return found
+
+
+def read_stored(reader: Reader, wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Reads what `wanted` describes, one tensor at a time."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
-    reader = Reader(folder)
-    full = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if name.startswith((WEIGHT, BUFFER)):
-            cast = dtype is not None and name.startswith(WEIGHT)
-            full[name] = torch.empty(entry.size, dtype=dtype if cast else entry.properties.dtype)
-    dcp.load(full, storage_reader=reader, no_dist=True)         # It casts what it reads.
-    return {name.removeprefix(WEIGHT).removeprefix(BUFFER): tensor for name, tensor in full.items()}
+    stored = reader.read_metadata().state_dict_metadata
+    for name, meta in wanted.items():
+        tensor = torch.empty_like(meta, device="cpu")
+        key = next(prefix + name for prefix in (WEIGHT, BUFFER) if prefix + name in stored)
+        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)            # It casts what it reads.
+        yield name, tensor
 
 
-def merged_with_base(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights of the run's --model with these adapters merged, in the adapters' dtype."""
-    dtype = next(iter(adapters.values())).dtype
-    lm = AutoModelForCausalLM.from_pretrained(flags["--model"], dtype=dtype)
-    weights = {name: p.detach() for name, p in lm.named_parameters()} | saved_buffers(lm)
-    for name, a in adapters.items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "lora_A":
-            weights[f"{layer}.weight"] = merge(
-                weights[f"{layer}.weight"], a, adapters[f"{layer}.lora_B"], flags["--lora.alpha"] / flags["--lora.rank"]
-            )
-    return weights
+def merged_with_base(adapters: dict[str, Tensor], scale: float, base: dict[str, Tensor | Experts],
+                     wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the run's --model with these adapters merged in their dtype, one at a time."""
+    for name, meta in wanted.items():
+        layer = name.removesuffix(".weight")
+        tensor = base[name][tuple(slice(0, size) for size in meta.shape)]
+        if f"{layer}.lora_A" in adapters:
+            a, b = adapters[f"{layer}.lora_A"], adapters[f"{layer}.lora_B"]
+            tensor = merge(tensor.to(a.dtype), a, b, scale)
+        yield name, tensor.to(meta.dtype)
 
 
 def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, bytes]:
@@ -86,13 +93,20 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     has_adapters = flags.get("--lora.rank")
     if adapter and not has_adapters:
         raise ValueError(f"{folder} has no adapters: --adapter is for runs with --lora.rank")
+    reader = Reader(folder)
     if adapter:
-        weights, files = {}, peft_files(stored_weights(folder, None), flags)
+        adapters = dict(read_stored(reader, described(reader, None)))
+        replace_hf(out, {}, (), peft_files(adapters, flags))
     else:
-        weights = stored_weights(folder, dtype_of(files))
+        wanted = described(reader, dtype_of(files))
+        tensors = read_stored(reader, wanted)
         if has_adapters:
-            weights = merged_with_base(weights, flags)
-    replace_hf(out, weights, files)
+            lm = model_of(files)
+            base = weights_of(lm, flags["--model"], open_folder(flags["--model"]))
+            adapters = dict(read_stored(reader, described(reader, getattr(torch, flags["--policy.compute-dtype"]))))
+            wanted = {name: lm.state_dict()[name] for name in base}
+            tensors = merged_with_base(adapters, flags["--lora.alpha"] / flags["--lora.rank"], base, wanted)
+        replace_hf(out, wanted, tensors, files)
     print(f"{folder} -> {out}")
 
 

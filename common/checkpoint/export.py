@@ -3,18 +3,21 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
@@ -23,6 +26,9 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from common.model.policy import Policy
 from common.parallel.ranks import World
+
+FILE_BYTES = 2**30
+"""A file of weights ends before it has more than this (but for one tensor): a rank holds one file in host memory."""
 
 
 def hf_files(
@@ -48,47 +54,78 @@ def dtype_of(files: dict[str, bytes]) -> torch.dtype:
     return getattr(torch, json.loads(files["config.json"])["dtype"])
 
 
-def write_hf(folder: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
-    """Writes a folder for `from_pretrained` and vLLM.
-
-    Tensors have the names of published checkpoints: transformers fuses the experts of a mixture when it loads one (and
-    renames a few tensors of other families), and the function with which its own `save_pretrained` reverts that needs
-    all of them. A model whose code comes with it names its tensors itself."""
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    if not weights:
-        return
+
+
+def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
+    """The model of config.json, without memory. None: its code comes with it."""
     config = json.loads(files["config.json"])
-    if config["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-        weights = revert_weight_conversion(lm, weights)
-        for name, tensor in weights.items():                    # experts are views of one tensor, safetensors refuses
-            weights[name] = tensor.clone()
-    try:
-        save_torch_state_dict(weights, folder)
-    except SafetensorError as error:                            # that is also what a full disk raises
-        raise OSError(f"{folder}: {error}") from None
+    if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
 
 
-def replace_hf(out: Path, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
-    """Writes the folder beside `out` and renames it, so that a kill leaves the old folder or the new one."""
+def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]], plan: dict[str, Tensor],
+              ) -> Iterator[tuple[str, Tensor]]:
+    """The tensors under the names of published checkpoints, each as soon as its parts are there, as `plan` tells.
+
+    transformers fuses the experts of a mixture when it loads one (and renames a few tensors of other families); the
+    function with which its own `save_pretrained` reverts that is used. A model whose code comes with it (None) names
+    its tensors itself."""
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        waiting[name] = tensor
+        made = revert_weight_conversion(lm, waiting) if lm else waiting
+        if all(part.shape == plan[key].shape for key, part in made.items()):
+            yield from made.items()
+            waiting = {}
+
+
+def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],
+               rank: int = 0, size: int = 1) -> None:
+    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old one
+    or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, and holds
+    one or two of them; the index comes last."""
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    write_hf(partial, weights, files)
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        write_files(partial, files)
+    if size > 1:
+        dist.barrier()
+    lm = model_of(files) if described else None
+    plan = revert_weight_conversion(lm, described) if lm else described
+    split = split_state_dict_into_shards_factory(
+        dict(published(lm, described.items(), plan)), get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES,
+    )
+    parts: dict[str, dict[str, Tensor]] = {file: {} for file in sorted(split.filename_to_tensors)[rank::size]}
+    for name, tensor in published(lm, tensors, plan):
+        file = split.tensor_to_filename[name]
+        if file in parts:
+            parts[file][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if len(parts[file]) == len(split.filename_to_tensors[file]):
+                try:
+                    save_file(parts.pop(file), partial / file, {"format": "pt"})
+                except SafetensorError as error:                # that is also what a full disk raises
+                    raise OSError(f"{partial / file}: {error}") from None
+    if size > 1:
+        dist.barrier()
+    if rank == 0:
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
 
 
 def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> None:
-    """Writes the policy as it is now, for `from_pretrained` and vLLM. All ranks call it; rank 0 holds the whole model,
-    in the dtype that it computes in, in host memory."""
-    weights = {}
-    for name, tensor in policy.full_tensors(dtype_of(files)):
-        if world.is_main:
-            weights[name] = tensor.cpu()
-    if world.is_main:
-        replace_hf(out, weights, files)
-    dist.barrier()
+    """Writes the policy as it is, in the dtype that `files` name, for `from_pretrained` and vLLM. All ranks call it."""
+    dtype = dtype_of(files)
+    replace_hf(out, policy.described(dtype), policy.full_tensors(dtype), files, world.rank, world.size)
+    if world.size > 1:
+        dist.barrier()

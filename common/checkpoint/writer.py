@@ -12,7 +12,7 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common.checkpoint.export import write_hf
+from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
 from common.parallel.ranks import World, collective_timeout, together
 
@@ -32,6 +32,8 @@ class SaveConfig:
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"
     """Write the model as a Hugging Face folder, RUN_DIR/model, at the end (tools/checkpoints.py: of a checkpoint)."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of the weights in it. auto: that of --policy.compute-dtype. float32: as they were trained."""
     resume: str = "auto"
     """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
     folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
@@ -105,7 +107,7 @@ class Writer:
         """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            write_hf(partial / "hf", {}, self.files)
+            write_files(partial / "hf", self.files)
             mine += [partial / ".metadata", *(path for path in (partial / "hf").rglob("*") if path.is_file())]
         for path in mine:
             sync(path)

@@ -1,8 +1,7 @@
-"""Load a policy or a critic from a Hugging Face folder and shard it with FSDP2.
-
-Rank 0 alone reads the folder; the others receive one tensor at a time and keep their shard of it."""
+"""Load a policy or a critic from a Hugging Face folder and shard it with FSDP2: each rank reads its own shards."""
 
 import os
+import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,29 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
 from common.model.liger import choose_liger, use_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
-from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.policy import Critic, ModelConfig, PackedModel, Policy, saved_buffers
 from common.model.sequence_parallel import PREFIX
-from common.model.sharding import shard
-from common.parallel.ranks import World
+from common.model.sharding import shard, shard_slice
+from common.model.stored import Experts, open_folder, weights_of
+from common.parallel.ranks import World, all_max, all_sum
+from common.tracking.console import print_on_main
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
 SCORED = ("ForSequenceClassification",)
 NO_ADAPTERS = LoRAConfig()
+READERS = 4
+"""Ranks of a machine that read files at the same time: more of them make a disk or a file server slower."""
+GIB = 2**30
 
 
 def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tuple = CAUSAL_LM) -> PretrainedConfig:
@@ -51,6 +53,8 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         if not any(name.endswith(heads) or (takes_causal_lm and name == causal_lm) for name in saved_as):
             wanted = causal_lm if takes_causal_lm else f"*{heads[0]}"
             raise ValueError(f"{path} holds a {saved_as[0]}, must be a {wanted}: choose another {flag}")
+    if hasattr(hf_config, "quantization_config"):
+        raise ValueError(f"{path} is quantized, and what is trained is not: choose the model that it was made from")
     if is_scored(hf_config) and hf_config.num_labels != 1:
         raise ValueError(f"{path} has {hf_config.num_labels} labels, must have 1: choose another {flag}")
     if not hasattr(hf_config, "hidden_size"):
@@ -82,8 +86,9 @@ def read_teacher(path: str, model: str, config: ModelConfig, is_used: bool) -> P
 
 
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
-                ) -> Policy:
-    """The causal LM of a Hugging Face folder, sharded.
+                like: Policy | None = None) -> Policy:
+    """The causal LM of a Hugging Face folder, sharded. `like`: a policy of the same folder, still as it was loaded,
+    whose shards are copied; nothing is read.
 
     Weights that are trained are float32. The others have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
@@ -91,19 +96,28 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     lm.tie_weights()
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
+    weights = weights_of(lm, path, open_folder(path)) if like is None else {}
     policy = Policy(lm)
     shard(policy, lm, config, world, frozen)
-    source = _read_folder(AutoModelForCausalLM, path, hf_config, config) if world.is_main else None
-    _copy_from_main(lm, source, world)
+    if like is None:
+        _read_in_turns(path, [(lm, weights | new_adapters(lm))], world)
+    else:
+        for own, theirs in zip(_kept(lm).values(), _kept(like.lm).values(), strict=True):
+            own.detach().copy_(theirs.detach())
+    _make_other_buffers(lm)
     check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
 
 
 def load_reference(teacher: str, args: Any, models: dict[str, PackedModel], world: World) -> Policy | Reference:
     """The teacher, or the model before training, frozen: one more of `models`, with adapters a view of the policy."""
+    policy = models["policy"]
     if args.lora.rank and not teacher:
-        return Reference(models["policy"])
-    models["reference"] = load_policy(teacher or args.model, args.policy, world, frozen=True)
+        return Reference(policy)
+    is_as_loaded = not teacher and policy.version == 0
+    models["reference"] = load_policy(
+        teacher or args.model, args.policy, world, frozen=True, like=policy if is_as_loaded else None
+    )
     return models["reference"]
 
 
@@ -116,18 +130,21 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     with torch.device("meta"):
         critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora))
-    shard(critic, critic.backbone, config, world, frozen)
-    reader = AutoClassifier if is_scored(hf_config) else AutoModel
-    source = _read_folder(reader, path, hf_config, config) if world.is_main else None
-    _copy_from_main(critic.backbone, source.base_model if world.is_main else None, world)
-    with torch.no_grad():                                   # with a head of zeros, no value could differ
-        critic.head.weight.to_local().copy_(torch.linspace(-1, 1, hf_config.hidden_size))
-    check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
+    stored = open_folder(path)
+    weights = weights_of(critic.backbone, path, stored)
+    parts = [(critic.backbone, weights | new_adapters(critic.backbone))]
     if is_scored(hf_config):
-        with explain_failure(path, hf_config):              # classifiers of encoders have other heads
-            _copy_from_main(critic.head, source.score if world.is_main else None, world)
-    else:
-        nn.init.zeros_(critic.head.weight)
+        if "score.weight" not in stored:                        # classifiers of encoders have other heads
+            raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
+        parts.append((critic.head, {"weight": stored["score.weight"]}))
+    shard(critic, critic.backbone, config, world, frozen)
+    _read_in_turns(path, parts, world)
+    _make_other_buffers(critic.backbone)
+    head = critic.head.weight.detach().to_local()
+    kept = head.clone() if is_scored(hf_config) else torch.zeros_like(head)
+    head.copy_(torch.linspace(-1, 1, hf_config.hidden_size))    # with a head of zeros, no value could differ
+    check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
+    head.copy_(kept)
     return critic
 
 
@@ -158,26 +175,37 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     return model
 
 
-def _read_folder(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    source, report = auto_class.from_pretrained(
-        path, dtype="auto", config=hf_config, output_loading_info=True, trust_remote_code=config.trust_remote_code
-    )
-    if report["missing_keys"]:  # transformers would go on with random numbers
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ValueError(f"{path} lacks weights, {some} among them: choose a complete model")
-    source.tie_weights()
-    return source
+def _kept(module: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers that a model's files hold, tied ones once."""
+    return dict(module.named_parameters()) | saved_buffers(module)
 
 
 @torch.no_grad()
-def _copy_from_main(module: nn.Module, source: nn.Module | None, world: World) -> None:
-    """Copy weights and buffers of `source`, which rank 0 alone has, into the shards that all ranks allocated."""
-    weights = source.state_dict() | new_adapters(module) if world.is_main else {}
-    set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    # Some buffers (rotary frequencies) are in no state dict, and allocating the shards left them undefined.
-    buffers = dict(source.named_buffers()) if world.is_main else {}
-    for name, buffer in module.named_buffers():
-        if world.is_main:
-            buffer.copy_(buffers[name])
-        dist.broadcast(buffer, 0)
+def _read_in_turns(path: str, parts: list[tuple[nn.Module, dict[str, Tensor | Experts]]], world: World) -> None:
+    """Fill the shards of modules from tensors by name, on READERS ranks of a machine at a time. Say what it took."""
+    own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
+    for turn in range(int(all_max([own_turn])) + 1):
+        for module, tensors in parts if turn == own_turn else ():
+            for name, target in _kept(module).items():
+                local = target.to_local() if isinstance(target, DTensor) else target
+                if local.numel():
+                    part = tensors[name][shard_slice(target)]
+                    bytes_read += part.nbytes
+                    local.copy_(part)
+        dist.barrier()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (most_read, peak), by_all = (all_max([bytes_read, peak]) / GIB).tolist(), float(all_sum([bytes_read])) / GIB
+    print_on_main(
+        world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank; peak of a rank's host memory so far "
+        f"{peak:.2f} GiB"
+    )
+
+
+def _make_other_buffers(model: PreTrainedModel) -> None:
+    """Fill the buffers that are in no file (rotary frequencies), which allocating the shards left undefined, as
+    `from_pretrained` does: transformers' initialisation passes over all that is marked."""
+    for tensor in _kept(model).values():
+        tensor._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()

@@ -113,13 +113,17 @@ def new_adapters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def is_adapter(name: str) -> bool:
+    return name.endswith(("lora_A", "lora_B"))
+
+
 def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Every weight, unsharded and in `dtype` (None: as stored), with adapters merged, one at a time."""
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
     for name, parameter in model.named_parameters():
         if name in adapted:
             yield name, adapted[name].merged().to(dtype or parameter.dtype)
-        elif not name.endswith(("lora_A", "lora_B")):
+        elif not is_adapter(name):
             yield name, parameter.to(dtype or parameter.dtype).full_tensor()
 
 
@@ -134,10 +138,6 @@ class Reference:
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
-
-    def parameters(self) -> None:
-        raise ValueError("--refresh-reference-every cannot change the reference of a run with --lora.rank: it is the "
-                         "policy without its adapters; leave it at 0")
 
     def score(self, *args: Any, **kwargs: Any) -> Tensor:
         layers = [module for module in self.policy.modules() if isinstance(module, LoRALinear)]

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
-from common.model.lora import merged_weights
+from common.model.lora import is_adapter, merged_weights
 from common.model.sequence_parallel import Row, make_row
 
 
@@ -59,7 +59,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.share_prompt = False
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
-        self.version = 0  # grows with every optimizer step, so the engine knows when its weights are stale
+        self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
@@ -117,6 +117,13 @@ class Policy(PackedModel):
         """
         yield from merged_weights(self.lm, dtype)
         yield from saved_buffers(self.lm).items()
+
+
+    def described(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What `full_tensors` gives, without memory."""
+        weights = ((name, p) for name, p in self.lm.named_parameters() if not is_adapter(name))
+        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in weights}
+        return described | {name: buffer.to("meta") for name, buffer in saved_buffers(self.lm).items()}
 
 
 class Critic(PackedModel):

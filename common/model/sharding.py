@@ -1,8 +1,9 @@
 """FSDP2: how the weights of a model are divided over the ranks."""
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from common.model.policy import Critic, ModelConfig, PackedModel
@@ -15,6 +16,17 @@ def shard_dim(shape: torch.Size, num_shards: int) -> int:
     if len(shape) == 3 and shape[0] % num_shards:
         return next((dim for dim in (1, 2) if shape[dim] % num_shards == 0), 0)
     return 0
+
+
+def shard_slice(weight: Tensor) -> tuple[slice, ...]:
+    """The part of a weight that this rank holds: equal chunks along one dimension, the last ones shorter or empty."""
+    index = [slice(0, size) for size in weight.shape]
+    if isinstance(weight, DTensor):
+        dim, mesh = weight.placements[-1].dim, weight.device_mesh
+        chunk = -(-weight.shape[dim] // mesh.size(-1))
+        start = min(chunk * mesh.get_local_rank(-1), weight.shape[dim])
+        index[dim] = slice(start, start + weight.to_local().shape[dim])
+    return tuple(index)
 
 
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:

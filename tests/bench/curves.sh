@@ -3,6 +3,7 @@
 #
 #   make learn        all of `policies` and `lessons`: docs/learn.png, docs/learn.md, docs/lessons.png, docs/lessons.md
 #   make seeds        docs/quickstart.png and docs/quickstart.md
+#   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
@@ -80,6 +81,22 @@ seeds() {
         train grpo.py --run-dir "runs/seed$seed" --seed "$seed"
     done
     draw quickstart runs/seed{1,2,3}
+}
+
+# adapters of three ranks, and all weights
+adapters() {
+    STEPS="--total-steps 10 --eval-every 0 --eval-prompts 48 --eval-n 2 --save.every 0 --save.hf never"
+    local runs=() flags
+    for seed in 1 2 3; do
+        for rank in 8 16 64 0; do
+            flags="--optim.lr 3e-5"
+            [[ $rank = 0 ]] || flags="--lora.rank $rank --lora.alpha $((2 * rank)) --optim.lr 4e-4"
+            # shellcheck disable=SC2086
+            train grpo.py --run-dir "runs/adapters/rank${rank}_$seed" --seed "$seed" $flags
+            runs+=("runs/adapters/rank${rank}_$seed")
+        done
+    done
+    draw adapters "${runs[@]}"
 }
 
 # The model learns the form of a conversation with the calculator from conversations half of which are wrong; then it is

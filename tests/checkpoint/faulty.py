@@ -37,7 +37,7 @@ POINTS = {
     "manifest": "common.checkpoint.writer write_manifest",
     "rename": "pathlib Path.rename",
     "prune": "shutil rmtree",
-    "export": "common.checkpoint.export write_hf",
+    "export": "common.checkpoint.export replace_hf",
 }
 
 

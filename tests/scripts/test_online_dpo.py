@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 import online_dpo
 from common.dataset.conversations import add_answers
 from common.engine.base import Response
+from common.model.lora import LoRAConfig
 from common.prompts import Prompt
 from common.rollout import Sample, gather_rollout
 from tests.conftest import STOPS, launch_all
@@ -119,6 +120,7 @@ def test_a_killed_run_with_a_refreshed_reference_continues_exactly(flags, runs, 
 @pytest.mark.parametrize(("change", "message"), [
     ({"beta": 0.0}, "--beta 0.0 must be above 0"),
     ({"refresh_reference_every": -1}, "--refresh-reference-every -1 at least 0"),
+    ({"refresh_reference_every": 2, "lora": LoRAConfig(rank=4)}, r"-every 2 at least 0 \(0 with --lora.rank: its ref"),
     ({"loss": "sppo", "answer_key": "a"}, "--answer-key a is for losses of pairs"),
     ({"samples_per_prompt": 1}, "at least 2"),
 ])
