@@ -23,7 +23,7 @@ from common.batch import Batch
 from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.turns import to_units
+from common.engine.turns import check_turns, to_units
 from common.metrics import spread
 from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
@@ -101,6 +101,7 @@ def check(args: Args) -> losses.LossSettings:
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
         max_gen_batches=args.max_gen_batches,
     )
+    check_turns(args.rollout, args.advantage_per_step)
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
     if not 0 <= args.overlong_buffer <= args.rollout.max_response_length:

@@ -21,7 +21,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.turns import to_units
+from common.engine.turns import check_turns, to_units
 from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
@@ -88,6 +88,7 @@ def check(args: Args) -> losses.LossSettings:
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
+    check_turns(args.rollout, args.advantage_per_step)
     if args.samples_per_prompt < 2:
         raise ValueError(f"--samples-per-prompt {args.samples_per_prompt}: a group of one has no baseline, at least 2")
     return losses.resolve_loss(

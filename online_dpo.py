@@ -143,8 +143,7 @@ def main(args: Args) -> None:
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
             if args.loss != "sppo" and not args.answer_key:
                 numbers = best_and_worst(rewards, rollout.group)
-            in_update = torch.zeros(len(rollout), dtype=torch.bool).index_fill(0, numbers, True)    # [S]
-            rollout.in_loss = in_update
+            in_update = rollout.in_loss = torch.zeros(len(rollout), dtype=torch.bool).index_fill(0, numbers, True)
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
 

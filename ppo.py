@@ -26,7 +26,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.turns import to_units
+from common.engine.turns import check_turns, to_units
 from common.metrics import spread
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
@@ -107,6 +107,7 @@ def check(args: Args) -> losses.LossSettings:
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
+    check_turns(args.rollout, args.advantage_per_step)
     for name in ("gamma", "lam"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be in [0, 1]")

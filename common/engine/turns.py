@@ -10,6 +10,12 @@ from torch import Tensor
 from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Rollout, Sample
+from envs.runtime.conversation import EpisodeConfig
+
+
+def check_turns(config: EpisodeConfig, per_turn: bool) -> None:
+    if per_turn and not config.episode:
+        raise ValueError("--advantage-per-step needs --rollout.episode: only the turns of an episode have rewards")
 
 
 def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float,

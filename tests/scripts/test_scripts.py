@@ -360,6 +360,8 @@ def test_groups_to_train_by_hand():
     ("grpo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--total-steps", "0"], "--total-steps 0 must be at least 1"),
     ("rloo", ["--samples-per-prompt", "1"], "--samples-per-prompt 1: --baseline rloo needs 2"),
+    *((script, ["--advantage-per-step"], "--advantage-per-step needs --rollout.episode: only the turns of an episode")
+      for script in ("grpo", "dapo", "ppo")),
     ("ppo", ["--correction.reject", "k3", "--correction.reject-above", "1", "--correction.rejected-leave-group"],
      "--correction.rejected-leave-group: a critic is the baseline here, there are no groups"),
     ("rloo", ["--loss", "ppo", "--clip-low", "1.5"], r"--clip-low 1.5 must be in \[0, 1\]"),
