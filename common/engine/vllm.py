@@ -192,6 +192,7 @@ class VLLMEngine(Engine):
                 stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
                 seed=seed if self.config.seeds == "response" else None,
                 logprobs=0,  # of the sampled token only
+                flat_logprobs=True,  # lists of numbers, not an object a token
                 detokenize=bool(sampling.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -204,7 +205,7 @@ class VLLMEngine(Engine):
         for request in self.llm.llm_engine.step():
             out = request.outputs[0]
             tokens = list(out.token_ids)
-            logp = [entry[token].logprob for token, entry in zip(tokens, out.logprobs)]
+            logp = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices[: len(tokens)]]
             yield int(request.request_id), Response(tokens, logp, out.finish_reason)
 
     def from_first_rank(self, value: Any) -> Any:
