@@ -1,10 +1,9 @@
-"""What the machine can do and did: peak FLOP/s, torch profiler traces, seconds by phase."""
+"""What the machine can do and did: peak FLOP/s, seconds by phase."""
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch.utils import benchmark
@@ -39,27 +38,6 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, sec
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     timer = benchmark.Timer("x @ x", globals={"x": matrix}, num_threads=torch.get_num_threads())
     return 2 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
-
-
-class Profiler:
-    """Traces chosen steps: `folder/step_000003_rank0.json.gz` for chrome://tracing or ui.perfetto.dev, with a span for
-    each phase that a Timer timed and, on a GPU, the memory that is allocated."""
-
-    def __init__(self, folder: Path, steps: tuple[int, ...], rank: int):
-        self.folder, self.steps, self.rank, self.running = folder, steps, rank, None
-
-    def start(self, step: int) -> None:
-        if step in self.steps:
-            self.running = torch.profiler.profile(profile_memory=torch.cuda.is_available())
-            self.running.start()
-
-    def stop(self, step: int) -> None:
-        """Write the trace of the step, if `start` began one."""
-        if self.running is not None:
-            self.running.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.running.export_chrome_trace(f"{self.folder}/step_{step:06d}_rank{self.rank}.json.gz")
-            self.running = None
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
