@@ -18,6 +18,7 @@ PEAK_FLOPS = {
     "A30": 1.65e14, "A10G": 7.0e13, "A10": 1.25e14, "L40S": 3.62e14, "L40": 1.81e14, "L4": 1.21e14,
 }
 
+CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"        # in a plain RuntimeError
 OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization
 (on CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
 
@@ -40,11 +41,6 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, sec
     return 2 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's own class on GPUs; on CPUs torch raises a plain RuntimeError of this text."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
 class Timer:
     """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
     memory: the error says the phase and the flags to turn."""
@@ -61,7 +57,7 @@ class Timer:
             with torch.profiler.record_function(phase):
                 yield
         except RuntimeError as error:                                   # torch.OutOfMemoryError is one
-            if is_out_of_memory(error):
+            if isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error):
                 error.add_note(OUT_OF_MEMORY.format(phase))
             raise
         if torch.cuda.is_available():

@@ -335,7 +335,9 @@ def test_out_of_memory_says_the_phase_and_the_flag():
         with pytest.raises(type(error)) as caught, Timer()("gen"):
             raise error
         assert not hasattr(caught.value, "__notes__")
-    assert profiling.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError) as caught, timer("gen"):     # the class that GPUs raise
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert caught.value.__notes__[0].startswith("ran out of memory in phase gen. ")
 
 
 def test_peak_flops_from_the_table_or_measured(monkeypatch):
