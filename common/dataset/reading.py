@@ -70,7 +70,7 @@ def read_parquet(file: Path, choose: Callable[[Path, list[str]], dict[str, str]]
             for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())):
                 yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
                 num_rows += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         raise ValueError(f"{file} cannot be read as parquet from row {num_rows} on (counted from 0): {error}") from None
 
 
@@ -83,9 +83,6 @@ def find_columns(file: Path, names: list[str], config: DataConfig, all_columns: 
                          f"are needed, and other names can be given, e.g. --data.prompt-column NAME; plain columns "
                          f"need --data.ground-truth-column NAME and --data.data-source NAME")
     columns = {key: name for key, name in wanted.items() if name in names}
-    for name in columns.values():
-        if names.count(name) > 1:
-            raise ValueError(f"{file} has {names.count(name)} columns named {name}; names must be unique")
     if all_columns:
         columns |= {name: name for name in names if name not in {*columns, *columns.values()}}
     return columns
