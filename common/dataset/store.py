@@ -43,14 +43,6 @@ class Loaded:
     def num_kept(self) -> int:
         return self.num_rows - self.num_filtered - len(self.bad_rows)
 
-    def check_that_some_are_left(self, limit: str) -> None:
-        """Raises ValueError if there is no row left. `limit`: the flag of the longest length, and its value."""
-        bad = self.bad_rows
-        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
-        if not self.num_kept:
-            raise ValueError(f"{', '.join(self.files)}: none of {self.num_rows} rows is left: {self.num_filtered} have "
-                             f"more than {limit} tokens, {len(bad)} are bad{shown}")
-
     def summary(self) -> str:
         return (f"{self.num_kept} prompts from {len(self.files)} file(s), {self.min_length} to {self.max_length} "
                 f"tokens; of {self.num_rows} rows {self.num_filtered} filtered (too long), {self.num_truncated} "
@@ -134,7 +126,8 @@ def store_rows(
 ) -> Loaded:
     """Stream `files` into the Arrow file `path`: every batch as an Arrow stream of its own, as files differ in columns,
     with the further columns of `schema`. These are null for a row that is left out: one for which `encode` returns None
-    or, if it breaks a rule, raises ValueError. `limit`: the flag of the longest length, and its value."""
+    or, if it breaks a rule, raises ValueError. Raises ValueError if no row is left, and for a bad row that is not to be
+    skipped. `limit`: the flag of the longest length, and its value."""
     found = find_files(files)
     loaded = Loaded([str(file) for file in found])
     data_hash = hashlib.sha256()
@@ -163,7 +156,11 @@ def store_rows(
                     batch = batch.append_column(name, values)
                 with pa.ipc.new_stream(arrow, batch.schema) as stream:
                     stream.write_batch(batch)
-    loaded.check_that_some_are_left(limit)
+    bad = loaded.bad_rows
+    if not loaded.num_kept:
+        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
+        raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
+                         f"have more than {limit} tokens, {len(bad)} are bad{shown}")
     loaded.data_sources.sort()
     loaded.data_hash = data_hash.hexdigest()
     return loaded
