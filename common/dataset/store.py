@@ -34,14 +34,11 @@ class Loaded:
     num_filtered: int = 0  # longer than max_prompt_length and left out
     num_truncated: int = 0  # longer and cut
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # left out: {file, row, rule}
-    data_sources: list[str] = field(default_factory=list)  # of the prompts that are left, sorted
+    num_kept: int = 0  # what is left
+    data_sources: set[str] = field(default_factory=set)  # of the prompts that are left
     min_length: int = 0  # of these prompts, in tokens
     max_length: int = 0
     data_hash: str = ""  # of all that is in these prompts, in their order
-
-    @property
-    def num_kept(self) -> int:
-        return self.num_rows - self.num_filtered - len(self.bad_rows)
 
     def summary(self) -> str:
         return (f"{self.num_kept} prompts from {len(self.files)} file(s), {self.min_length} to {self.max_length} "
@@ -51,7 +48,6 @@ class Loaded:
     def write_skipped(self, path: str | Path) -> None:
         """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
         if self.bad_rows and not (dist.is_initialized() and dist.get_rank()):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.bad_rows))
 
 
@@ -150,6 +146,7 @@ def store_rows(
                         encoded.append({})
                         loaded.bad_rows.append({"file": str(file), "row": number, "rule": str(error)})
                     if encoded[-1]:
+                        loaded.num_kept += 1
                         data_hash.update(repr(encoded[-1]).encode())
                 for name in schema.names:
                     values = pa.array([of_row.get(name) for of_row in encoded], schema.field(name).type)
@@ -161,7 +158,6 @@ def store_rows(
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
                          f"have more than {limit} tokens, {len(bad)} are bad{shown}")
-    loaded.data_sources.sort()
     loaded.data_hash = data_hash.hexdigest()
     return loaded
 
@@ -188,6 +184,5 @@ def read_prompt(row: dict[str, Any], tokenizer, template: dict[str, Any] | None,
         loaded.num_truncated += 1
     loaded.min_length = min(len(tokens), loaded.min_length or len(tokens))
     loaded.max_length = max(len(tokens), loaded.max_length)
-    if prompt.data_source not in loaded.data_sources:
-        loaded.data_sources.append(prompt.data_source)
+    loaded.data_sources.add(prompt.data_source)
     return vars(prompt) | {"tokens": tokens}
