@@ -28,7 +28,7 @@ class DataConfig(TemplateConfig):
     max_prompt_length: int = 1024
     """Longest prompt, in tokens, chat template included."""
     on_long_prompt: Literal["filter", "error", "truncate-left", "truncate-middle"] = "filter"
-    """A longer prompt: leave it out, stop, or cut tokens from its start or its middle."""
+    """A longer prompt: leave it out, take it as a bad row (error), or cut tokens from its start or its middle."""
     prompt_column: str = "prompt"
     """Column with the prompt: a list of {role, content}, or a string (one user message)."""
     data_source_column: str = "data_source"

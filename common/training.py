@@ -163,12 +163,12 @@ class Training:
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, self.total_steps):
             ranks.seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
-            self.tracker.profiler.start(step + 1)
             self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()
             self.record = Record(args.log, self.tracker.run_dir, step + 1)
             self.metrics = self.checkpoints.metrics()
-            yield step
+            with self.tracker.profile(step + 1):
+                yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
         if self.world.is_main:  # the other ranks may not see the last line yet

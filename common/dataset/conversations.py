@@ -2,21 +2,20 @@
 scripts say what a row's conversations are, and what of their text is trained on; here it is encoded, stored and packed.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.dataset.reading import find_files, read_batches, rows_of
-from common.dataset.store import Loaded, load_shared
+from common.dataset.store import Loaded, load_shared, store_rows
 from common.dataset.template import template_arguments
 from common.engine.base import Response
 from common.model.flops import sequence_cost
@@ -29,9 +28,7 @@ Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
 Parse = Callable[[dict[str, Any], Any, dict[str, Any] | None], list[list[Piece]]]
 """A row, the tokenizer and the arguments of the chat template (None: plain) -> the pieces of each conversation."""
-Encoded = tuple[list[int], list[bool]]
-"""Token ids, and which of them the assistant wrote."""
-ARRAYS = {"tokens": np.int32, "mask": np.bool_, "lengths": np.int64}
+SCHEMA = pa.schema({"tokens": pa.list_(pa.list_(pa.int32())), "mask": pa.list_(pa.list_(pa.bool_()))})
 
 
 @dataclass
@@ -45,10 +42,12 @@ class ConversationConfig(TemplateConfig):
 class ConversationSet:
     """Rows of `per_row` sequences each. Sequence i of row r has the number r * per_row + i."""
 
-    def __init__(self, folder: str, loaded: Loaded, per_row: int):
+    def __init__(self, batches: list[pa.RecordBatch], loaded: Loaded, per_row: int):
         self.loaded, self.per_row = loaded, per_row
-        self.tokens, self.mask, self.lengths = (np.load(f"{folder}/{name}.npy", mmap_mode="r") for name in ARRAYS)
-        self.ends = self.lengths.cumsum()
+        self.tokens = pa.chunked_array([batch.column("tokens").values for batch in batches])  # by number
+        self.mask = pa.chunked_array([batch.column("mask").values for batch in batches])
+        self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
+        loaded.min_length, loaded.max_length = int(self.lengths.min()), int(self.lengths.max())
 
     def __len__(self) -> int:
         return len(self.lengths) // self.per_row
@@ -63,11 +62,10 @@ class ConversationSet:
         numbers = self.sequences(rows)
         lengths = self.lengths[numbers]
         plan = plan_groups(lengths, sequence_cost(lengths, hf_config), 1, world, max_tokens, seed=0)
-        mine = np.flatnonzero(plan.rank == world.rank)
-        spans = [slice(self.ends[i] - self.lengths[i], self.ends[i]) for i in numbers[mine]]
-        tokens, masks = ([array[span].tolist() for span in spans] for array in (self.tokens, self.mask))
+        mine = np.flatnonzero(plan.rank == world.rank).tolist()
+        tokens, masks = ([array[numbers[i]].as_py() for i in mine] for array in (self.tokens, self.mask))
         first, rest, masks = [x[:1] for x in tokens], [x[1:] for x in tokens], [x[1:] for x in masks]
-        batch = Batch.build(first, rest, index=mine.tolist(), masks=masks).to(world.device)
+        batch = Batch.build(first, rest, index=mine, masks=masks).to(world.device)
         return Minibatch([batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]],
                          torch.zeros(len(numbers), dtype=torch.float64))
 
@@ -79,48 +77,20 @@ def load_conversations(
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `columns`: our name -> the name in the
     files. `parse`: the `per_row` conversations of a row. `stops`: ids that end an answer. Raises ValueError, naming
     file, row, rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
-    return load_shared(
-        lambda folder: tokenise(find_files(files), tokenizer, stops, config, columns, parse, folder),
-        lambda folder, loaded: ConversationSet(folder, loaded, per_row),
-    )
-
-
-def tokenise(files: Sequence[Path], tokenizer, stops: list[int], config: ConversationConfig, columns: dict[str, str],
-             parse: Parse, folder: str) -> Loaded:
-    """Write the arrays of all rows into `folder`, one sequence after the other."""
     if config.max_length < 2:
         raise ValueError(f"--data.max-length {config.max_length} must be at least 2")
     template = template_arguments(tokenizer, config)
-    loaded = Loaded([str(file) for file in files])
-    written: dict[str, list] = {name: [] for name in ARRAYS}
-    for file in files:
-        first_row = loaded.num_rows
-        for batch in read_batches(file, lambda names: {ours: name for ours, name in columns.items() if name in names}):
-            for row in rows_of(batch, columns):
-                loaded.num_rows += 1
-                try:
-                    if isinstance(row, ValueError):
-                        raise row
-                    encoded = [encode(x, tokenizer, template, stops) for x in parse(row, tokenizer, template)]
-                    encoded = cut_to_length(encoded, config, loaded)
-                except ValueError as error:
-                    loaded.leave_out(error, file, loaded.num_rows - 1 - first_row, config)
-                    continue
-                for tokens, mask in encoded:
-                    for name, values in zip(ARRAYS, (tokens, mask, [len(tokens)])):
-                        written[name].append(np.array(values, ARRAYS[name]))
-    loaded.check_that_some_are_left(f"--data.max-length {config.max_length}")
-    data_hash = hashlib.sha256()
-    for name, arrays in written.items():
-        whole = np.concatenate(arrays)
-        np.save(f"{folder}/{name}.npy", whole)
-        data_hash.update(whole)
-    loaded.min_length, loaded.max_length = int(whole.min()), int(whole.max())           # the last one: lengths
-    loaded.data_hash = data_hash.hexdigest()
-    return loaded
+    return ConversationSet(*load_shared(lambda path: store_rows(
+        path, files, config, f"--data.max-length {config.max_length}", columns, SCHEMA,
+        choose=lambda file, names: {ours: name for ours, name in columns.items() if name in names},
+        encode=lambda row, loaded: cut_to_length(
+            [encode(x, tokenizer, template, stops) for x in parse(row, tokenizer, template)], config, loaded
+        ),
+    )), per_row)
 
 
-def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int]) -> Encoded:
+def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
+           ) -> tuple[list[int], list[bool]]:
     """Each piece by itself. Of an answer its end token is in the mask, what the template adds after it is not."""
     tokens, mask = [], []
     for text, is_answer in pieces:
@@ -134,17 +104,17 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
     return tokens, mask
 
 
-def cut_to_length(encoded: list[Encoded], config: ConversationConfig, loaded: Loaded) -> list[Encoded]:
-    """The sequences of a row, cut if the flags say so; none if it is left out. Counts in `loaded` what was done."""
+def cut_to_length(encoded: list[tuple[list[int], list[bool]]], config: ConversationConfig,
+                  loaded: Loaded) -> dict[str, list] | None:
+    """The sequences of a row, cut if the flags say so, or None if it is left out. Counts in `loaded` what was done."""
     limit = config.max_length
-    if all(len(tokens) <= limit for tokens, _ in encoded):
-        return encoded
-    cut = [(tokens[:limit], mask[:limit]) for tokens, mask in encoded]
-    if config.on_long_row == "filter" or not all(any(mask) for _, mask in cut):
-        loaded.num_filtered += 1
-        return []
-    loaded.num_truncated += 1
-    return cut
+    if any(len(tokens) > limit for tokens, _ in encoded):
+        encoded = [(tokens[:limit], mask[:limit]) for tokens, mask in encoded]
+        if config.on_long_row == "filter" or not all(any(mask) for _, mask in encoded):
+            loaded.num_filtered += 1
+            return None
+        loaded.num_truncated += 1
+    return {"tokens": [tokens for tokens, _ in encoded], "mask": [mask for _, mask in encoded]}
 
 
 def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:

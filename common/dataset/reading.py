@@ -45,7 +45,7 @@ def find_files(entries: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_batches(file: Path, choose: Callable[[list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
+def read_batches(file: Path, choose: Callable[[Path, list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
     """Rows in batches, by the kind of file."""
     return read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, choose)
 
@@ -61,16 +61,16 @@ def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
         raise ValueError(f"{file} cannot be read: {error}") from None
 
 
-def read_parquet(file: Path, choose: Callable[[list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
+def read_parquet(file: Path, choose: Callable[[Path, list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
     """Columns under our names, in batches. `choose`: from the names in the file to {our name: name in the file}."""
     num_rows = 0
     try:
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
-            columns = choose(parquet.schema_arrow.names)
+            columns = choose(file, parquet.schema_arrow.names)
             for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())):
                 yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
                 num_rows += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         raise ValueError(f"{file} cannot be read as parquet from row {num_rows} on (counted from 0): {error}") from None
 
 
@@ -83,9 +83,6 @@ def find_columns(file: Path, names: list[str], config: DataConfig, all_columns: 
                          f"are needed, and other names can be given, e.g. --data.prompt-column NAME; plain columns "
                          f"need --data.ground-truth-column NAME and --data.data-source NAME")
     columns = {key: name for key, name in wanted.items() if name in names}
-    for name in columns.values():
-        if names.count(name) > 1:
-            raise ValueError(f"{file} has {names.count(name)} columns named {name}; names must be unique")
     if all_columns:
         columns |= {name: name for name in names if name not in {*columns, *columns.values()}}
     return columns

@@ -1,7 +1,7 @@
-"""Keeps the prompts of a run, checked and tokenised, in a temporary Arrow file that all ranks of a node map to memory.
+"""Keeps the rows of a run, checked and tokenised, in a temporary Arrow file that all ranks of a node map to memory.
 
 A data set may be larger than memory: one process a node streams it once and appends rows and token ids to the file, and
-a prompt is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
+a row is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
 """
 
 import hashlib
@@ -23,6 +23,8 @@ from common.dataset.template import encode, template_arguments, template_name
 from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 
+SCHEMA = pa.schema({"tokens": pa.list_(pa.int32())})
+
 
 @dataclass
 class Loaded:
@@ -32,29 +34,11 @@ class Loaded:
     num_filtered: int = 0  # longer than max_prompt_length and left out
     num_truncated: int = 0  # longer and cut
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # left out: {file, row, rule}
-    data_sources: list[str] = field(default_factory=list)  # of the prompts that are left, sorted
+    num_kept: int = 0  # what is left
+    data_sources: set[str] = field(default_factory=set)  # of the prompts that are left
     min_length: int = 0  # of these prompts, in tokens
     max_length: int = 0
     data_hash: str = ""  # of all that is in these prompts, in their order
-
-    @property
-    def num_kept(self) -> int:
-        return self.num_rows - self.num_filtered - len(self.bad_rows)
-
-    def leave_out(self, error: ValueError, file: Path, row: int, config: TemplateConfig) -> None:
-        """Count a bad row, or raise ValueError where the flags make it an error."""
-        if config.on_bad_row == "error":
-            where = f"{file}, row {row} (counted from 0)"
-            raise ValueError(f"{where}: {error}; --data.on-bad-row skip leaves such rows out")
-        self.bad_rows.append({"file": str(file), "row": row, "rule": str(error)})
-
-    def check_that_some_are_left(self, limit: str) -> None:
-        """Raises ValueError if there is no row left. `limit`: the flag of the longest length, and its value."""
-        bad = self.bad_rows
-        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
-        if not self.num_kept:
-            raise ValueError(f"{', '.join(self.files)}: none of {self.num_rows} rows is left: {self.num_filtered} have "
-                             f"more than {limit} tokens, {len(bad)} are bad{shown}")
 
     def summary(self) -> str:
         return (f"{self.num_kept} prompts from {len(self.files)} file(s), {self.min_length} to {self.max_length} "
@@ -64,21 +48,17 @@ class Loaded:
     def write_skipped(self, path: str | Path) -> None:
         """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
         if self.bad_rows and not (dist.is_initialized() and dist.get_rank()):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.bad_rows))
 
 
 class PromptSet(Sequence):
-    """The prompts in file order, read from the file that `tokenise_files` wrote; `loaded` says what was left out."""
+    """The prompts in file order, read from the stored `batches`; `loaded` says what was left out."""
 
-    def __init__(self, folder: str, loaded: Loaded, config: DataConfig):
+    def __init__(self, batches: list[pa.RecordBatch], loaded: Loaded, config: DataConfig):
+        self.batches = batches
         self.loaded = loaded
         self.config = config
-        self.batches: list[pa.RecordBatch] = []  # mapped to memory: what is not indexed is not read
-        with pa.memory_map(f"{folder}/prompts.arrow") as arrow:
-            while arrow.tell() < arrow.size():
-                self.batches += pa.ipc.open_stream(arrow)
-        self.kept = [np.flatnonzero(batch.column("tokens").is_valid()) for batch in self.batches]  # rows
+        self.kept = [np.flatnonzero(batch.column("tokens").is_valid()) for batch in batches]  # rows
         self.ends = np.cumsum([len(rows) for rows in self.kept])
 
     def __len__(self) -> int:
@@ -99,91 +79,102 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). Raises ValueError, naming file, row,
     rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left. `all_columns`: keep
     also those that have no meaning here, in `Prompt.row`."""
-    return load_shared(
-        lambda folder: tokenise_files(find_files(files), tokenizer, config, folder, all_columns),
-        lambda folder, loaded: PromptSet(folder, loaded, config),
-    )
+    if config.max_prompt_length < 1:
+        raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
+    template = template_arguments(tokenizer, config)
+    return PromptSet(*load_shared(lambda path: store_rows(
+        path, files, config, f"--data.max-prompt-length {config.max_prompt_length}", our_columns(config), SCHEMA,
+        choose=lambda file, names: find_columns(file, names, config, all_columns),
+        encode=lambda row, loaded: read_prompt(row, tokenizer, template, config, loaded),
+    )), config)
 
 
-def load_shared(write: Callable[[str], Loaded], read: Callable[[str, Loaded], Any]) -> Any:
-    """What `read` makes of the folder that `write` filled: in a process group, where all ranks must call this, local
-    rank 0 of each node writes, the others wait and get the same rows or the same error."""
+def load_shared(store: Callable[[str], Loaded]) -> tuple[list[pa.RecordBatch], Loaded]:
+    """The batches that `store(path)` wrote, mapped to memory: what is not indexed is not read. In a process group,
+    where all ranks must call this, local rank 0 of each node writes, the others wait and get the same rows or the same
+    error."""
     rank, local_rank = 0, 0
     if dist.is_initialized():
         rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
     with ExitStack() as stack:
         def work() -> tuple[str, Loaded]:
             try:
-                folder = stack.enter_context(tempfile.TemporaryDirectory("-prompts"))
-                return folder, write(folder)
+                path = stack.enter_context(tempfile.TemporaryDirectory("-prompts")) + "/rows.arrow"
+                return path, store(path)
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
         results = together(lambda: work() if local_rank == 0 else None, ValueError)
-        rows = read(*results[rank - local_rank])  # torchrun: the ranks of a node are consecutive
+        path, loaded = results[rank - local_rank]  # torchrun: the ranks of a node are consecutive
+        batches: list[pa.RecordBatch] = []
+        with pa.memory_map(path) as arrow:
+            while arrow.tell() < arrow.size():
+                batches += pa.ipc.open_stream(arrow)
         if dist.is_initialized():
             dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
-    return rows
+    return batches, loaded
 
 
-def tokenise_files(files: Sequence[Path], tokenizer, config: DataConfig, folder: str,
-                   all_columns: bool = False) -> Loaded:
-    """Stream `files` into folder/prompts.arrow: every batch as an Arrow stream of its own, as files differ in columns,
-    with the further column `tokens`, which is null for a row that is left out."""
-    if config.max_prompt_length < 1:
-        raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
-    template = template_arguments(tokenizer, config)
-    loaded = Loaded([str(file) for file in files])
+def store_rows(
+    path: str, files: Sequence[str], config: TemplateConfig, limit: str, columns: dict[str, str], schema: pa.Schema,
+    choose: Callable[[Path, list[str]], dict[str, str]],
+    encode: Callable[[dict[str, Any], Loaded], dict[str, Any] | None],
+) -> Loaded:
+    """Stream `files` into the Arrow file `path`: every batch as an Arrow stream of its own, as files differ in columns,
+    with the further columns of `schema`. These are null for a row that is left out: one for which `encode` returns None
+    or, if it breaks a rule, raises ValueError. Raises ValueError if no row is left, and for a bad row that is not to be
+    skipped. `limit`: the flag of the longest length, and its value."""
+    found = find_files(files)
+    loaded = Loaded([str(file) for file in found])
     data_hash = hashlib.sha256()
-    with open(f"{folder}/prompts.arrow", "wb") as arrow:
-        for file in files:
+    with open(path, "wb") as arrow:
+        for file in found:
             first_row = loaded.num_rows
-            batches = read_batches(file, lambda names, file=file: find_columns(file, names, config, all_columns))
-            for batch in batches:
-                tokens: list[list[int] | None] = []
-                for row in rows_of(batch, our_columns(config)):
+            for batch in read_batches(file, choose):
+                encoded: list[dict[str, Any]] = []
+                for row in rows_of(batch, columns):
                     number = loaded.num_rows - first_row
                     loaded.num_rows += 1
-                    tokens.append(None)
                     try:
-                        prompt = read_prompt(row, tokenizer, template, config)
+                        if isinstance(row, ValueError):
+                            raise row
+                        encoded.append(encode(row, loaded) or {})
                     except ValueError as error:
-                        loaded.leave_out(error, file, number, config)
-                        continue
-                    tokens[-1] = tokens_to_keep(prompt, file, number, config, loaded)
-                    if tokens[-1] is not None:
-                        data_hash.update(repr((tokens[-1], prompt)).encode())
-                batch = batch.append_column("tokens", pa.array(tokens, pa.list_(pa.int32())))
+                        if config.on_bad_row == "error":
+                            raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
+                                             f"leaves such rows out") from None
+                        encoded.append({})
+                        loaded.bad_rows.append({"file": str(file), "row": number, "rule": str(error)})
+                    if encoded[-1]:
+                        loaded.num_kept += 1
+                        data_hash.update(repr(encoded[-1]).encode())
+                for name in schema.names:
+                    values = pa.array([of_row.get(name) for of_row in encoded], schema.field(name).type)
+                    batch = batch.append_column(name, values)
                 with pa.ipc.new_stream(arrow, batch.schema) as stream:
                     stream.write_batch(batch)
-    loaded.check_that_some_are_left(f"--data.max-prompt-length {config.max_prompt_length}")
-    loaded.data_sources.sort()
+    bad = loaded.bad_rows
+    if not loaded.num_kept:
+        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
+        raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
+                         f"have more than {limit} tokens, {len(bad)} are bad{shown}")
     loaded.data_hash = data_hash.hexdigest()
     return loaded
 
 
-def read_prompt(
-    row: dict[str, Any] | ValueError, tokenizer, template: dict[str, Any] | None, config: DataConfig,
-) -> Prompt:
-    """A row, checked and tokenised. Raises ValueError if it breaks a rule."""
-    if isinstance(row, ValueError):
-        raise row
+def read_prompt(row: dict[str, Any], tokenizer, template: dict[str, Any] | None, config: DataConfig,
+                loaded: Loaded) -> dict[str, Any] | None:
+    """What is in a row's prompt, checked and tokenised, its tokens cut to the limit if the flags say so; None if it is
+    left out. Counts in `loaded` what was done. Raises ValueError if the row breaks a rule."""
     prompt = parse_row(row, config)
-    prompt.tokens = encode(prompt.messages, tokenizer, template)
-    if not prompt.tokens:
+    tokens = encode(prompt.messages, tokenizer, template)
+    if not tokens:
         raise ValueError(f"{template_name(tokenizer, config)} renders nothing")
-    return prompt
-
-
-def tokens_to_keep(prompt: Prompt, file: Path, row: int, config: DataConfig, loaded: Loaded) -> list[int] | None:
-    """The tokens of a row's prompt, cut to the limit if the flags say so, or None if the row is left out. Counts in
-    `loaded` what was done. Raises ValueError where the flags make a long prompt an error."""
-    tokens = prompt.tokens
     limit = config.max_prompt_length
     if len(tokens) > limit:
         if config.on_long_prompt == "error":
-            raise ValueError(f"{file}, row {row} (counted from 0): the prompt has {len(tokens)} tokens, more than "
-                             f"--data.max-prompt-length {limit}; raise it or set --data.on-long-prompt")
+            raise ValueError(f"the prompt has {len(tokens)} tokens, more than --data.max-prompt-length {limit}; raise "
+                             f"it or set --data.on-long-prompt")
         if config.on_long_prompt == "filter":
             loaded.num_filtered += 1
             return None
@@ -193,6 +184,5 @@ def tokens_to_keep(prompt: Prompt, file: Path, row: int, config: DataConfig, loa
         loaded.num_truncated += 1
     loaded.min_length = min(len(tokens), loaded.min_length or len(tokens))
     loaded.max_length = max(len(tokens), loaded.max_length)
-    if prompt.data_source not in loaded.data_sources:
-        loaded.data_sources.append(prompt.data_source)
-    return tokens
+    loaded.data_sources.add(prompt.data_source)
+    return vars(prompt) | {"tokens": tokens}

@@ -7,19 +7,19 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
+import torch
 from tqdm import tqdm
 
 from common.checkpoint.files import sync
 from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
-from common.tracking.profiling import Profiler
 from common.tracking.start import record_start
 
 TABLE_COLUMNS = ["group", "prompt", "response", "ground_truth", "score", "reward"]
@@ -66,7 +66,7 @@ class Tracker:
         self.is_main = world.is_main
         self.run_dir, self.wandb, self.wandb_id, self.board = Path(run_dir), None, state.get("wandb_id"), None
         self.jsonl = self.run_dir / "metrics.jsonl"
-        self.profiler = Profiler(self.run_dir / "profiles", config.profile_steps, world.rank)
+        self.profile_steps, self.rank = config.profile_steps, world.rank
         self.health = HealthCheck(config.warn_every)
         if not self.is_main:
             return
@@ -99,8 +99,7 @@ class Tracker:
             self.board = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
-        """`line` is what the console shows of it. Every rank calls it."""
-        self.profiler.stop(step)
+        """`line` is what the console shows of it."""
         if not self.is_main:
             return
         print(line, *self.health.look(step, metrics), sep="\n", flush=True)
@@ -118,6 +117,15 @@ class Tracker:
                 table = wandb.Table(columns=TABLE_COLUMNS, data=[[*row.values()] for row in rows])
                 metrics = metrics | {f"rollouts/{file.stem.partition('_')[0]}": table}          # step or val
             self.wandb.log(metrics, step=step)
+
+    def profile(self, step: int) -> AbstractContextManager:
+        """Traces this step if it was chosen: RUN_DIR/profiles/step_000003_rank0.*.json.gz for chrome://tracing or
+        ui.perfetto.dev, with a span for each phase that a Timer timed and, on a GPU, the memory that is allocated."""
+        if step not in self.profile_steps:
+            return nullcontext()
+        name = f"step_{step:06d}_rank{self.rank}"
+        write = torch.profiler.tensorboard_trace_handler(str(self.run_dir / "profiles"), name, use_gzip=True)
+        return torch.profiler.profile(on_trace_ready=write, profile_memory=torch.cuda.is_available())
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:

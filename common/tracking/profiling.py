@@ -1,10 +1,9 @@
-"""What the machine can do and did: peak FLOP/s, torch profiler traces, seconds by phase."""
+"""What the machine can do and did: peak FLOP/s, seconds by phase."""
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch.utils import benchmark
@@ -19,6 +18,7 @@ PEAK_FLOPS = {
     "A30": 1.65e14, "A10G": 7.0e13, "A10": 1.25e14, "L40S": 3.62e14, "L40": 1.81e14, "L4": 1.21e14,
 }
 
+CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"        # in a plain RuntimeError
 OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization
 (on CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
 
@@ -41,32 +41,6 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, sec
     return 2 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
-class Profiler:
-    """Traces chosen steps: `folder/step_000003_rank0.json.gz` for chrome://tracing or ui.perfetto.dev, with a span for
-    each phase that a Timer timed and, on a GPU, the memory that is allocated."""
-
-    def __init__(self, folder: Path, steps: tuple[int, ...], rank: int):
-        self.folder, self.steps, self.rank, self.running = folder, steps, rank, None
-
-    def start(self, step: int) -> None:
-        if step in self.steps:
-            self.running = torch.profiler.profile(profile_memory=torch.cuda.is_available())
-            self.running.start()
-
-    def stop(self, step: int) -> None:
-        """Write the trace of the step, if `start` began one."""
-        if self.running is not None:
-            self.running.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.running.export_chrome_trace(f"{self.folder}/step_{step:06d}_rank{self.rank}.json.gz")
-            self.running = None
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's own class on GPUs; on CPUs torch raises a plain RuntimeError of this text."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
 class Timer:
     """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
     memory: the error says the phase and the flags to turn."""
@@ -83,7 +57,7 @@ class Timer:
             with torch.profiler.record_function(phase):
                 yield
         except RuntimeError as error:                                   # torch.OutOfMemoryError is one
-            if is_out_of_memory(error):
+            if isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error):
                 error.add_note(OUT_OF_MEMORY.format(phase))
             raise
         if torch.cuda.is_available():

@@ -2,6 +2,7 @@
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,20 @@ class Record:
         """Every rank calls it. `samples`: those that this rank scored; `rewards` [S]: what the update was made from."""
         if not self.on:
             return
-        rows = [
-            row_of(tokenizer, sample) | tokens_of(tokenizer, sample) for sample in samples if sample.index < self.limit
-        ]
+        rows = []
+        for sample in samples:
+            if sample.index < self.limit:
+                response = sample.response
+                rows.append(row_of(tokenizer, sample, self.step, float(rewards[sample.index])) | {
+                    "tokens": response.tokens,
+                    "token_texts": token_texts(tokenizer, sample.prompt.tokens, response.tokens),
+                    "rollout_logp": response.logp,
+                    "mask": response.mask,
+                })
         shares = all_gather_objects((rows, self.numbers))
         numbers = {i: found for _, share in shares for i, found in share.items()}
         rows = [row for share, _ in shares for row in share]
         for row in rows:
-            row["step"] = self.step
-            row["reward"] = float(rewards[row["index"]])
             length = row["response_length"]
             for name, values in numbers.get(self.sequence[row["index"]], {}).items():  # of prompt and response
                 row[name] = values[len(values) - length :].astype(SCHEMA.field(name).type.value_type.to_pandas_dtype())
@@ -103,17 +109,15 @@ def write_validation(config: LogConfig, run_dir: Path, step: int, tokenizer: Pre
     steps have such files. Every rank calls it, with its own samples."""
     if not config.rollouts_every:
         return
-    rows = [row_of(tokenizer, sample) for sample in samples if sample.index < config.rollouts_max]
-    for row in rows:
-        row |= {"step": step, "reward": row["score"]}
-    rows = [row for share in all_gather_objects(rows) for row in share]
-    write_rows(run_dir / f"rollouts/val_{step:06d}.parquet", rows)
+    rows = [row_of(tokenizer, sample, step, sample.score) for sample in samples if sample.index < config.rollouts_max]
+    write_rows(run_dir / f"rollouts/val_{step:06d}.parquet", [*chain(*all_gather_objects(rows))])
 
 
-def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]:
+def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward: float) -> dict[str, Any]:
     prompt = sample.prompt
     response = sample.response
     return {
+        "step": step,
         "index": sample.index,
         "group": sample.group,
         "data_source": prompt.data_source,
@@ -121,6 +125,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]
         "ground_truth": str(prompt.ground_truth),
         "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
         "score": sample.score,
+        "reward": reward,
         "reward_parts": json.dumps(sample.extras),
         "finish_reason": response.finish_reason,
         "prompt_length": len(response.prompt or prompt.tokens),
@@ -128,16 +133,6 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]
         "num_turns": response.num_turns if response.messages else None,
         "end_reason": response.end_reason or None,
         "messages": json.dumps(response.messages) if response.messages else None,
-    }
-
-
-def tokens_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> dict[str, Any]:
-    response = sample.response
-    return {
-        "tokens": response.tokens,
-        "token_texts": token_texts(tokenizer, sample.prompt.tokens, response.tokens),
-        "rollout_logp": response.logp,
-        "mask": response.mask,
     }
 
 

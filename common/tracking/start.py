@@ -1,12 +1,11 @@
 """What a start of a run was: RUN_DIR/start_N/ has the script, the command, the commit and what differs from it."""
 
-import contextlib
 import json
 import socket
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,13 @@ def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:
     if script.is_file():
         (folder / script.name).write_text(redacted(script.read_text()))
     (folder / "changes.diff").write_text(redacted(_git("diff", "HEAD")))
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
     start = {
         "command": redacted(sys.argv),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": socket.gethostname(),
         "ranks": num_ranks,
         "commit": _git("rev-parse", "HEAD").strip(),
-        "versions": versions,
+        "versions": {x.name: x.version for x in distributions() if x.name.replace("_", "-") in PACKAGES},
         "flags": flags,
     }
     (folder / "start.json").write_text(json.dumps(start, indent=2, default=str) + "\n")

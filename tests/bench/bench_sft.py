@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import tyro
 from transformers import AutoTokenizer
 
@@ -59,10 +58,9 @@ def load(args: Args) -> ConversationSet:
 def write_rows(file: Path, data: ConversationSet, rows: list[int]) -> None:
     with file.open("w") as out:
         for row in rows:
-            span = slice(data.ends[row] - data.lengths[row], data.ends[row])
-            tokens, mask = data.tokens[span], data.mask[span]
-            labels = np.where(mask, tokens, -100)
-            out.write(json.dumps({"input_ids": tokens.tolist(), "labels": labels.tolist()}) + "\n")
+            tokens, mask = data.tokens[row].as_py(), data.mask[row].as_py()
+            labels = [token if trained else -100 for token, trained in zip(tokens, mask)]
+            out.write(json.dumps({"input_ids": tokens, "labels": labels}) + "\n")
 
 
 def summary(rows: list[dict], loss: str, tokens: list[float]) -> dict[str, float]:

@@ -104,7 +104,7 @@ FILES = [
      "rows.parquet has no column data_source, reward_model; it has prompt, question; .*--data.prompt-column NAME"),
     ("a column name that does not exist", parquet([row()]), {"prompt_column": "question"},
      "has no column question; it has data_source"),
-    ("two columns of the same name", table(**COLUMNS, prompt_=["a", "b"]), {}, "has 2 columns named prompt"),
+    ("two columns of the same name", table(**COLUMNS, prompt_=["a", "b"]), {}, 'Field "prompt" exists 2 times'),
 ]
 ROWS = [
     ("broken JSON", between(b'{"prompt": '), {}, NO_OBJECT),

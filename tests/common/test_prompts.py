@@ -56,7 +56,7 @@ def test_tokens_are_the_chat_template_by_hand(tokenizer, tmp_path):
     assert prompts[0].ground_truth == "4"
     assert prompts[0].extra_info == row()["extra_info"]  # untouched
     assert prompts[0].messages == row()["prompt"]
-    assert prompts.loaded.data_sources == ["openai/gsm8k"]
+    assert prompts.loaded.data_sources == {"openai/gsm8k"}
 
 
 def test_string_prompts_and_other_columns(tokenizer, tmp_path):
@@ -78,10 +78,10 @@ def test_plain_questions_and_answers(tokenizer, tmp_path, file):
     assert tokenizer.decode(prompts[0].tokens) == chatml(("user", "What is 2 + 2?"))
     assert [(p.data_source, p.ground_truth, p.extra_info) for p in prompts] == [
         ("openai/gsm8k", "two and two\n#### 4", {}), ("openai/gsm8k", "#### 5", {})]
-    assert prompts.loaded.data_sources == ["openai/gsm8k"]
+    assert prompts.loaded.data_sources == {"openai/gsm8k"}
     names = write(tmp_path / "b.parquet", [row | {"data_source": "mine"} for row in rows])
     named = load_prompts([names], tokenizer, DataConfig(prompt_column="question", ground_truth_column="answer"))
-    assert named.loaded.data_sources == ["mine"]
+    assert named.loaded.data_sources == {"mine"}
     with pytest.raises(ValueError, match="has no column data_source; it has question, answer"):
         load_prompts([write(tmp_path / "c.parquet", rows)], tokenizer,
                      DataConfig(prompt_column="question", ground_truth_column="answer"))
@@ -126,6 +126,7 @@ def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
     assert [prompt.messages[0]["content"] for prompt in prompts] == ["0", "1", "3", "4", "6", "good"]
     assert "6 prompts from 2 file(s)" in prompts.loaded.summary()
     assert "of 9 rows 0 filtered (too long), 0 truncated, 3 bad" in prompts.loaded.summary()
+    (tmp_path / "run").mkdir()
     prompts.loaded.write_skipped(tmp_path / "run" / "skipped_train.jsonl")
     listed = [json.loads(line) for line in (tmp_path / "run" / "skipped_train.jsonl").read_text().splitlines()]
     assert [(bad["file"], bad["row"]) for bad in listed] == [(path, 2), (path, 5), (str(tmp_path / "b.jsonl"), 1)]
@@ -219,7 +220,7 @@ ranks.shutdown()
 """)
     launch(str(tmp_path / "ranks.py"), ranks=2, warm=True, env={"TMPDIR": str(tmp_path / "cache")})
     (calls, first), (other_calls, second) = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert calls > 0 and other_calls == 0
+    assert calls > 1000 and other_calls == 2                            # each of two loads checks the template
     assert first == second and len(first) == 53 and "b.parquet, row 0 (counted from 0): prompt is empty" in first[-1]
     assert list((tmp_path / "cache").glob("*-prompts")) == []
 
