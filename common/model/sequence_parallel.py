@@ -34,15 +34,14 @@ class Row:
     positions: Tensor  # [t] of each token in its sequence
     before: Tensor  # [N] the row whose hidden state predicts a sampled token
     sampled: Tensor  # [N] where these tokens are in the micro-batch
-    targets: Tensor  # [N] these tokens
+    batch: Batch  # the micro-batch
     layout: dict[str, Any]  # what attention is told
-    num_tokens: int  # T, of the micro-batch
-    own: slice | None = None  # of these, the tokens of this rank's responses; None: all
+    own: slice | None = None  # of its tokens those of this rank's responses; None: all
     group: dist.ProcessGroup | None = None  # the ranks that run the micro-batch together
 
     def per_token(self, numbers: Tensor) -> Tensor:
         """[N] -> [T] of this rank's responses, 0 where the policy sampled nothing."""
-        whole = numbers.new_zeros(self.num_tokens).index_copy(0, self.sampled, numbers)
+        whole = numbers.new_zeros(len(self.batch.tokens)).index_copy(0, self.sampled, numbers)
         return whole if self.group is None else all_reduce(whole, group=self.group)[self.own]
 
 
@@ -61,7 +60,7 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         before, tokens, positions = shared.row[before], tokens[shared.run], positions[shared.run]
         layout |= {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
                    "key_rows": shared.key_rows}
-    row = Row(tokens, positions, before, batch.sampled, batch.tokens[batch.sampled], layout, len(batch.tokens))
+    row = Row(tokens, positions, before, batch.sampled, batch, layout)
     return row if group is None else replace(cut(row, group), own=own, group=group)
 
 
@@ -99,7 +98,7 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
     here = place[row.before] // most == me
     return replace(
         row, tokens=row.tokens[local], positions=row.positions[local], before=(place[row.before] % most)[here],
-        sampled=row.sampled[here], targets=row.targets[here], layout=row.layout | layout,
+        sampled=row.sampled[here], layout=row.layout | layout,
     )
 
 
