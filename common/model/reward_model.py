@@ -49,15 +49,14 @@ class RewardModel:
 
     def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         """One score per response. All ranks call this together, each with its own responses (or none)."""
-        conversations = [
-            self.tokenizer.apply_chat_template(
-                [*prompt.messages, {"role": "assistant", "content": text}], tokenize=True, return_dict=False
-            )
-            for prompt, text in zip(prompts, texts)
-        ]
-        # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
-        # end of the conversation. The last row is a dummy, so that all ranks run as many micro-batches.
-        rows = [Batch.build([tokens], [[0]]) for tokens in [*conversations, [0]]]
+        rows = []
+        for prompt, text in zip(prompts, texts):
+            messages = [*prompt.messages, {"role": "assistant", "content": text}]
+            tokens = self.tokenizer.apply_chat_template(messages, return_dict=False)
+            # The critic gives a value to a token from the tokens before it. With one more token, its value is read at
+            # the end of the conversation.
+            rows.append(Batch.build([tokens], [[0]]))
+        rows.append(Batch.build([[0]], [[0]]))                              # a dummy: all ranks run as many groups
         lengths = np.array([len(row.tokens) for row in rows])
         groups = list(chain(*plan_step(lengths, lengths, 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
         groups += [[len(prompts)]] * (int(all_max([len(groups)])[0]) - len(groups))
