@@ -21,8 +21,6 @@ from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.tool_calls import make_parser
 
-Parse = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
-"""A reply with its special tokens, and the tools' schemas -> the calls in it (envs/runtime/tool_calls.py)."""
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
 END_REASONS = ("done", "length", "turns", "timeout", "error")
 
@@ -48,7 +46,7 @@ class Episodes:
     template: ChatTemplate
     max_sequence_length: int
     processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
-    parse: Parse | None  # of tool calls
+    parse: Callable[[str, list[dict]], list[dict]] | None  # a reply with special tokens, the tools' schemas -> calls
 
     def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
@@ -91,8 +89,8 @@ class Episodes:
         """What episodes have sent since, in the order of their numbers. `is_idle`: the engine has nothing to do."""
         if self.processes is None:
             return []
-        is_waiting = is_idle or self.config.lockstep
-        return self.processes.events(SLICE_S if is_waiting else 0.0, wait_for_all=self.config.lockstep)
+        lockstep = self.config.lockstep
+        return self.processes.events(SLICE_S if is_idle or lockstep else 0.0, wait_for_all=lockstep)
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> None:
@@ -105,15 +103,13 @@ class Episodes:
         between: list[int] | None = []
         if episode.num_turns == 0:
             conversation.begin(new, message["tools"])
-            num_before = len(conversation.prompt)
         else:
             between = conversation.between(new)
-            kept = [*conversation.prompt, *conversation.tokens, *(between or [])]
-            num_before = len(conversation.template.encode(conversation.rendered) if between is None else kept)
-        room = min(
-            sampling.max_response_length - conversation.num_tokens - len(between or []),
-            self.max_sequence_length - num_before,
-        )
+        seen = [*conversation.prompt, *conversation.tokens, *(between or [])]
+        if between is None:
+            seen = conversation.template.encode(conversation.rendered)
+        added = conversation.num_tokens + len(between or [])
+        room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:
             self.refuse(number, episode, "length")
             return
@@ -206,12 +202,13 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[
         "timing_s/agent_loop/tool_calls": [response.tools["tool_s"] for response in responses],
     }
     means = {
-        "tool_errors": [response.tools["tool_errors"] for response in responses],
-        "num_sequences": [1 + len(response.earlier) for response in responses],
-        "dropped_frac": [response.end_reason in dropped for response in responses],
+        "episode/tool_errors": [response.tools["tool_errors"] for response in responses],
+        "episode/num_sequences": [1 + len(response.earlier) for response in responses],
+        "episode/dropped_frac": [response.end_reason in dropped for response in responses],
     }
-    means |= {f"{reason}_frac": [response.end_reason == reason for response in responses] for reason in END_REASONS}
+    for reason in END_REASONS:
+        means[f"episode/{reason}_frac"] = [response.end_reason == reason for response in responses]
     for name, values in spreads.items():
         meter.spread(name, torch.tensor(values, dtype=torch.float64))
     for name, values in means.items():
-        meter.mean(f"episode/{name}", torch.tensor(values, dtype=torch.float64))
+        meter.mean(name, torch.tensor(values, dtype=torch.float64))
