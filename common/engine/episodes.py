@@ -21,8 +21,6 @@ from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.tool_calls import make_parser
 
-Parse = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
-"""A reply with its special tokens, and the tools' schemas -> the calls in it (envs/runtime/tool_calls.py)."""
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
 END_REASONS = ("done", "length", "turns", "timeout", "error")
 
@@ -34,24 +32,21 @@ class Episode:
     conversation: Conversation
     seed: int
     num_turns: int = 0
-    refused: str = ""  # why a reply was refused: length or turns
+    end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
     is_sampling: bool = False  # the model writes; else its process is busy
     limit: int = 0  # tokens that the reply being sampled may have at most for want of room
-    is_truncated: bool = False  # the last reply was cut at that limit
     tool_s: float = 0.0
 
 
+@dataclass
 class Episodes:
     """What episodes need beside the engine."""
 
-    def __init__(self, config: RolloutConfig, template: ChatTemplate, max_sequence_length: int,
-                 processes: EpisodeProcesses | None, parse: Parse | None):
-        """`processes`: None on all ranks of an engine but its first; `parse`: of tool calls."""
-        self.config = config
-        self.template = template
-        self.max_sequence_length = max_sequence_length
-        self.processes = processes
-        self.parse = parse
+    config: RolloutConfig
+    template: ChatTemplate
+    max_sequence_length: int
+    processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
+    parse: Callable[[str, list[dict]], list[dict]] | None  # a reply with special tokens, the tools' schemas -> calls
 
     def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
@@ -94,8 +89,8 @@ class Episodes:
         """What episodes have sent since, in the order of their numbers. `is_idle`: the engine has nothing to do."""
         if self.processes is None:
             return []
-        is_waiting = is_idle or self.config.lockstep
-        return self.processes.events(SLICE_S if is_waiting else 0.0, wait_for_all=self.config.lockstep)
+        lockstep = self.config.lockstep
+        return self.processes.events(SLICE_S if is_idle or lockstep else 0.0, wait_for_all=lockstep)
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> None:
@@ -108,15 +103,13 @@ class Episodes:
         between: list[int] | None = []
         if episode.num_turns == 0:
             conversation.begin(new, message["tools"])
-            num_before = len(conversation.prompt)
         else:
             between = conversation.between(new)
-            kept = [*conversation.prompt, *conversation.tokens, *(between or [])]
-            num_before = len(conversation.template.encode(conversation.rendered) if between is None else kept)
-        room = min(
-            sampling.max_response_length - conversation.num_tokens - len(between or []),
-            self.max_sequence_length - num_before,
-        )
+        seen = [*conversation.prompt, *conversation.tokens, *(between or [])]
+        if between is None:
+            seen = conversation.template.encode(conversation.rendered)
+        added = conversation.num_tokens + len(between or [])
+        room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:
             self.refuse(number, episode, "length")
             return
@@ -132,7 +125,7 @@ class Episodes:
 
     def refuse(self, number: int, episode: Episode, reason: str) -> None:
         """Tell an episode that there is no further reply, and why."""
-        episode.refused = reason
+        episode.end_reason = reason
         self.tell(number, episode, {"text": None, "finish_reason": reason})
 
     def take_reply(self, number: int, episode: Episode, response: Response) -> None:
@@ -141,7 +134,8 @@ class Episodes:
         text = conversation.add_reply(response.tokens, response.logp)
         episode.is_sampling = False
         episode.num_turns += 1
-        episode.is_truncated = response.finish_reason == "length" and len(response.tokens) == episode.limit
+        is_truncated = response.finish_reason == "length" and len(response.tokens) == episode.limit
+        episode.end_reason = "length" if is_truncated else "done"
         reply = {"text": text, "finish_reason": response.finish_reason}
         if conversation.tools and self.parse is not None:
             ended = response.tokens[-1] in conversation.template.stops
@@ -183,7 +177,7 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
 def response_of(episode: Episode, message: dict[str, Any]) -> Response:
     """An episode that has ended, as a response to its prompt."""
     conversation = episode.conversation
-    end_reason = episode.refused or ("length" if episode.is_truncated else "done")
+    end_reason = episode.end_reason
     if "failure" in message:
         end_reason = "timeout" if message["failure"] == "timeout" else "error"
     finish_reason = "length" if end_reason == "length" else "stop"
@@ -198,29 +192,23 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
     )
 
 
-def drop_episodes(meter: Meter, samples: Sequence[Sample], reasons: Sequence[str]) -> None:
-    """Take the scores of episodes that ended for one of `reasons` (--rollout.drop), and count them."""
-    is_dropped = [sample.response.end_reason in reasons for sample in samples]
-    for sample, dropped in zip(samples, is_dropped):
-        if dropped:
-            sample.score = torch.nan
-    meter.mean("episode/dropped_frac", torch.tensor(is_dropped, dtype=torch.float64))
-
-
-def measure_episodes(meter: Meter, samples: Sequence[Sample]) -> None:
-    """Add to `meter` the turns, ends and tools of this rank's episodes. Names with a counterpart in verl are verl's."""
+def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[str]) -> None:
+    """Add to `meter` the turns, ends and tools of this rank's episodes; `dropped`: ends that leave the loss
+    (--rollout.drop). Names with a counterpart in verl are verl's."""
     responses = [sample.response for sample in samples]
-    columns = {
+    spreads = {
         "num_turns": [response.num_turns for response in responses],
         "tool_call_counts": [response.tools["tool_calls"] for response in responses],
         "timing_s/agent_loop/tool_calls": [response.tools["tool_s"] for response in responses],
     }
-    for name, values in columns.items():
-        meter.spread(name, torch.tensor(values, dtype=torch.float64))
     means = {
         "episode/tool_errors": [response.tools["tool_errors"] for response in responses],
         "episode/num_sequences": [1 + len(response.earlier) for response in responses],
+        "episode/dropped_frac": [response.end_reason in dropped for response in responses],
     }
-    means |= {f"episode/{reason}_frac": [r.end_reason == reason for r in responses] for reason in END_REASONS}
+    for reason in END_REASONS:
+        means[f"episode/{reason}_frac"] = [response.end_reason == reason for response in responses]
+    for name, values in spreads.items():
+        meter.spread(name, torch.tensor(values, dtype=torch.float64))
     for name, values in means.items():
         meter.mean(name, torch.tensor(values, dtype=torch.float64))

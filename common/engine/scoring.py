@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Response, RolloutConfig
-from common.engine.episodes import Episodes, drop_episodes, measure_episodes
+from common.engine.episodes import Episodes, measure_episodes
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_gather_objects, all_names, all_sum, seed_of
@@ -64,7 +64,7 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
     seeds = [seed_of(*seed, sample.group, sample.index % num_samples) for sample in samples]
     pending = PendingRollout(scoring, samples, sampling)
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, samples, seeds, sampling, on_end=pending.score_episode, stop=stop)
+        scoring.episodes.run(engine, samples, seeds, sampling, on_end=pending.score, stop=stop)
     else:
         prompt_tokens = [sample.prompt.tokens for sample in samples]
         engine.generate(prompt_tokens, seeds, sampling, on_finish=pending.score, stop=stop)
@@ -77,28 +77,20 @@ class PendingRollout:
     def __init__(self, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
         self.scoring, self.samples, self.sampling = scoring, samples, sampling
 
-    def score(self, i: int, response: Response) -> None:
-        """Hand response `i` of this engine to the scorers. One rank of the engine calls this, as the response ends."""
-        self._submit(i, response, self.scoring.tokenizer.decode(response.tokens, skip_special_tokens=True))
-
-    def score_episode(self, i: int, response: Response, reply: dict[str, Any]) -> None:
-        """Episode `i` has ended. `reply`: its own score, in the form of a reward worker's; or a text to be scored."""
-        if reply.keys() & {"score", "failure"}:
-            self._keep(i, response, "")
-            self.scoring.pool.put(i, reply)
-        else:
-            self._submit(i, response, reply["text"])
-
-    def _submit(self, i: int, response: Response, text: str) -> None:
-        self._keep(i, response, text)
-        if self.scoring.pool is not None:
-            prompt = self.samples[i].prompt
-            self.scoring.pool.submit(i, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
-
-    def _keep(self, i: int, response: Response, text: str) -> None:
-        self.samples[i].response = response
-        self.samples[i].text = text
+    def score(self, i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
+        """Hand response `i` of this engine to the scorers. One rank of the engine calls this, as the response ends.
+        `reply`: of an episode, its own score, in the form of a reward worker's; or a text to be scored."""
+        sample, pool = self.samples[i], self.scoring.pool
+        sample.response = response
         self.scoring.advance()
+        if reply is not None and reply.keys() & {"score", "failure"}:
+            pool.put(i, reply)
+            return
+        decode = self.scoring.tokenizer.decode
+        sample.text = reply["text"] if reply else decode(response.tokens, skip_special_tokens=True)
+        if pool is not None:
+            prompt = sample.prompt
+            pool.submit(i, prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info)
 
     def collect(self, meter: Meter) -> Rollout:
         """Wait for the scores. All ranks call this together.
@@ -115,10 +107,10 @@ class PendingRollout:
             check_error_frac(int(num_failed), int(num_scored), limit, scores.first_failure)
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
             sample.score, sample.extras = score, extras
-        timeout = torch.tensor([kind == "timeout" for kind in scores.failures], dtype=torch.float64)
-        failed = torch.tensor([kind is not None for kind in scores.failures], dtype=torch.float64)
-        meter.mean("reward/timeout_frac", timeout)
-        meter.mean("reward/error_frac", failed - timeout)
+        is_timeout = [kind == "timeout" for kind in scores.failures]
+        is_error = [kind not in (None, "timeout") for kind in scores.failures]
+        meter.mean("reward/timeout_frac", torch.tensor(is_timeout, dtype=torch.float64))
+        meter.mean("reward/error_frac", torch.tensor(is_error, dtype=torch.float64))
         numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
         for name in all_names(numbers)[:MAX_NAMES]:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
@@ -129,8 +121,10 @@ class PendingRollout:
             for sample, score in zip(mine, judged, strict=True):
                 sample.score += self.scoring.model.weight * score
         if self.scoring.episodes is not None:
-            measure_episodes(meter, mine)
-            drop_episodes(meter, mine, self.sampling.drop)
+            measure_episodes(meter, mine, self.sampling.drop)
+            for sample in mine:
+                if sample.response.end_reason in self.sampling.drop:
+                    sample.score = torch.nan
         return gather_rollout(mine)
 
 

@@ -104,6 +104,5 @@ def differing(sent: dict[str, Sent], held: dict[str, Held]) -> set[str]:
     names = sorted(held)
     total = torch.tensor([held[name].checksum for name in names], dtype=torch.int64)
     dist.all_reduce(total, group=get_tp_group().cpu_group)
-    copies = torch.tensor([held[name].copies for name in names], dtype=torch.int64)
-    expected = torch.tensor([sent[name].checksum for name in names], dtype=torch.int64) * copies
-    return {name for name, is_equal in zip(names, (total == expected).tolist()) if not is_equal}
+    differences = {name: x - sent[name].checksum * held[name].copies for name, x in zip(names, total.tolist())}
+    return {name for name, difference in differences.items() if difference % 2**64}

@@ -7,6 +7,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
+from common.model.flops import head_dim
 from common.model.policy import ModelConfig
 
 # Tokens. For shorter sequences the backward of sdpa on CPUs takes up to 4x as long in bfloat16 as in float32 (measured)
@@ -97,9 +98,7 @@ def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, co
     if config.attention != "auto":
         return config.attention, "--policy.attention"
     hf_config = hf_config.get_text_config()
-    fields = hf_config.to_dict()
-    softcap = fields.get("attn_logit_softcapping")
-    head_dim = fields.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads
+    softcap, width = hf_config.to_dict().get("attn_logit_softcapping"), head_dim(hf_config)
     if torch.device(device).type != "cuda":
         return "packed_sdpa", "no CUDA device: sdpa on each packed sequence"
     if config.compute_dtype == "float32":
@@ -108,7 +107,7 @@ def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, co
         return "flash_attention_2", "the flash-attn package is installed"
     if softcap is not None:
         return "packed_sdpa", f"soft-cap {softcap} needs the flash-attn package; sdpa on each packed sequence is slower"
-    if head_dim > 256 or head_dim % 8:
-        return "packed_sdpa", f"head_dim {head_dim}: torch's varlen kernel takes multiples of 8 up to 256"
+    if width > 256 or width % 8:
+        return "packed_sdpa", f"head_dim {width}: torch's varlen kernel takes multiples of 8 up to 256"
     why = "it takes keys from many places" if config.gathers_keys() else "flash-attn is not installed"
     return "packed_varlen", f"torch.nn.attention.varlen ({why})"

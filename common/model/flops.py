@@ -21,7 +21,7 @@ def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     cannot count (latent, linear, chunked)."""
     config = config.get_text_config()
     lengths = np.asarray(lengths, dtype=np.float64)
-    per_token = _layers_per_token(config) + _head_per_token(config)
+    per_token = _layers_per_token(config) + 2 * config.hidden_size * config.vocab_size
     return lengths * per_token + _attention(np.zeros_like(lengths), lengths, config)
 
 
@@ -35,7 +35,8 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     if share_prompt:
         shared = batch.shared_prompts
         num_queries, num_keys = np.diff(np.float64(shared.ends)), np.diff(np.float64(shared.key_ends))
-    linear = num_queries.sum() * _layers_per_token(config) + len(batch.sampled) * _head_per_token(config)
+    head = 2 * len(batch.sampled) * config.hidden_size * config.vocab_size
+    linear = num_queries.sum() * _layers_per_token(config) + head
     return float(linear + _attention(num_keys - num_queries, num_queries, config).sum())
 
 
@@ -66,10 +67,6 @@ def mlp_widths(config: PretrainedConfig) -> list[int]:
             if layer not in dense and (layer + 1) % fields.get("decoder_sparse_step", 1) == 0:
                 widths[layer] = config.num_experts_per_tok * expert + shared
     return widths
-
-
-def _head_per_token(config: PretrainedConfig) -> float:
-    return 2 * config.hidden_size * config.vocab_size
 
 
 def _attention(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:

@@ -66,10 +66,10 @@ class Model:
         rows = {p: -(-size // ranks) * (p.numel() // size) for p, size in cut.items()}
         self.trained_shard = sum(numbers for p, numbers in rows.items() if p.requires_grad)
         self.frozen_shard = sum(rows.values()) - self.trained_shard
-        self.trains_all = not lora.rank
         # with adapters, the largest matrix is made in float32 twice, and in the compute dtype
-        adapted = [p.numel() for p in self.largest.parameters() if p.ndim == 2 and not self.trains_all]
-        self.merging = (8 + self.itemsize) * max(adapted, default=0)
+        self.merging = 0
+        if lora.rank:
+            self.merging = (8 + self.itemsize) * max(p.numel() for p in self.largest.parameters() if p.ndim == 2)
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
 
     def kept_by_block(self, keys: float) -> float:
@@ -114,7 +114,7 @@ class Model:
             (size * (2 * head + two + block / 3) + 4 * block, of_block, 0),
             (at_end, 2 * tokens * hidden, 0),
         ]
-        if not self.trains_all:                                         # the large matrices have no gradients
+        if self.merging:                                                # the large matrices have no gradients
             in_block = size * (head + two) + self.merging
             moments[1:] = [(size * (head + one), of_head, backward_tiles), (in_block, of_block, 0)]
         return dict(zip(IN_PASSES, max(moments, key=sum)))
@@ -144,17 +144,13 @@ class MemoryPlan:
             config = read_config(critic, args.policy, "--critic-model", CAUSAL_LM + SCORED)
             self.trained.append(Model(config, args.policy, ranks, is_critic=True, lora=args.lora))
         self.reward_model_gb, self.reserved_gb = 0.0, RESERVED_GB
-        self.keys = 0.0
-        if self.sequence_parallel > 1:                                  # those of all ranks, and of them what is seen
-            self.keys += 2 * self.sequence_parallel
+        # with sequence parallel, the keys of all ranks, and of them what is seen
+        self.keys = 2.0 * self.sequence_parallel if self.sequence_parallel > 1 else 0.0
         self.chosen = ""
         """The budget of a micro-batch and the reason for it, in words."""
         self.has_engine = "rollout" in vars(args)
-        if self.has_engine:
-            self._add_rollouts(args, ranks, reference)
-
-    def _add_rollouts(self, args: Any, ranks: int, reference: bool) -> None:
-        """What only scripts have that sample: engine, teacher, reward model and offload."""
+        if not self.has_engine:
+            return
         self.offload = args.offload
         if args.teacher:
             config = read_teacher(args.teacher, args.model, args.policy, is_used=reference)
@@ -172,9 +168,8 @@ class MemoryPlan:
         trained = sum(model.trained_shard for model in self.trained) / GIB
         below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
         frozen = self.reference.itemsize * self.reference.trained_shard / GIB if self.reference else 0
-        weights = 4 * trained + below
         moments = 0 if self.offload.optimizer else 8 * trained
-        return {"weights": weights, "moments": moments, "frozen models": frozen + self.reward_model_gb}
+        return {"weights": 4 * trained + below, "moments": moments, "frozen models": frozen + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:
         """What is on the GPU while the engine is awake."""

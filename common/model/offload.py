@@ -1,6 +1,5 @@
 """Offload the trainer's weights and optimizer moments to host memory while the engine samples."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,24 +23,19 @@ class Offload:
 
     def __init__(self, config: OffloadConfig, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         """`models`: all that live on the GPU, frozen ones too. On CPUs it works and gains nothing."""
-        self.config = config
-        self.params = OffloadedTensors(
-            lambda: (p for model in models for p in model.parameters()) if config.params else ()
-        )
-        self.moments = [OffloadedTensors(functools.partial(moments_of, optimizer)) for optimizer in optimizers]
-        for optimizer, moments in zip(optimizers, self.moments) if config.optimizer else ():
+        self.params = OffloadedTensors(lambda: chain(*(model.parameters() for model in models if config.params)))
+        self.moments = []
+        for optimizer in optimizers if config.optimizer else ():
+            moments = OffloadedTensors(lambda of=optimizer: chain(*(state.values() for state in of.state.values())))
+            self.moments.append(moments)
             optimizer.register_step_pre_hook(lambda *_, away=moments: away.to_device())
             optimizer.register_step_post_hook(lambda *_, away=moments: away.to_host())
             optimizer.register_state_dict_pre_hook(lambda *_, away=moments: away.to_device())
 
     def make_room(self) -> None:
         """Before the engine gets its memory: moments that a save has brought back leave again."""
-        for moments in self.moments if self.config.optimizer else ():
+        for moments in self.moments:
             moments.to_host()
-
-
-def moments_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return chain(*(state.values() for state in optimizer.state.values()))
 
 
 class OffloadedTensors:

@@ -46,7 +46,6 @@ class ModelConfig:
                 f"--policy.attention {self.attention} takes no --policy.compute-dtype float32: choose auto"
             )
 
-
     def gathers_keys(self) -> bool:
         """Whether a query may see keys that do not stand in one piece before it."""
         return self.share_prompt or self.sequence_parallel > 1
@@ -90,7 +89,7 @@ class Policy(PackedModel):
         logp, entropy, sum_p2 = linear_logp(
             hidden,
             self.lm.get_output_embeddings().weight,
-            row.targets,
+            row.batch.tokens[row.sampled],
             temperature=temperature,
             with_entropy_grad=entropy_grad,
             with_sum_p2=self.keeps_sum_p2 and not torch.is_grad_enabled(),

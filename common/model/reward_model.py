@@ -1,12 +1,15 @@
 """A reward model: any sequence classifier with one label, sharded beside the policy, run on packed conversations."""
 
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 from transformers import AutoTokenizer, PretrainedConfig
 
 from common.batch import Batch
 from common.model.loading import SCORED, load_critic, read_config
 from common.model.policy import ModelConfig
+from common.packing import plan_step
 from common.parallel.ranks import World, all_max
 from common.prompts import Prompt
 
@@ -46,27 +49,19 @@ class RewardModel:
 
     def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         """One score per response. All ranks call this together, each with its own responses (or none)."""
-        conversations = [
-            self.tokenizer.apply_chat_template(
-                [*prompt.messages, {"role": "assistant", "content": text}], tokenize=True, return_dict=False
-            )
-            for prompt, text in zip(prompts, texts)
-        ]
-        groups: list[list[Batch]] = []
-        room = 0
-        for tokens in conversations:
+        rows = []
+        for prompt, text in zip(prompts, texts):
+            messages = [*prompt.messages, {"role": "assistant", "content": text}]
+            tokens = self.tokenizer.apply_chat_template(messages, return_dict=False)
             # The critic gives a value to a token from the tokens before it. With one more token, its value is read at
             # the end of the conversation.
-            row = Batch.build([tokens], [[0]])
-            if len(row.tokens) > room:
-                groups.append([])
-                room = MAX_TOKENS
-            groups[-1].append(row)
-            room -= len(row.tokens)
-        dummy = Batch.build([[0]], [[0]])
-        groups += [[dummy]] * (int(all_max([len(groups)])[0]) - len(groups))    # as many on every rank
-        scores: list[float] = []
+            rows.append(Batch.build([tokens], [[0]]))
+        rows.append(Batch.build([[0]], [[0]]))                              # a dummy: all ranks run as many groups
+        lengths = np.array([len(row.tokens) for row in rows])
+        groups = list(chain(*plan_step(lengths, lengths, 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
+        groups += [[len(prompts)]] * (int(all_max([len(groups)])[0]) - len(groups))
+        scores = np.zeros(len(rows))
         for group in groups:
-            batch = Batch.cat(group).to(self.world.device)
-            scores += self.model.score(batch)[batch.mask].tolist()
-        return scores[: len(prompts)]
+            batch = Batch.cat([rows[i] for i in group]).to(self.world.device)
+            scores[group] = self.model.score(batch)[batch.mask].numpy(force=True)
+        return scores[: len(prompts)].tolist()

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_single, wait_tensor
 from torch.distributed.nn.functional import all_reduce
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.batch import Batch, offsets
 from common.packing import Plan, partition, plan_step
+from common.parallel.ranks import all_gather_objects
 
 PREFIX = "gathered_"
 """Before the name of an attention function: the one that gathers keys and values first."""
@@ -32,15 +34,14 @@ class Row:
     positions: Tensor  # [t] of each token in its sequence
     before: Tensor  # [N] the row whose hidden state predicts a sampled token
     sampled: Tensor  # [N] where these tokens are in the micro-batch
-    targets: Tensor  # [N] these tokens
+    batch: Batch  # the micro-batch
     layout: dict[str, Any]  # what attention is told
-    num_tokens: int  # T, of the micro-batch
-    own: slice | None = None  # of these, the tokens of this rank's responses; None: all
+    own: slice | None = None  # of its tokens those of this rank's responses; None: all
     group: dist.ProcessGroup | None = None  # the ranks that run the micro-batch together
 
     def per_token(self, numbers: Tensor) -> Tensor:
         """[N] -> [T] of this rank's responses, 0 where the policy sampled nothing."""
-        whole = numbers.new_zeros(self.num_tokens).index_copy(0, self.sampled, numbers)
+        whole = numbers.new_zeros(len(self.batch.tokens)).index_copy(0, self.sampled, numbers)
         return whole if self.group is None else all_reduce(whole, group=self.group)[self.own]
 
 
@@ -51,34 +52,24 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         batch, own = pool(batch, group)
     # the shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1
     before = batch.sampled - 1                                                                  # [N]
-    tokens, positions, ends, key_rows, key_ends = batch.tokens, batch.position_ids, batch.cu_seqlens, None, None
+    tokens, positions, longest = batch.tokens, batch.position_ids, max(batch.host_lengths)
+    layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens, "max_length_q": longest,
+              "max_length_k": longest}
     if share_prompt:
         shared = batch.shared_prompts
         before, tokens, positions = shared.row[before], tokens[shared.run], positions[shared.run]
-        ends, key_rows, key_ends = shared.cu_seqlens, shared.key_rows, shared.cu_seqlens_k
-    longest = max(batch.host_lengths)
-    layout = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends if key_ends is None else key_ends, "max_length_q": longest,
-              "max_length_k": longest}
-    if key_rows is not None:
-        layout["key_rows"] = key_rows
-    row = Row(tokens, positions, before, batch.sampled, batch.tokens[batch.sampled], layout, len(batch.tokens))
+        layout |= {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
+                   "key_rows": shared.key_rows}
+    row = Row(tokens, positions, before, batch.sampled, batch, layout)
     return row if group is None else replace(cut(row, group), own=own, group=group)
 
 
 def pool(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, slice]:
     """The micro-batches of all ranks of the group, one after the other, and which tokens are this rank's."""
-    sizes = _gather(torch.tensor([[len(batch), len(batch.tokens)]]), group)                     # [n, 2]
-    most = sizes.amax(0).tolist()
-    lengths = _gather(F.pad(batch.lengths.cpu(), (0, most[0] - len(batch)))[None], group)       # [n, most]
-    marked = F.pad(2 * batch.tokens + batch.mask, (0, most[1] - len(batch.tokens)))             # a token and its mask
-    marked = _gather(marked[None], group)
-    num_responses, num_tokens = sizes.T.tolist()
-    lengths = torch.cat([x[:n] for x, n in zip(lengths, num_responses)])
-    marked = torch.cat([x[:n] for x, n in zip(marked, num_tokens)])
-    start = sum(num_tokens[: dist.get_rank(group)])
-    index = torch.arange(len(lengths), device=marked.device)
-    pooled = Batch(marked // 2, marked % 2 == 1, offsets(lengths).to(marked.device), index, index)
-    return pooled, slice(start, start + len(batch.tokens))
+    own = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number)
+    batches = all_gather_objects(own.to("cpu"), group)
+    start = sum(len(earlier.tokens) for earlier in batches[: dist.get_rank(group)])
+    return Batch.cat(batches).to(batch.tokens.device), slice(start, start + len(batch.tokens))
 
 
 def cut(row: Row, group: dist.ProcessGroup) -> Row:
@@ -107,7 +98,7 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
     here = place[row.before] // most == me
     return replace(
         row, tokens=row.tokens[local], positions=row.positions[local], before=(place[row.before] % most)[here],
-        sampled=row.sampled[here], targets=row.targets[here], layout=row.layout | layout,
+        sampled=row.sampled[here], layout=row.layout | layout,
     )
 
 
@@ -126,7 +117,8 @@ def attend_gathered(module, query: Tensor, key: Tensor, value: Tensor, *args: An
                     sequence_group: dist.ProcessGroup, num_rows: int, **kwargs: Any) -> tuple[Tensor, None]:
     """An attention of common/model/attention.py over the keys and values of all ranks of the group, `num_rows` each."""
     both = torch.cat([key[0], value[0]]).transpose(0, 1)                                # [t, 2 kv_heads, D]
-    both = _GatherRows.apply(F.pad(both, (0, 0, 0, 0, 0, num_rows - len(both))), sequence_group)
+    both = F.pad(both, (0, 0, 0, 0, 0, num_rows - len(both))).contiguous()
+    both = wait_tensor(all_gather_single(both, 0, sequence_group))      # its gradient is summed over the ranks
     key, value = both.transpose(0, 1)[None].chunk(2, dim=1)                             # [1, kv_heads, n num_rows, D]
     attention = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
     return attention(module, query, key, value, *args, **kwargs)
@@ -134,28 +126,6 @@ def attend_gathered(module, query: Tensor, key: Tensor, value: Tensor, *args: An
 
 for name in ("packed_sdpa", "packed_varlen"):
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, attend_gathered)
-
-
-class _GatherRows(torch.autograd.Function):
-    """[t, ...] -> [n t, ...]. Backward: what all ranks say of this rank's rows, summed."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        own = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, as many of each, one rank after the other."""
-    out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
 
 
 def _ranges(starts: np.ndarray, stops: np.ndarray) -> Tensor:

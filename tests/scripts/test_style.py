@@ -102,7 +102,11 @@ class Flags:
         these, nor as an argument of `f(**vars(args.reward))`. What a base class reads of `args` counts for it."""
         read: set[tuple[Key, str]] = set()
         for file, tree in self.trees.items():
-            own = {}                                                    # self.NAME, from `self.NAME = parameter`
+            own = {}                            # self.NAME, a dataclass's field or from `self.NAME = parameter`
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
+                    own |= {f"self.{x.target.id}": key for x in fields if (key := self.find(file, x.annotation))}
             for function in ast.walk(tree):
                 if isinstance(function, ast.FunctionDef):
                     assigned = self.assigned(function, self.parameters(file, function))
