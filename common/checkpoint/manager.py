@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from common.checkpoint.files import check_files, complete_checkpoints, find, incomplete, read_manifest
+from common.checkpoint.files import check_files, find, read_manifest
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import (
     Parts,
@@ -85,7 +85,7 @@ class Checkpoints:
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
         saved with it, {} for a run that starts. Raises ValueError where a checkpoint does not fit."""
-        folder = self._choose_undamaged()
+        folder = self._choose()
         if folder is None:
             return {}
         manifest = read_manifest(folder)
@@ -186,38 +186,33 @@ class Checkpoints:
             if not self.config.async_:
                 self.wait()
 
-    def _choose_undamaged(self) -> Path | None:
+    def _choose(self) -> Path | None:
         """The checkpoint to start from, every file of it read and compared; None for a new run."""
-        while (folder := on_main(self.world, self._choose)) is not None:
-            parts = all_gather_objects(check_files(folder, self.world.rank, self.world.size))
-            damage = [text for part in parts for text in part]
-            if not damage:
+        for folder in on_main(self.world, self._candidates):
+            damage = all_gather_objects(check_files(folder, self.world.rank, self.world.size))
+            what = "; ".join(sorted(set().union(*damage)))
+            if not what:
                 return folder
-            if self.config.resume != "auto":
-                raise ValueError(f"{folder} is damaged: {'; '.join(damage)}: choose another --save.resume")
-            print_on_main(self.world, f"{folder} is damaged: {'; '.join(damage)}. Renamed to damaged_{folder.name}")
+            if folder.parent != self.root:
+                raise ValueError(f"{folder} is damaged: {what}: choose another --save.resume")
+            print_on_main(self.world, f"{folder} is damaged: {what}. Renamed to damaged_{folder.name}")
             if self.world.is_main:
                 folder.rename(folder.with_name(f"damaged_{folder.name}"))
         return None
 
-    def _choose(self) -> Path | None:
-        """The checkpoint to start from, judged by names and sizes; None for a new run."""
-        own = complete_checkpoints(self.root.parent)
-        for folder in sorted(self.root.glob("step_*")):
-            if folder not in own:
-                print_on_main(self.world, f"{folder} is passed over: {incomplete(folder)}")
+    def _candidates(self) -> list[Path]:
+        """The checkpoints to start from, the first of them that is undamaged."""
+        own = sorted(self.root.glob("step_*"), reverse=True)
         how = self.config.resume
         counts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
         if how == "auto" or (own and counts != {"0"}):
-            return own[-1] if own else None
-        chosen = None if how == "none" else find(how)
-        newer = [folder for folder in own if chosen not in own or folder > chosen]
-        if newer:
+            return own
+        if own:
             raise ValueError(
-                f"--run-dir {self.args.run_dir} has newer checkpoints ({newer[-1].name}), which a later start would "
-                f"continue: with --save.resume {how}, choose another --run-dir or remove them"
+                f"--run-dir {self.args.run_dir} has checkpoints ({own[0].name}), which a later start would continue: "
+                f"with --save.resume {how}, choose another --run-dir or remove them"
             )
-        return chosen
+        return [] if how == "none" else [find(how)]
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         reader = Reader(folder)

@@ -34,7 +34,7 @@ class SaveConfig:
     """Write the model as a Hugging Face folder, RUN_DIR/model, at the end (tools/checkpoints.py: of a checkpoint)."""
     resume: str = "auto"
     """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
-    folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
+    folder or a checkpoint. none and a path need a run folder without checkpoints; a restart by torchrun or Slurm
     continues the run folder in any case."""
     allow_changes: bool = False
     """Continue a run although flags that its results depend on are not those of its last start."""
@@ -115,7 +115,6 @@ class Writer:
         write_manifest(partial, manifest)
         for folder in (partial / "hf", partial):
             sync(folder)
-        shutil.rmtree(final, ignore_errors=True)                # Only an incomplete checkpoint is ever replaced.
         partial.rename(final)
         sync(self.root)
         self._delete_old()

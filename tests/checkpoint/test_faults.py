@@ -59,18 +59,20 @@ def set_flags(folder: Path, **flags) -> None:
 
 DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a regular expression), the step resumed from
     "a shard cut short": (
-        lambda new: cut(new / "__0_0.distcp"), r"step_000002 is passed over: __0_0.distcp is missing or not", 1),
+        lambda new: cut(new / "__0_0.distcp"),
+        r"step_000002 is damaged: __0_0.distcp is missing or has another .*. Renamed to damaged_", 1),
     "a shard gone": (
-        lambda new: (new / "__0_0.distcp").unlink(), r"step_000002 is passed over: __0_0.distcp is missing or not", 1),
+        lambda new: (new / "__0_0.distcp").unlink(),
+        r"step_000002 is damaged: __0_0.distcp is missing or has another .*. Renamed to damaged_", 1),
     "the manifest gone": (
-        lambda new: (new / "manifest.json").unlink(), r"step_000002 is passed over: .*manifest.json is missing or", 1),
+        lambda new: (new / "manifest.json").unlink(), r"step_000002 is damaged: manifest.json is missing or", 1),
     "a byte of the manifest flipped": (
-        lambda new: flip(new / "manifest.json"), r"step_000002 is passed over: .*manifest.json is missing or", 1),
+        lambda new: flip(new / "manifest.json"), r"step_000002 is damaged: manifest.json is missing or", 1),
     "a byte of a shard flipped": (
         lambda new: flip(new / "__0_0.distcp"),
-        r"step_000002 is damaged: __0_0.distcp has another checksum than .*. Renamed to damaged_", 1),
+        r"step_000002 is damaged: __0_0.distcp is missing or has another checksum than .*. Renamed to damaged_", 1),
     "a byte of the index flipped": (
-        lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata has another .* damaged_", 1),
+        lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata is .* damaged_", 1),
     "another model, other shapes": (
         lambda new: set_config(new / "hf/config.json", hidden_size=32),
         r"error: .*does not fit this run: hidden_size was 32, is 24: choose another --run-dir or --save.resume", None),
