@@ -71,7 +71,6 @@ class Checkpoints:
         self.script = Path(sys.argv[0]).name
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
-        self.score: float | None = None
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves.
         self.saved_step = 0
@@ -98,25 +97,24 @@ class Checkpoints:
                 f"another --run-dir, or set --save.allow-changes"
             )
         self.state = manifest["state"]
-        if folder.parent == self.root:
-            self.score = manifest["score"]
-            self.saved_step = manifest["step"]
-        else:
+        self.saved_step = self.state["step"]
+        if folder.parent != self.root:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
         print_on_main(
             self.world,
-            f"resumed after step {manifest['step']} from {folder} of {manifest['world_size']} rank(s)"
+            f"resumed after step {self.state['step']} from {folder} of {manifest['world_size']} rank(s)"
             f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
         )
         return json.loads(json.dumps(self.state))
 
-    def after_step(self, state: dict[str, Any], last: bool, score: float | None = None) -> None:
+    def after_step(self, state: dict[str, Any]) -> None:
         """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, plain JSON
-        with the step's number as "step"; `score`: from `validation_score`. Saves when it is time to, obeys signals."""
+        with "step", "total_steps", and the "score" that `validation_score` gives. Saves when it is time to, obeys
+        signals."""
         self.state = json.loads(json.dumps(state))
-        self.score = score
         self.dirty = False
-        if last or (self.config.every and state["step"] % self.config.every == 0):
+        is_last = state["step"] == state["total_steps"]
+        if is_last or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
         self.check()
 
@@ -153,8 +151,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until the last save is on disk. Raises its SaveError."""
         if self.writing is not None:
-            writing, self.writing = self.writing, None
-            self.saved_step = writing.result()
+            self.writing.result()
 
     def close(self) -> None:
         """Waits for the last save. Raises its SaveError."""
@@ -174,14 +171,13 @@ class Checkpoints:
                     self.host[name].copy_(tensor)
                 tensors = self.host
             manifest = {
-                "step": self.state["step"],
-                "score": self.score,
                 "state": self.state,
                 "world_size": self.world.size,
                 "script": self.script,
                 "parts": sorted(self.parts),
                 "flags": flags_of(self.args),
             }
+            self.saved_step = self.state["step"]
             self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
             if not self.config.async_:
                 self.wait()

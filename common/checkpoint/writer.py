@@ -78,9 +78,9 @@ class Writer:
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_s))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> int:
-        """Writes one checkpoint. Returns its step; raises SaveError on all ranks."""
-        final = self.root / f"step_{manifest['step']:06d}"
+    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Writes one checkpoint. Raises SaveError on all ranks."""
+        final = self.root / f"step_{manifest['state']['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
             together(lambda: self.world.is_main and self._delete_leftovers(), OSError, self.group)
@@ -88,7 +88,7 @@ class Writer:
             files = together(lambda: self._finish(partial), OSError, self.group)
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
             together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
-            return manifest["step"]
+            return
         except CheckpointException as error:
             reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()]
         except OSError as error:
@@ -122,7 +122,7 @@ class Writer:
     def _delete_old(self) -> None:
         """Keeps the newest checkpoints and those with the best scores; of equal scores the newer ones."""
         found = complete_checkpoints(self.root.parent)
-        scores = {folder: read_manifest(folder)["score"] for folder in found}
+        scores = {folder: read_manifest(folder)["state"]["score"] for folder in found}
         ranked = sorted((score, folder) for folder, score in scores.items() if score is not None)
         best = [folder for _, folder in ranked[len(ranked) - self.config.keep_best :]]
         for old in found[: -self.config.keep]:

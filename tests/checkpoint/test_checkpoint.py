@@ -50,7 +50,7 @@ def save(trained, world, watch, tmp_path):
     """save(step, score): one more checkpoint of a run in `tmp_path`; flags as in SaveConfig."""
     def save(step: int, score: float | None = None, **flags):
         run = checkpoints_of(tmp_path, world, *trained, watch, **flags)
-        run.after_step(STATE | {"step": step}, last=True, score=score)
+        run.after_step(STATE | {"step": step, "score": score})
         run.close()
     return save
 
@@ -100,7 +100,7 @@ def test_two_trained_parts(model, trained, world, watch, tmp_path):
     policy, optimizer = trained
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
     run.parts = run.parts | {"critic": (critic, critic_optimizer)}
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     fresh = torch.nn.Linear(3, 2)
     fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
@@ -127,7 +127,7 @@ def test_moments_that_are_offloaded_are_saved(model, world, watch, tmp_path):
     Offload(OffloadConfig(optimizer=True), [policy], [optimizer])
     train(policy, optimizer, range(2))
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     plain = start(model, world)
     train(*plain, range(2))
@@ -148,7 +148,7 @@ def test_other_numbers_of_ranks(model, world, watch, tmp_path):
     policy, optimizer = start(model, world)
     train(policy, optimizer, range(2))
     run = checkpoints_of(tmp_path / "by_one", world, policy, optimizer, watch)
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     want = everything(policy, optimizer)
     log = tmp_path / "log"
@@ -196,7 +196,7 @@ def test_the_best_are_kept_too(save, tmp_path):
     for step, score in enumerate([0.5, 0.9, 0.7, None, 0.7, 0.1, 0.2], start=1):
         save(step, score, keep=1, keep_best=2)
     assert names(tmp_path) == ["step_000002", "step_000005", "step_000007"]     # of equal scores the newer one
-    assert [files.read_manifest(f)["score"] for f in files.complete_checkpoints(tmp_path)] == [0.9, 0.7, 0.2]
+    assert [files.read_manifest(f)["state"]["score"] for f in files.complete_checkpoints(tmp_path)] == [0.9, 0.7, 0.2]
     save(8, 0.3, keep=1, keep_best=0)
     assert names(tmp_path) == ["step_000008"]
 

@@ -155,14 +155,14 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
     """The save fails on all ranks, and the earlier checkpoint stays."""
     with small_disk(1) as disk:
         run = checkpoints_of(disk / "run", world, *trained, watch, async_=True)
-        run.after_step(STATE | {"step": 1}, last=True)
+        run.after_step(STATE | {"step": 1})
         run.wait()
         if how == "full":
             free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
             (disk / "filler").write_bytes(bytes(free - 8192))
         else:
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        run.after_step(STATE | {"step": 2}, last=True)
+        run.after_step(STATE | {"step": 2})
         message = "No space left on device" if how == "full" else "Read-only file system"
         said = rf"step_000002 could not be written: (rank 0: )?OSError: .*{message}"
         with pytest.raises(writing.SaveError, match=said) as error:
@@ -172,9 +172,10 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
         if how == "full":
             stops = checkpoints_of(disk / "run", world, *trained, watch)
             with pytest.raises(writing.SaveError, match=message):
-                stops.after_step(STATE | {"step": 2}, last=True)
+                stops.after_step(STATE | {"step": 2})
             (disk / "filler").unlink()
-            stops.after_step(STATE | {"step": 2}, last=True)
+            stops = checkpoints_of(disk / "run", world, *trained, watch)
+            stops.after_step(STATE | {"step": 2})
             assert len(files.complete_checkpoints(disk / "run")) == 2
         else:
             with pytest.raises(ValueError, match=r"--run-dir .* cannot be written: .*Read-only file system") as error:
@@ -188,7 +189,7 @@ def test_a_full_disk_is_named_where_torch_hides_it(world):
         (disk / "checkpoints").mkdir()
         hf_files = {"config.json": b'{"dtype": "bfloat16", "model_type": "llama"}'}
         writer = writing.Writer(manager.SaveConfig(), disk / "checkpoints", world, hf_files)
-        manifest = {"step": 1, "score": None}
+        manifest = {"state": STATE | {"step": 1}}
         said = r"step_000001 could not be written: .*No space left on device"
         with pytest.raises(writing.SaveError, match=said) as error:
             writer.write({"policy.model.lm.weight": torch.randn(1 << 19)}, manifest)
