@@ -64,13 +64,12 @@ class Flags:
     total_epochs: float = 0.0
 
 
-def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> manager.Checkpoints:
+def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, parts=None, args=None,
+                   **flags) -> manager.Checkpoints:
     flags = Flags(manager.SaveConfig(**{"every": 1} | flags), run_dir=str(run_dir))
     files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
-    parts = {"policy": (policy, optimizer)}
-    run = manager.Checkpoints(flags, world, parts, files, watch)
-    run.script = "script.py"                                            # pytest's own name is another one than ours
-    return run
+    parts = parts or {"policy": (policy, optimizer)}
+    return manager.Checkpoints(args or flags, world, parts, files, watch)
 
 
 def checkpoints(folder: Path, world: ranks.World) -> None:

@@ -61,14 +61,13 @@ class Checkpoints:
 
     def __init__(self, args: Any, world: World, parts: Parts, files: dict[str, bytes], watchdog: Watchdog):
         """`args`: the script's flags; `files`: from `hf_files`."""
-        self.args = args
         self.config: SaveConfig = args.save
         self.world = world
         self.parts = parts
-        self.files = files
         self.watchdog = watchdog
         self.root = Path(args.run_dir).resolve() / "checkpoints"
-        self.script = Path(sys.argv[0]).name
+        self.flags = flags_of(args)
+        self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts)} | adapter_flags(self.flags)
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.dirty = False                                      # True once an optimizer step was made since then
@@ -88,21 +87,30 @@ class Checkpoints:
         if folder is None:
             return {}
         manifest = read_manifest(folder)
-        self._load(folder, manifest)
-        changed = differences(manifest["flags"], flags_of(self.args))
+        wrong = [d for d in differences(manifest["model"], self.model) if d.split()[0] not in NOT_COMPARED]
+        if wrong:
+            raise ValueError(
+                f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another "
+                f"--run-dir or --save.resume"
+            )
+        changed = differences(manifest["flags"], self.flags)
         algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
         if algorithm and folder.parent == self.root and not self.config.allow_changes:
             raise ValueError(
-                f"{self.args.run_dir} was trained with other flags: {'; '.join(algorithm)}: give the old ones, or "
+                f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give the old ones, or "
                 f"another --run-dir, or set --save.allow-changes"
             )
+        reader = Reader(folder)
+        make_optimizer_state(self.parts, reader.read_metadata().state_dict_metadata)
+        dcp.load(tensors_of(self.parts), storage_reader=reader)
+        self.dirty = False
         self.state = manifest["state"]
         self.saved_step = self.state["step"]
         if folder.parent != self.root:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
         print_on_main(
             self.world,
-            f"resumed after step {self.state['step']} from {folder} of {manifest['world_size']} rank(s)"
+            f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
             f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
         )
         return json.loads(json.dumps(self.state))
@@ -171,11 +179,7 @@ class Checkpoints:
                     self.host[name].copy_(tensor)
                 tensors = self.host
             manifest = {
-                "state": self.state,
-                "world_size": self.world.size,
-                "script": self.script,
-                "parts": sorted(self.parts),
-                "flags": flags_of(self.args),
+                "state": self.state, "world_size": self.world.size, "model": self.model, "flags": self.flags,
             }
             self.saved_step = self.state["step"]
             self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
@@ -205,27 +209,10 @@ class Checkpoints:
             return own
         if own:
             raise ValueError(
-                f"--run-dir {self.args.run_dir} has checkpoints ({own[0].name}), which a later start would continue: "
+                f"--run-dir {self.root.parent} has checkpoints ({own[0].name}), which a later start would continue: "
                 f"with --save.resume {how}, choose another --run-dir or remove them"
             )
         return [] if how == "none" else [find(how)]
-
-    def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
-        reader = Reader(folder)
-        then = json.loads((folder / "hf/config.json").read_bytes())
-        then |= {"script": manifest["script"], "trained parts": manifest["parts"]} | adapter_flags(manifest["flags"])
-        now = json.loads(self.files["config.json"]) | {"script": self.script, "trained parts": sorted(self.parts)}
-        now |= adapter_flags(flags_of(self.args))
-        free = NOT_COMPARED if self.config.resume == "auto" else NOT_COMPARED | {"script"}
-        wrong = [text for text in differences(then, now) if text.split()[0] not in free]
-        if wrong:
-            raise ValueError(
-                f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another "
-                f"--run-dir or --save.resume"
-            )
-        make_optimizer_state(self.parts, reader.read_metadata().state_dict_metadata)
-        self.dirty = False
-        dcp.load(tensors_of(self.parts), storage_reader=reader)
 
 
 def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:

@@ -77,13 +77,15 @@ class Writer:
         # The writer threads have a process group of their own.
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_s))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if world.is_main:
+            for leftover in root.glob(".step_*"):               # A killed process leaves such folders.
+                shutil.rmtree(leftover)
 
     def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         """Writes one checkpoint. Raises SaveError on all ranks."""
         final = self.root / f"step_{manifest['state']['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
-            together(lambda: self.world.is_main and self._delete_leftovers(), OSError, self.group)
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
             files = together(lambda: self._finish(partial), OSError, self.group)
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
@@ -96,10 +98,6 @@ class Writer:
         if self.world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"{final} could not be written: {'; '.join(reasons)}")
-
-    def _delete_leftovers(self) -> None:
-        for leftover in self.root.glob(".step_*"):              # A killed process leaves such folders.
-            shutil.rmtree(leftover)
 
     def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
         """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""

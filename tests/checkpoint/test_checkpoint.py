@@ -98,17 +98,17 @@ def test_two_trained_parts(model, trained, world, watch, tmp_path):
     critic.weight.grad = torch.randn(2, 3)
     critic_optimizer.step()
     policy, optimizer = trained
-    run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
-    run.parts = run.parts | {"critic": (critic, critic_optimizer)}
+    parts = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch, parts=parts)
     run.after_step(STATE)
     run.close()
     fresh = torch.nn.Linear(3, 2)
     fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
-    run = checkpoints_of(tmp_path, world, *start(model, world), watch)
+    policy, optimizer = start(model, world)
     with pytest.raises(ValueError, match=r"trained parts was \['critic', 'policy'\], is \['policy'\]"):
-        run.resume()
-    run.parts = run.parts | {"critic": (fresh, fresh_optimizer)}
-    run.resume()
+        checkpoints_of(tmp_path, world, policy, optimizer, watch).resume()
+    parts = {"policy": (policy, optimizer), "critic": (fresh, fresh_optimizer)}
+    checkpoints_of(tmp_path, world, policy, optimizer, watch, parts=parts).resume()
     assert torch.equal(fresh.weight, critic.weight) and torch.equal(fresh.bias, critic.bias)
     momentum = [fresh_optimizer.state[p].get("momentum_buffer") for p in fresh.parameters()]
     assert torch.equal(momentum[0], critic_optimizer.state[critic.weight]["momentum_buffer"])
@@ -142,8 +142,9 @@ def test_nothing_to_load(model, world, watch, tmp_path):
     assert_same(everything(*filled), before)
 
 
-def test_other_numbers_of_ranks(model, world, watch, tmp_path):
+def test_other_numbers_of_ranks(model, world, watch, tmp_path, monkeypatch):
     """Saved by one rank and loaded by two; saved by two in the background, while they train on, and loaded by one."""
+    monkeypatch.setattr("sys.argv", ["rank_worker.py"])
     shutil.copytree(model, tmp_path / "model")
     policy, optimizer = start(model, world)
     train(policy, optimizer, range(2))

@@ -39,18 +39,13 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def set_config(path: Path, **entries) -> None:
-    """Another model in the checkpoint, its manifest in order."""
-    config = json.loads(path.read_text()) | entries
-    path.write_text(json.dumps(config))
-    folder = path.parent.parent
-    manifest = files.read_manifest(folder)
-    manifest["files"]["hf/config.json"] = {"size": path.stat().st_size, "crc32": files.crc32(path)}
-    files.write_manifest(folder, manifest)
-
-
 def set_manifest(folder: Path, **entries) -> None:
     files.write_manifest(folder, files.read_manifest(folder) | entries)
+
+
+def set_model(folder: Path, **entries) -> None:
+    """Another model in the checkpoint."""
+    set_manifest(folder, model=files.read_manifest(folder)["model"] | entries)
 
 
 def set_flags(folder: Path, **flags) -> None:
@@ -74,14 +69,17 @@ DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a reg
     "a byte of the index flipped": (
         lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata is .* damaged_", 1),
     "another model, other shapes": (
-        lambda new: set_config(new / "hf/config.json", hidden_size=32),
+        lambda new: set_model(new, hidden_size=32),
         r"error: .*does not fit this run: hidden_size was 32, is 24: choose another --run-dir or --save.resume", None),
     "another model, the same shapes": (
-        lambda new: set_config(new / "hf/config.json", rms_norm_eps=0.5),
+        lambda new: set_model(new, rms_norm_eps=0.5),
         r"error: .*does not fit this run: rms_norm_eps was 0.5, is 1e-06: choose", None),
     "another algorithm": (
-        lambda new: set_manifest(new, script="ppo.py", parts=["critic", "policy"]),
-        r"does not fit this run: script was ppo.py, is script.py; trained parts was \['critic', 'policy'\]", None),
+        lambda new: set_model(new, **{"trained parts": ["critic", "policy"]}),
+        r"does not fit this run: trained parts was \['critic', 'policy'\], is \['policy'\]: choose another", None),
+    "another script": (
+        lambda new: set_flags(new, script="dapo.py"),
+        r"error: .* was trained with other flags: script was dapo.py, is grpo.py: give the old ones", None),
     "a flag that changes the results": (
         lambda new: set_flags(new, **{"--lr": 0.5}),
         r"error: .* was trained with other flags: --lr was 0.5, is 0.01: give the old ones, or another", None),
@@ -113,7 +111,8 @@ def said(run_dir, model, world, watch, **flags) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize("fault", DAMAGE)
-def test_a_damaged_checkpoint(fault, save, model, world, watch, tmp_path):
+def test_a_damaged_checkpoint(fault, save, model, world, watch, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
     save(1)
     save(2)
     damage, message, step = DAMAGE[fault]

@@ -180,9 +180,9 @@ def test_a_checkpoint_fits_no_other_adapters(tiny_llama):
 
 def save(policy, model: str, files: dict[str, bytes], world, watch, folder, adapters: LoRAConfig = RANK4) -> None:
     """A checkpoint of a run in `folder`."""
-    run = checkpoints_of(folder, world, policy, make_optimizer(policy, OptimConfig()), watch, files)
-    run.args = RunArgs(model=model, train_data=(), lora=adapters, run_dir=str(folder))
-    run.after_step(STATE | {"step": 1})
+    args = RunArgs(model=model, train_data=(), lora=adapters, run_dir=str(folder))
+    run = checkpoints_of(folder, world, policy, make_optimizer(policy, OptimConfig()), watch, files, args=args)
+    run.after_step(STATE | {"step": 1, "total_steps": 1})
     run.close()
 
 
