@@ -38,18 +38,14 @@ def lock(run_dir: str) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT)            # never closed, which would end the lock
-    except OSError as error:
-        raise ValueError(f"--run-dir {run_dir} cannot be written: {error}") from None
-    try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError:
         holder = os.read(file, 1000).decode().strip() or "another process"
-        os.close(file)
-        if not isinstance(error, BlockingIOError | PermissionError):
-            raise ValueError(f"--run-dir {run_dir}: its file system cannot lock {path}: {error}") from None
         raise ValueError(
             f"--run-dir {run_dir} is in use by {holder}: choose another --run-dir, or wait until that run has ended"
         ) from None
+    except OSError as error:
+        raise ValueError(f"--run-dir {run_dir}: {path} cannot be written or locked: {error}") from None
     holder = f"process {os.getpid()} on {socket.gethostname()}\n"
     os.ftruncate(file, 0)
     os.write(file, holder.encode())
