@@ -50,10 +50,6 @@ class SaveConfig:
             )
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be written. Raised on all ranks."""
-
-
 class ShardWriter(dcp.FileSystemWriter):
     """DCP's writer, which says why the disk refused. torch.save replaces that error by `unexpected pos 704 vs 598`."""
 
@@ -61,9 +57,7 @@ class ShardWriter(dcp.FileSystemWriter):
         try:
             return super().write_data(*args)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+            raise (error.__context__ or error) from None
 
 
 class Writer:
@@ -82,7 +76,7 @@ class Writer:
                 shutil.rmtree(leftover)
 
     def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
-        """Writes one checkpoint. Raises SaveError on all ranks."""
+        """Writes one checkpoint. Raises OSError on all ranks."""
         final = self.root / f"step_{manifest['state']['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
@@ -97,7 +91,7 @@ class Writer:
             reasons = [f"{type(error).__name__}: {error}"]
         if self.world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise SaveError(f"{final} could not be written: {'; '.join(reasons)}")
+        raise OSError(f"{final} could not be written: {'; '.join(reasons)}")
 
     def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
         """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
