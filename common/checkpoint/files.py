@@ -11,9 +11,8 @@ MANIFEST = "manifest.json"
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the last file of a checkpoint, with a checksum of its own."""
-    text = json.dumps(manifest, sort_keys=True)
-    outer = {"crc32": zlib.crc32(text.encode()), "manifest": manifest}
-    (folder / MANIFEST).write_text(json.dumps(outer, sort_keys=True, indent=1))
+    checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    (folder / MANIFEST).write_text(json.dumps({"crc32": checksum, "manifest": manifest}, indent=1))
     sync(folder / MANIFEST)
 
 

@@ -132,7 +132,6 @@ class Checkpoints:
         number = 0 if self.dirty else int(all_max([self.watchdog.signal]))
         if not number:
             return
-        self.wait()
         if self.state["step"] != self.saved_step:
             self._save()
         self.close()
@@ -157,12 +156,12 @@ class Checkpoints:
         return timings
 
     def wait(self) -> None:
-        """Waits until the last save is on disk. Raises its SaveError."""
+        """Waits until the last save is on disk. Raises OSError if it failed."""
         if self.writing is not None:
             self.writing.result()
 
     def close(self) -> None:
-        """Waits for the last save. Raises its SaveError."""
+        """Waits for the last save. Raises OSError if it failed."""
         self.wait()
         self.writer.thread.shutdown()
 
@@ -178,9 +177,7 @@ class Checkpoints:
                 for name, tensor in tensors.items():
                     self.host[name].copy_(tensor)
                 tensors = self.host
-            manifest = {
-                "state": self.state, "world_size": self.world.size, "model": self.model, "flags": self.flags,
-            }
+            manifest = {"state": self.state, "world_size": self.world.size, "model": self.model, "flags": self.flags}
             self.saved_step = self.state["step"]
             self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
             if not self.config.async_:
@@ -221,7 +218,7 @@ def validation_score(metrics: dict[str, float], best_metric: str) -> float | Non
     results = sorted(name for name in metrics if name.startswith("val-core/"))
     if not results:
         return None
-    if best_metric and best_metric not in metrics:
-        raise ValueError(f"--save.best-metric {best_metric} must be one that validation gives: {', '.join(results)}")
-    means_first = sorted(results, key=lambda name: "/mean@" not in name)       # each of the two in alphabetical order
-    return metrics[best_metric or means_first[0]]
+    name = best_metric or min(results, key=lambda result: "/mean@" not in result)  # the first in alphabetical order
+    if name not in metrics:
+        raise ValueError(f"--save.best-metric {name} must be one that validation gives: {', '.join(results)}")
+    return metrics[name]
