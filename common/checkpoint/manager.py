@@ -44,8 +44,6 @@ MAY_CHANGE = re.compile(
     "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
-
-
 MAX_CHECKS = 16
 """Of a phase: a check is a collective, whose time grows with the number of ranks."""
 
