@@ -19,7 +19,7 @@ from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
-from common.parallel.mesh import make_mesh
+from common.parallel.ranks import make_mesh
 
 STATE = {"step": 2, "total_steps": 2, "score": None, "sampler": {"epoch": 1, "position": 5},
          "tracker": {"step": 2, "wandb_id": None}}
