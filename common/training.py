@@ -245,9 +245,8 @@ class Training:
             self.metrics |= results
             self.tracker.log(done, self.metrics, step_line(done, self.total_steps, self.metrics))
         state["tracker"] = self.tracker.state_dict(done)
-        self.checkpoints.after_step(
-            state, done == self.total_steps, validation_score(self.metrics, args.save.best_metric)
-        )
+        state["score"] = validation_score(self.metrics, args.save.best_metric)
+        self.checkpoints.after_step(state)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         """Leave together, at the end or after a stop signal. After an error nothing is closed: closing waits for other

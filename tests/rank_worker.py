@@ -19,9 +19,10 @@ from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
-from common.parallel.mesh import make_mesh
+from common.parallel.ranks import make_mesh
 
-STATE = {"step": 2, "sampler": {"epoch": 1, "position": 5}, "tracker": {"step": 2, "wandb_id": None}}
+STATE = {"step": 2, "total_steps": 2, "score": None, "sampler": {"epoch": 1, "position": 5},
+         "tracker": {"step": 2, "wandb_id": None}}
 
 
 def start(model: str, world: ranks.World) -> tuple[Policy, torch.optim.Optimizer]:
@@ -63,13 +64,12 @@ class Flags:
     total_epochs: float = 0.0
 
 
-def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, **flags) -> manager.Checkpoints:
-    flags = Flags(manager.SaveConfig(**flags), run_dir=str(run_dir))
+def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, parts=None, args=None,
+                   **flags) -> manager.Checkpoints:
+    flags = Flags(manager.SaveConfig(**{"every": 1} | flags), run_dir=str(run_dir))
     files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
-    parts = {"policy": (policy, optimizer)}
-    run = manager.Checkpoints(flags, world, parts, files, watch)
-    run.script = "script.py"                                            # pytest's own name is another one than ours
-    return run
+    parts = parts or {"policy": (policy, optimizer)}
+    return manager.Checkpoints(args or flags, world, parts, files, watch)
 
 
 def checkpoints(folder: Path, world: ranks.World) -> None:
@@ -81,7 +81,7 @@ def checkpoints(folder: Path, world: ranks.World) -> None:
     train(policy, optimizer, range(2, 4))
     results["trained"] = everything(policy, optimizer)
     run = checkpoints_of(folder / "by_many", world, policy, optimizer, watch, async_=True)
-    run.after_step(STATE | {"step": 4}, last=True)
+    run.after_step(STATE | {"step": 4})
     train(policy, optimizer, range(4, 6))
     run.close()
     if world.is_main:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tyro.conf import Positional
 
 from common.checkpoint.export import dtype_of, model_of, replace_hf
-from common.checkpoint.files import check_files, find, incomplete, read_manifest
+from common.checkpoint.files import check_files, find, read_manifest
 from common.checkpoint.state import Reader
 from common.model.lora import merge
 from common.model.stored import Experts, open_folder, weights_of
@@ -113,13 +113,11 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
 def list_checkpoints(run: Positional[str]) -> None:
     """Show the checkpoints of a run folder, and read them all to find damage."""
     for folder in sorted((Path(run).resolve() / "checkpoints").glob("*step_*")):
-        if lacks := incomplete(folder):
-            print(f"{folder.name}  incomplete: {lacks}")
-            continue
-        manifest, damage = read_manifest(folder), check_files(folder)
-        gb = sum(entry["size"] for entry in manifest["files"].values()) / 2**30
-        print(f"{folder.name}  {gb:.2f} GiB  {manifest['world_size']} rank(s)  score {manifest['score']}  "
-              f"{'damaged: ' + '; '.join(damage) if damage else 'complete'}")
+        manifest, damage = read_manifest(folder), "; ".join(check_files(folder))
+        gb = sum(entry["size"] for entry in manifest.get("files", {}).values()) / 2**30
+        ranks, score = manifest.get("world_size"), manifest.get("state", {}).get("score")
+        print(f"{folder.name}  {gb:.2f} GiB  {ranks} rank(s)  score {score}  "
+              f"{f'damaged: {damage}' if damage else 'complete'}")
 
 
 if __name__ == "__main__":

@@ -11,57 +11,47 @@ MANIFEST = "manifest.json"
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the last file of a checkpoint, with a checksum of its own."""
-    text = json.dumps(manifest, sort_keys=True)
-    outer = {"crc32": zlib.crc32(text.encode()), "manifest": manifest}
-    (folder / MANIFEST).write_text(json.dumps(outer, sort_keys=True, indent=1))
+    checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    (folder / MANIFEST).write_text(json.dumps({"crc32": checksum, "manifest": manifest}, indent=1))
     sync(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads what `write_manifest` wrote. Raises ValueError if the file is missing or damaged."""
+    """Reads what `write_manifest` wrote; {} if the file is missing or damaged."""
     try:
         outer = json.loads((folder / MANIFEST).read_text())
-        if zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]:
-            return outer["manifest"]
+        is_sound = zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]
     except (OSError, ValueError, TypeError, KeyError):
-        pass
-    raise ValueError(f"{folder / MANIFEST} is missing or damaged")
+        return {}
+    return outer["manifest"] if is_sound else {}
 
 
-def incomplete(folder: Path) -> str:
-    """Why a folder is no complete checkpoint, from names and sizes alone; "" if it is one."""
-    try:
-        files = read_manifest(folder)["files"]
-    except ValueError as error:
-        return str(error)
-    for name, entry in files.items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != entry["size"]:
-            return f"{name} is missing or not of {entry['size']} bytes"
-    return ""
+def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
+    """What is wrong with a checkpoint: its manifest, or files whose content is not what was written. Each of `size`
+    ranks reads its share of them."""
+    manifest = read_manifest(folder)
+    if not manifest:
+        return [f"{MANIFEST} is missing or damaged"]
+    return [
+        f"{name} is missing or has another checksum than when it was written"
+        for name in sorted(manifest["files"])[rank::size]
+        if not (folder / name).is_file() or crc32(folder / name) != manifest["files"][name]["crc32"]
+    ]
 
 
-def complete_checkpoints(run_dir: str | Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first. They are found by scanning; no file names the newest."""
-    folders = sorted((Path(run_dir).resolve() / "checkpoints").glob("step_*"))
-    return [folder for folder in folders if not incomplete(folder)]
+def complete_checkpoints(path: str | Path) -> list[Path]:
+    """All complete checkpoints of a run, oldest first, or the one that `path` is. A manifest, which is written last,
+    makes them complete. They are found by scanning; no file names the newest."""
+    path = Path(path).resolve()
+    return [folder for folder in (path, *sorted(path.glob("checkpoints/step_*"))) if read_manifest(folder)]
 
 
 def find(path: str) -> Path:
     """A checkpoint, or the newest complete one of a run folder. Raises ValueError if there is none."""
-    found = complete_checkpoints(path) if incomplete(Path(path)) else [Path(path).resolve()]
+    found = complete_checkpoints(path)
     if not found:
         raise ValueError(f"{path} holds no complete checkpoint: give a run folder or RUN/checkpoints/step_N")
     return found[-1]
-
-
-def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """Files whose content is not what was written. Each of `size` ranks reads its share of them."""
-    files = read_manifest(folder)["files"]
-    return [
-        f"{name} has another checksum than when it was written"
-        for name in sorted(files)[rank::size]
-        if crc32(folder / name) != files[name]["crc32"]
-    ]
 
 
 def crc32(path: Path) -> int:

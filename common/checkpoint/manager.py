@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from common.checkpoint.files import check_files, complete_checkpoints, find, incomplete, read_manifest
+from common.checkpoint.files import check_files, find, read_manifest
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import (
     Parts,
@@ -44,8 +44,6 @@ MAY_CHANGE = re.compile(
     "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
-
-
 MAX_CHECKS = 16
 """Of a phase: a check is a collective, whose time grows with the number of ranks."""
 
@@ -61,17 +59,15 @@ class Checkpoints:
 
     def __init__(self, args: Any, world: World, parts: Parts, files: dict[str, bytes], watchdog: Watchdog):
         """`args`: the script's flags; `files`: from `hf_files`."""
-        self.args = args
         self.config: SaveConfig = args.save
         self.world = world
         self.parts = parts
-        self.files = files
         self.watchdog = watchdog
         self.root = Path(args.run_dir).resolve() / "checkpoints"
-        self.script = Path(sys.argv[0]).name
+        self.flags = flags_of(args)
+        self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts)} | adapter_flags(self.flags)
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
-        self.score: float | None = None
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves.
         self.saved_step = 0
@@ -85,38 +81,46 @@ class Checkpoints:
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
         saved with it, {} for a run that starts. Raises ValueError where a checkpoint does not fit."""
-        folder = self._choose_undamaged()
+        folder = self._choose()
         if folder is None:
             return {}
         manifest = read_manifest(folder)
-        self._load(folder, manifest)
-        changed = differences(manifest["flags"], flags_of(self.args))
+        wrong = [d for d in differences(manifest.get("model", {}), self.model) if d.split()[0] not in NOT_COMPARED]
+        if wrong:
+            raise ValueError(
+                f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another "
+                f"--run-dir or --save.resume"
+            )
+        changed = differences(manifest["flags"], self.flags)
         algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
         if algorithm and folder.parent == self.root and not self.config.allow_changes:
             raise ValueError(
-                f"{self.args.run_dir} was trained with other flags: {'; '.join(algorithm)}: give the old ones, or "
+                f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give the old ones, or "
                 f"another --run-dir, or set --save.allow-changes"
             )
+        reader = Reader(folder)
+        make_optimizer_state(self.parts, reader.read_metadata().state_dict_metadata)
+        dcp.load(tensors_of(self.parts), storage_reader=reader)
+        self.dirty = False
         self.state = manifest["state"]
-        if folder.parent == self.root:
-            self.score = manifest["score"]
-            self.saved_step = manifest["step"]
-        else:
+        self.saved_step = self.state["step"]
+        if folder.parent != self.root:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
         print_on_main(
             self.world,
-            f"resumed after step {manifest['step']} from {folder} of {manifest['world_size']} rank(s)"
+            f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
             f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
         )
         return json.loads(json.dumps(self.state))
 
-    def after_step(self, state: dict[str, Any], last: bool, score: float | None = None) -> None:
+    def after_step(self, state: dict[str, Any]) -> None:
         """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, plain JSON
-        with the step's number as "step"; `score`: from `validation_score`. Saves when it is time to, obeys signals."""
+        with "step", "total_steps", and the "score" that `validation_score` gives. Saves when it is time to, obeys
+        signals."""
         self.state = json.loads(json.dumps(state))
-        self.score = score
         self.dirty = False
-        if last or (self.config.every and state["step"] % self.config.every == 0):
+        is_last = state["step"] == state["total_steps"]
+        if is_last or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
         self.check()
 
@@ -126,7 +130,6 @@ class Checkpoints:
         number = 0 if self.dirty else int(all_max([self.watchdog.signal]))
         if not number:
             return
-        self.wait()
         if self.state["step"] != self.saved_step:
             self._save()
         self.close()
@@ -151,13 +154,12 @@ class Checkpoints:
         return timings
 
     def wait(self) -> None:
-        """Waits until the last save is on disk. Raises its SaveError."""
+        """Waits until the last save is on disk. Raises OSError if it failed."""
         if self.writing is not None:
-            writing, self.writing = self.writing, None
-            self.saved_step = writing.result()
+            self.writing.result()
 
     def close(self) -> None:
-        """Waits for the last save. Raises its SaveError."""
+        """Waits for the last save. Raises OSError if it failed."""
         self.wait()
         self.writer.thread.shutdown()
 
@@ -173,68 +175,39 @@ class Checkpoints:
                 for name, tensor in tensors.items():
                     self.host[name].copy_(tensor)
                 tensors = self.host
-            manifest = {
-                "step": self.state["step"],
-                "score": self.score,
-                "state": self.state,
-                "world_size": self.world.size,
-                "script": self.script,
-                "parts": sorted(self.parts),
-                "flags": flags_of(self.args),
-            }
+            manifest = {"state": self.state, "world_size": self.world.size, "model": self.model, "flags": self.flags}
+            self.saved_step = self.state["step"]
             self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
             if not self.config.async_:
                 self.wait()
 
-    def _choose_undamaged(self) -> Path | None:
+    def _choose(self) -> Path | None:
         """The checkpoint to start from, every file of it read and compared; None for a new run."""
-        while (folder := on_main(self.world, self._choose)) is not None:
-            parts = all_gather_objects(check_files(folder, self.world.rank, self.world.size))
-            damage = [text for part in parts for text in part]
-            if not damage:
+        for folder in on_main(self.world, self._candidates):
+            damage = all_gather_objects(check_files(folder, self.world.rank, self.world.size))
+            what = "; ".join(sorted(set().union(*damage)))
+            if not what:
                 return folder
-            if self.config.resume != "auto":
-                raise ValueError(f"{folder} is damaged: {'; '.join(damage)}: choose another --save.resume")
-            print_on_main(self.world, f"{folder} is damaged: {'; '.join(damage)}. Renamed to damaged_{folder.name}")
+            if folder.parent != self.root:
+                raise ValueError(f"{folder} is damaged: {what}: choose another --save.resume")
+            print_on_main(self.world, f"{folder} is damaged: {what}. Renamed to damaged_{folder.name}")
             if self.world.is_main:
                 folder.rename(folder.with_name(f"damaged_{folder.name}"))
         return None
 
-    def _choose(self) -> Path | None:
-        """The checkpoint to start from, judged by names and sizes; None for a new run."""
-        own = complete_checkpoints(self.root.parent)
-        for folder in sorted(self.root.glob("step_*")):
-            if folder not in own:
-                print_on_main(self.world, f"{folder} is passed over: {incomplete(folder)}")
+    def _candidates(self) -> list[Path]:
+        """The checkpoints to start from, the first of them that is undamaged."""
+        own = sorted(self.root.glob("step_*"), reverse=True)
         how = self.config.resume
         counts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
         if how == "auto" or (own and counts != {"0"}):
-            return own[-1] if own else None
-        chosen = None if how == "none" else find(how)
-        newer = [folder for folder in own if chosen not in own or folder > chosen]
-        if newer:
+            return own
+        if own:
             raise ValueError(
-                f"--run-dir {self.args.run_dir} has newer checkpoints ({newer[-1].name}), which a later start would "
-                f"continue: with --save.resume {how}, choose another --run-dir or remove them"
+                f"--run-dir {self.root.parent} has checkpoints ({own[0].name}), which a later start would continue: "
+                f"with --save.resume {how}, choose another --run-dir or remove them"
             )
-        return chosen
-
-    def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
-        reader = Reader(folder)
-        then = json.loads((folder / "hf/config.json").read_bytes())
-        then |= {"script": manifest["script"], "trained parts": manifest["parts"]} | adapter_flags(manifest["flags"])
-        now = json.loads(self.files["config.json"]) | {"script": self.script, "trained parts": sorted(self.parts)}
-        now |= adapter_flags(flags_of(self.args))
-        free = NOT_COMPARED if self.config.resume == "auto" else NOT_COMPARED | {"script"}
-        wrong = [text for text in differences(then, now) if text.split()[0] not in free]
-        if wrong:
-            raise ValueError(
-                f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another "
-                f"--run-dir or --save.resume"
-            )
-        make_optimizer_state(self.parts, reader.read_metadata().state_dict_metadata)
-        self.dirty = False
-        dcp.load(tensors_of(self.parts), storage_reader=reader)
+        return [] if how == "none" else [find(how)]
 
 
 def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:
@@ -243,7 +216,7 @@ def validation_score(metrics: dict[str, float], best_metric: str) -> float | Non
     results = sorted(name for name in metrics if name.startswith("val-core/"))
     if not results:
         return None
-    if best_metric and best_metric not in metrics:
-        raise ValueError(f"--save.best-metric {best_metric} must be one that validation gives: {', '.join(results)}")
-    means_first = sorted(results, key=lambda name: "/mean@" not in name)       # each of the two in alphabetical order
-    return metrics[best_metric or means_first[0]]
+    name = best_metric or min(results, key=lambda result: "/mean@" not in result)  # the first in alphabetical order
+    if name not in metrics:
+        raise ValueError(f"--save.best-metric {name} must be one that validation gives: {', '.join(results)}")
+    return metrics[name]

@@ -1,7 +1,6 @@
 """The run folder as such: one folder for all ranks, writable, used by one run at a time, perhaps of a finished run."""
 
 import fcntl
-import math
 import os
 import socket
 from pathlib import Path
@@ -39,18 +38,14 @@ def lock(run_dir: str) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT)            # never closed, which would end the lock
-    except OSError as error:
-        raise ValueError(f"--run-dir {run_dir} cannot be written: {error}") from None
-    try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError:
         holder = os.read(file, 1000).decode().strip() or "another process"
-        os.close(file)
-        if not isinstance(error, BlockingIOError | PermissionError):
-            raise ValueError(f"--run-dir {run_dir}: its file system cannot lock {path}: {error}") from None
         raise ValueError(
             f"--run-dir {run_dir} is in use by {holder}: choose another --run-dir, or wait until that run has ended"
         ) from None
+    except OSError as error:
+        raise ValueError(f"--run-dir {run_dir}: {path} cannot be written or locked: {error}") from None
     holder = f"process {os.getpid()} on {socket.gethostname()}\n"
     os.ftruncate(file, 0)
     os.write(file, holder.encode())
@@ -66,16 +61,13 @@ def is_finished(args: Any, world: World) -> bool:
     if not checkpoints or args.save.resume != "auto" or (args.save.hf != "never" and not exported):
         return False
     manifest = on_main(world, lambda: read_manifest(checkpoints[-1]))
-    total_steps = args.total_steps
-    if args.total_epochs:
-        is_same = manifest["flags"]["--total-epochs"] == args.total_epochs
-        total_steps = manifest["state"]["total_steps"] if is_same else math.inf
-    if manifest["step"] < total_steps or manifest["state"].get("not_validated"):            # its last validation
+    changed, state = differences(manifest["flags"], flags_of(args)), manifest["state"]
+    has_other_length = any(text.startswith("--total-") for text in changed)
+    if state["step"] < state["total_steps"] or has_other_length or "not_validated" in state:    # its last validation
         return False
-    changed = differences(manifest["flags"], flags_of(args))
     print_on_main(
         world,
-        f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, of {total_steps} "
+        f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, of {state['total_steps']} "
         f"steps. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}",
     )
     return True

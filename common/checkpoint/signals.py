@@ -19,8 +19,6 @@ import psutil
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 HANG_EXIT_CODE = 124
-GRACE_S = 30.0
-"""The longest time for which a rank that hangs waits for others, so that each shows its stacks before one leaves."""
 
 
 class Watchdog:
@@ -39,7 +37,6 @@ class Watchdog:
         """The number of the first stop signal, 0: none yet."""
         self.rank = os.environ.get("RANK", "0")
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.phase("setup")
         pipe, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
@@ -53,12 +50,10 @@ class Watchdog:
         self.current = [name, 0.0]
 
     def _run(self, pipe: int) -> None:
-        last_look = time.monotonic()
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5)
-            current, now = self.current, time.monotonic()
-            current[1] += min(now - last_look, 1.0)  # longer: Slurm or Ctrl-Z suspended the whole process
-            last_look = now
+            current = self.current
+            current[1] += 0.0 if ready else 0.5  # no clock, because Slurm or Ctrl-Z may suspend the whole process
             for number in os.read(pipe, 64) if ready else b"":
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
@@ -71,7 +66,7 @@ class Watchdog:
         if self.signal == signal.SIGINT == number:
             os._exit(128 + number)
         by_torchrun = number == signal.SIGTERM and not self.signal and self.launcher is not None
-        if by_torchrun and len(psutil.Process(self.launcher).children()) < self.num_local_ranks:
+        if by_torchrun and len(psutil.Process(self.launcher).children()) < int(os.environ["LOCAL_WORLD_SIZE"]):
             # It has reaped a rank that ended with an error. Those that are left can reach no safe point.
             self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
         if not self.signal and self.rank == "0":
@@ -84,8 +79,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file)
                 file.seek(0)
                 why += f"; all Python stacks:\n{file.read()}"
-        sys.stderr.write(f"[rank {self.rank}] {why}\n")  # one write, so that the reports of ranks do not mix
-        sys.stderr.flush()
+        print(f"[rank {self.rank}] {why}\n", end="", file=sys.stderr, flush=True)  # one write: reports do not mix
         if code == HANG_EXIT_CODE:
-            time.sleep(min(GRACE_S, self.timeout_s))
+            time.sleep(min(30.0, self.timeout_s))  # so that each rank shows its stacks before one leaves
         os._exit(code)

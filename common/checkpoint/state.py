@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,12 @@ def make_optimizer_state(parts: Parts, stored: Iterable[str]) -> None:
 
 
 def flags_of(args: Any) -> dict[str, Any]:
-    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ...}, plain JSON without secrets."""
+    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ..., "script": "grpo.py"}, plain JSON without secrets."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
         flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
     flat = {f"--{name.replace('_', '-').rstrip('-')}": value for name, value in flat.items()}   # async_ -> async
-    return redacted(json.loads(json.dumps(flat, default=str)))
+    return redacted(json.loads(json.dumps(flat, default=str))) | {"script": Path(sys.argv[0]).name}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ class SaveConfig:
     """Data type of the weights in it. auto: that of --policy.compute-dtype. float32: as they were trained."""
     resume: str = "auto"
     """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
-    folder or a checkpoint. none and a path need a run folder without newer checkpoints; a restart by torchrun or Slurm
+    folder or a checkpoint. none and a path need a run folder without checkpoints; a restart by torchrun or Slurm
     continues the run folder in any case."""
     allow_changes: bool = False
     """Continue a run although flags that its results depend on are not those of its last start."""
@@ -52,10 +52,6 @@ class SaveConfig:
             )
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be written. Raised on all ranks."""
-
-
 class ShardWriter(dcp.FileSystemWriter):
     """DCP's writer, which says why the disk refused. torch.save replaces that error by `unexpected pos 704 vs 598`."""
 
@@ -63,9 +59,7 @@ class ShardWriter(dcp.FileSystemWriter):
         try:
             return super().write_data(*args)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+            raise (error.__context__ or error) from None
 
 
 class Writer:
@@ -79,29 +73,27 @@ class Writer:
         # The writer threads have a process group of their own.
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_s))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if world.is_main:
+            for leftover in root.glob(".step_*"):               # A killed process leaves such folders.
+                shutil.rmtree(leftover)
 
-    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> int:
-        """Writes one checkpoint. Returns its step; raises SaveError on all ranks."""
-        final = self.root / f"step_{manifest['step']:06d}"
+    def write(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Writes one checkpoint. Raises OSError on all ranks."""
+        final = self.root / f"step_{manifest['state']['step']:06d}"
         partial = final.with_name(f".{final.name}.partial")
         try:
-            together(lambda: self.world.is_main and self._delete_leftovers(), OSError, self.group)
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
             files = together(lambda: self._finish(partial), OSError, self.group)
             manifest["files"] = {name: entry for part in files for name, entry in part.items()}
             together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
-            return manifest["step"]
+            return
         except CheckpointException as error:
             reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()]
         except OSError as error:
             reasons = [f"{type(error).__name__}: {error}"]
         if self.world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise SaveError(f"{final} could not be written: {'; '.join(reasons)}")
-
-    def _delete_leftovers(self) -> None:
-        for leftover in self.root.glob(".step_*"):              # A killed process leaves such folders.
-            shutil.rmtree(leftover)
+        raise OSError(f"{final} could not be written: {'; '.join(reasons)}")
 
     def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
         """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
@@ -117,7 +109,6 @@ class Writer:
         write_manifest(partial, manifest)
         for folder in (partial / "hf", partial):
             sync(folder)
-        shutil.rmtree(final, ignore_errors=True)                # Only an incomplete checkpoint is ever replaced.
         partial.rename(final)
         sync(self.root)
         self._delete_old()
@@ -125,7 +116,7 @@ class Writer:
     def _delete_old(self) -> None:
         """Keeps the newest checkpoints and those with the best scores; of equal scores the newer ones."""
         found = complete_checkpoints(self.root.parent)
-        scores = {folder: read_manifest(folder)["score"] for folder in found}
+        scores = {folder: read_manifest(folder)["state"]["score"] for folder in found}
         ranked = sorted((score, folder) for folder, score in scores.items() if score is not None)
         best = [folder for _, folder in ranked[len(ranked) - self.config.keep_best :]]
         for old in found[: -self.config.keep]:

@@ -24,8 +24,7 @@ from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.model.sharding import shard_dim
-from common.parallel.mesh import num_shards
-from common.parallel.ranks import all_max, all_sum
+from common.parallel.ranks import all_max, all_sum, num_shards
 
 GIB = 2**30
 MAX_TOKENS = 32768

@@ -10,41 +10,33 @@ from common.parallel.ranks import all_gather_objects, all_sum
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
-    """Send response i of this rank's batch to rank `destination[i]` [S_local]. Returns what arrives, sorted by index.
+    """Send response i of this rank's batch, on the CPU, to rank `destination[i]` [S_local]. Returns what arrives, by
+    number.
 
     Ranks first tell each other their fields and sizes; then one message goes from each rank to each. A rank may bring
     or get nothing; ranks that bring responses must bring the same fields. Without a process group it only sorts."""
-    destination = torch.as_tensor(destination, dtype=torch.int64).cpu()
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return batch.sort()
-    counts = torch.bincount(destination, minlength=world_size).tolist()
-    by_destination = [batch.select(part) for part in destination.argsort(stable=True).split(counts)]
-    outgoing = [[part.lengths, *(tensor for tensor, _ in part.present().values())] for part in by_destination]
-    fields = tuple((name, tensor.dtype) for name, (tensor, _) in batch.present().items())
-    by_rank = all_gather_objects((len(batch) > 0, fields))
-    _, fields = max(by_rank, key=lambda brought: (brought[0], len(brought[1])))     # an empty batch may lack some
+    destination = torch.as_tensor(destination, dtype=torch.int64)
+    sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
+    batch = batch.select(destination.argsort())
+    fields = {name: (tensor.dtype, per) for name, (tensor, per) in batch.present().items()}
+    fields = max(all_gather_objects(fields), key=len)                           # an empty batch may lack some
 
-    # the sizes: how many numbers each field has in the message to each rank
-    home = batch.tokens.device
-    wire = "cuda" if dist.get_backend() == "nccl" else home                    # NCCL takes no CPU tensors
-    no_responses = [0] * (1 + len(fields))
-    sizes_out = [[len(column) for column in message] if len(batch) else no_responses for message in outgoing]
-    sizes_in = torch.empty(world_size, 1 + len(fields), dtype=torch.int64, device=wire)
-    dist.all_to_all_single(sizes_in, torch.tensor(sizes_out, device=wire))
-    totals_in = sizes_in.sum(1).tolist()
-    totals_out = [sum(sizes) for sizes in sizes_out]
+    # a row for each token, as float64: it holds token ids, float32 and flags exactly, so all fit in one message
+    columns = [tensor if per == "token" else tensor[batch.sequence_ids] for tensor, per in batch.present().values()]
+    sent = torch.stack([column.double() for column in columns], dim=1).view(-1, len(fields))    # [T, F]
+    sizes_in = torch.empty_like(sizes_out)
+    dist.all_to_all_single(sizes_in, sizes_out)
+    received = sent.new_empty(int(sizes_in.sum()), len(fields))
+    dist.all_to_all_single(received, sent, sizes_in.tolist(), sizes_out.tolist())
 
-    # the messages, as float64: it holds lengths, token ids, float32 and flags exactly, so all fit in one message
-    sent = torch.cat([column.double() for message in outgoing for column in message]).to(wire)
-    received = sent.new_empty(sum(totals_in))
-    dist.all_to_all_single(received, sent, totals_in, totals_out)
-    arrived = []
-    for message, sizes in zip(received.to(home).split(totals_in), sizes_in.tolist()):
-        lengths, *columns = message.split(sizes)
-        values = {name: column.to(dtype) for (name, dtype), column in zip(fields, columns)}
-        arrived.append(Batch(**values, cu_seqlens=offsets(lengths)))
-    return Batch.cat(arrived).sort()
+    columns = dict(zip(fields, received.T))                                                         # name -> [T]
+    _, lengths = columns["number"].unique_consecutive(return_counts=True)
+    cu_seqlens = offsets(lengths)
+    picks = {"token": slice(None), "response": cu_seqlens[:-1]}
+    values = {name: columns[name][picks[per]].to(dtype) for name, (dtype, per) in fields.items()}
+    return Batch(**values, cu_seqlens=cu_seqlens).sort()
 
 
 def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:

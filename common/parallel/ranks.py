@@ -1,4 +1,4 @@
-"""Processes: the group that torchrun made (or a group of one), the device, sums over all ranks, seeds."""
+"""Processes: the group that torchrun made (or a group of one), the device, how ranks are grouped, sums, seeds."""
 
 import hashlib
 import os
@@ -13,9 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-
-from common.parallel.mesh import make_mesh, make_sequence_group, num_shards
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEVICES = Path("/dev")
 
@@ -84,6 +82,33 @@ def collective_timeout(timeout_s: float) -> timedelta:
     """How long a collective waits: longer than a phase of `timeout_s`, because the watchdog's report says more. Every
     group needs it; torch's own default is 30 minutes. 0: 24 days, which in milliseconds is still a 32-bit number."""
     return timedelta(seconds=timeout_s + 300) if timeout_s else timedelta(days=24)
+
+
+def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1) -> int:
+    """Over how many ranks each copy of the model is sharded. Raises ValueError where the ranks cannot be divided so."""
+    for flag, value in {"replicas": replicas, "sequence-parallel": sequence_parallel}.items():
+        if value < 1 or num_ranks % value:
+            raise ValueError(f"--policy.{flag} {value} must be at least 1 and divide the {num_ranks} ranks evenly")
+    return num_ranks // replicas
+
+
+def make_mesh(device_type: str, replicas: int, timeout: timedelta) -> DeviceMesh:
+    """The mesh for `fully_shard`: [shard], or [replicate, shard] where there are several copies. Ranks that follow each
+    other hold one copy, because they are on one machine, where links are fast. Collectives wait for `timeout`."""
+    size = dist.get_world_size()
+    ranks = torch.arange(size).view(replicas, num_shards(size, replicas))
+    if replicas == 1:
+        return init_device_mesh(device_type, (size,))
+    groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def make_sequence_group(sequence_parallel: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The ranks that run a micro-batch together, this one among them: they follow each other. None: each by itself."""
+    if sequence_parallel == 1:
+        return None
+    groups = torch.arange(dist.get_world_size()).view(-1, sequence_parallel)
+    return dist.new_subgroups_by_enumeration(groups.tolist(), timeout)[0]
 
 
 def shutdown() -> None:

@@ -65,7 +65,7 @@ def main(args: Args) -> None:
         seconds.setdefault("torch.save", []).append(plain_save(tensors, folder / "plain.pt"))
         for name, run in runs.items():
             start = time.perf_counter()
-            run.after_step({"step": step}, last=True)
+            run.after_step({"step": step, "total_steps": step, "score": None})
             kind = f"{name}, first" if step == 1 and run.config.async_ else name
             seconds.setdefault(f"save {kind}: blocks", []).append(run.metrics()["timing_s/save_checkpoint"])
             run.wait()

@@ -113,7 +113,7 @@ def update_work(shape: Shape, job: Job) -> dict[str, np.ndarray]:
     return work | {"all_gather": 2 * (2 * shape.layer_weights + shape.root_weights) * others * n,
                    "reduce_scatter": 4 * shape.weights * others * n, "sync": 2 * shape.weights * others,
                    # tokens, mask and engine log-probs of a response, its length and number, as float64
-                   "exchange": np.bincount(home[moved], (8.0 * (3 * lengths + 2))[moved], minlength=job.ranks)}
+                   "exchange": np.bincount(home[moved], (8.0 * 5 * lengths)[moved], minlength=job.ranks)}
 
 
 def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:

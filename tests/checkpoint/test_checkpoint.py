@@ -50,7 +50,7 @@ def save(trained, world, watch, tmp_path):
     """save(step, score): one more checkpoint of a run in `tmp_path`; flags as in SaveConfig."""
     def save(step: int, score: float | None = None, **flags):
         run = checkpoints_of(tmp_path, world, *trained, watch, **flags)
-        run.after_step(STATE | {"step": step}, last=True, score=score)
+        run.after_step(STATE | {"step": step, "score": score})
         run.close()
     return save
 
@@ -98,17 +98,17 @@ def test_two_trained_parts(model, trained, world, watch, tmp_path):
     critic.weight.grad = torch.randn(2, 3)
     critic_optimizer.step()
     policy, optimizer = trained
-    run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
-    run.parts = run.parts | {"critic": (critic, critic_optimizer)}
-    run.after_step(STATE, last=True)
+    parts = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch, parts=parts)
+    run.after_step(STATE)
     run.close()
     fresh = torch.nn.Linear(3, 2)
     fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
-    run = checkpoints_of(tmp_path, world, *start(model, world), watch)
+    policy, optimizer = start(model, world)
     with pytest.raises(ValueError, match=r"trained parts was \['critic', 'policy'\], is \['policy'\]"):
-        run.resume()
-    run.parts = run.parts | {"critic": (fresh, fresh_optimizer)}
-    run.resume()
+        checkpoints_of(tmp_path, world, policy, optimizer, watch).resume()
+    parts = {"policy": (policy, optimizer), "critic": (fresh, fresh_optimizer)}
+    checkpoints_of(tmp_path, world, policy, optimizer, watch, parts=parts).resume()
     assert torch.equal(fresh.weight, critic.weight) and torch.equal(fresh.bias, critic.bias)
     momentum = [fresh_optimizer.state[p].get("momentum_buffer") for p in fresh.parameters()]
     assert torch.equal(momentum[0], critic_optimizer.state[critic.weight]["momentum_buffer"])
@@ -127,7 +127,7 @@ def test_moments_that_are_offloaded_are_saved(model, world, watch, tmp_path):
     Offload(OffloadConfig(optimizer=True), [policy], [optimizer])
     train(policy, optimizer, range(2))
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     plain = start(model, world)
     train(*plain, range(2))
@@ -142,13 +142,14 @@ def test_nothing_to_load(model, world, watch, tmp_path):
     assert_same(everything(*filled), before)
 
 
-def test_other_numbers_of_ranks(model, world, watch, tmp_path):
+def test_other_numbers_of_ranks(model, world, watch, tmp_path, monkeypatch):
     """Saved by one rank and loaded by two; saved by two in the background, while they train on, and loaded by one."""
+    monkeypatch.setattr("sys.argv", ["rank_worker.py"])
     shutil.copytree(model, tmp_path / "model")
     policy, optimizer = start(model, world)
     train(policy, optimizer, range(2))
     run = checkpoints_of(tmp_path / "by_one", world, policy, optimizer, watch)
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     want = everything(policy, optimizer)
     log = tmp_path / "log"
@@ -196,7 +197,7 @@ def test_the_best_are_kept_too(save, tmp_path):
     for step, score in enumerate([0.5, 0.9, 0.7, None, 0.7, 0.1, 0.2], start=1):
         save(step, score, keep=1, keep_best=2)
     assert names(tmp_path) == ["step_000002", "step_000005", "step_000007"]     # of equal scores the newer one
-    assert [files.read_manifest(f)["score"] for f in files.complete_checkpoints(tmp_path)] == [0.9, 0.7, 0.2]
+    assert [files.read_manifest(f)["state"]["score"] for f in files.complete_checkpoints(tmp_path)] == [0.9, 0.7, 0.2]
     save(8, 0.3, keep=1, keep_best=0)
     assert names(tmp_path) == ["step_000008"]
 
@@ -216,29 +217,27 @@ def test_the_score_is_one_named_metric():
         manager.validation_score(metrics, "acc")
 
 
-def test_what_a_kill_leaves_is_passed_over_and_removed(four, save, model, world, watch):
+def test_what_a_kill_leaves_is_removed(four, save, model, world, watch):
     (four / "step_000004/manifest.json").unlink()
     shutil.copytree(four / "step_000002", four / ".step_000009.partial")
     shutil.copytree(four / "step_000002", four / ".step_000001.deleted")
     assert names(four.parent)[-1] == "step_000003"
     assert resume(four.parent, model, world, watch)[0]["step"] == 3
     save(5, keep=9)
-    save(4, keep=9)                                                     # an incomplete one of that name is replaced
+    save(4, keep=9)                                                     # the damaged one has another name by now
     assert names(four.parent)[-2:] == ["step_000004", "step_000005"]
     assert not list(four.glob(".*"))
 
 
 def test_a_checkpoint_or_a_run_folder_by_name(four, model, world, watch, tmp_path):
-    """A new run may start from any; in the run's own folder, newer ones would be continued later by mistake."""
+    """A new run may start from any; in the run's own folder, those it has would be continued later by mistake."""
     other = tmp_path / "other"
     assert resume(other, model, world, watch, resume=str(four.parent))[0]["step"] == 4
     state, *_ = resume(other, model, world, watch, resume=str(four / "step_000002"))
     assert state["step"] == 2 and "tracker" not in state                # another run's wandb run is not continued
-    assert resume(four.parent, model, world, watch, resume=str(four / "step_000004"))[0] == STATE | {"step": 4}
-    with pytest.raises(ValueError, match=r"newer checkpoints \(step_000004\).*--save.resume .*step_000002, choose"):
-        resume(four.parent, model, world, watch, resume=str(four / "step_000002"))
-    with pytest.raises(ValueError, match=r"newer checkpoints \(step_000004\).*--save.resume none, choose another"):
-        resume(four.parent, model, world, watch, resume="none")
+    for how in (str(four / "step_000002"), str(four / "step_000004"), "none"):
+        with pytest.raises(ValueError, match=rf"has checkpoints \(step_000004\).*--save.resume {how}, choose another"):
+            resume(four.parent, model, world, watch, resume=how)
     assert resume(other, model, world, watch, resume="none")[0] == {}
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
         resume(other, model, world, watch, resume=str(other))

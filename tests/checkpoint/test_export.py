@@ -105,7 +105,7 @@ def test_a_checkpoint_becomes_a_folder_for_hugging_face(trained, exported, model
     """And what `list` shows of it."""
     hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
     run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, async_=True)
-    run.after_step(STATE, last=True, score=0.5)
+    run.after_step(STATE | {"score": 0.5})
     run.close()
     folder = tmp_path / "checkpoints/step_000002"
     checkpoints.list_checkpoints(str(tmp_path))
@@ -118,7 +118,7 @@ def test_a_checkpoint_becomes_a_folder_for_hugging_face(trained, exported, model
     assert sorted([*names, "model.safetensors"]) == sorted(path.name for path in (tmp_path / "again").iterdir())
     assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
     (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
-    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp has another checksum"):
+    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp is missing or has another checksum"):
         checkpoints.export_checkpoint(str(folder), tmp_path / "again")
 
 
@@ -156,7 +156,7 @@ def test_a_mixture_is_exported_as_it_was_published(kind, exported, world, watch,
     export.export(policy, hf_files, tmp_path / "model", world)
     assert_same(weights_of(tmp_path / "model"), want)
     run = checkpoints_of(tmp_path / "run", world, policy, optimizer, watch, hf_files)
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
     assert_same(weights_of(tmp_path / "again"), want)
@@ -170,7 +170,7 @@ def test_export_is_in_the_dtype_that_the_run_computes_in(trained, exported, mode
     hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "float32")
     export.export(trained[0], hf_files, tmp_path / "model", world)
     run = checkpoints_of(tmp_path / "run", world, *trained, watch, hf_files)
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
     for folder in (tmp_path / "model", tmp_path / "again"):
@@ -182,7 +182,7 @@ def test_export_is_in_the_dtype_that_the_run_computes_in(trained, exported, mode
 def test_a_link_in_an_untrusted_checkpoint_is_not_followed(trained, world, watch, tmp_path):
     (tmp_path / "secret").write_text("of another user")
     run = checkpoints_of(tmp_path / "run", world, *trained, watch)
-    run.after_step(STATE, last=True)
+    run.after_step(STATE)
     run.close()
     folder = tmp_path / "run/checkpoints/step_000002"
     (folder / "hf/notes.txt").symlink_to(tmp_path / "secret")

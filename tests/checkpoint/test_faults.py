@@ -39,18 +39,13 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def set_config(path: Path, **entries) -> None:
-    """Another model in the checkpoint, its manifest in order."""
-    config = json.loads(path.read_text()) | entries
-    path.write_text(json.dumps(config))
-    folder = path.parent.parent
-    manifest = files.read_manifest(folder)
-    manifest["files"]["hf/config.json"] = {"size": path.stat().st_size, "crc32": files.crc32(path)}
-    files.write_manifest(folder, manifest)
-
-
 def set_manifest(folder: Path, **entries) -> None:
     files.write_manifest(folder, files.read_manifest(folder) | entries)
+
+
+def set_model(folder: Path, **entries) -> None:
+    """Another model in the checkpoint."""
+    set_manifest(folder, model=files.read_manifest(folder)["model"] | entries)
 
 
 def set_flags(folder: Path, **flags) -> None:
@@ -59,27 +54,32 @@ def set_flags(folder: Path, **flags) -> None:
 
 DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a regular expression), the step resumed from
     "a shard cut short": (
-        lambda new: cut(new / "__0_0.distcp"), r"step_000002 is passed over: __0_0.distcp is missing or not", 1),
+        lambda new: cut(new / "__0_0.distcp"),
+        r"step_000002 is damaged: __0_0.distcp is missing or has another .*. Renamed to damaged_", 1),
     "a shard gone": (
-        lambda new: (new / "__0_0.distcp").unlink(), r"step_000002 is passed over: __0_0.distcp is missing or not", 1),
+        lambda new: (new / "__0_0.distcp").unlink(),
+        r"step_000002 is damaged: __0_0.distcp is missing or has another .*. Renamed to damaged_", 1),
     "the manifest gone": (
-        lambda new: (new / "manifest.json").unlink(), r"step_000002 is passed over: .*manifest.json is missing or", 1),
+        lambda new: (new / "manifest.json").unlink(), r"step_000002 is damaged: manifest.json is missing or", 1),
     "a byte of the manifest flipped": (
-        lambda new: flip(new / "manifest.json"), r"step_000002 is passed over: .*manifest.json is missing or", 1),
+        lambda new: flip(new / "manifest.json"), r"step_000002 is damaged: manifest.json is missing or", 1),
     "a byte of a shard flipped": (
         lambda new: flip(new / "__0_0.distcp"),
-        r"step_000002 is damaged: __0_0.distcp has another checksum than .*. Renamed to damaged_", 1),
+        r"step_000002 is damaged: __0_0.distcp is missing or has another checksum than .*. Renamed to damaged_", 1),
     "a byte of the index flipped": (
-        lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata has another .* damaged_", 1),
+        lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata is .* damaged_", 1),
     "another model, other shapes": (
-        lambda new: set_config(new / "hf/config.json", hidden_size=32),
+        lambda new: set_model(new, hidden_size=32),
         r"error: .*does not fit this run: hidden_size was 32, is 24: choose another --run-dir or --save.resume", None),
     "another model, the same shapes": (
-        lambda new: set_config(new / "hf/config.json", rms_norm_eps=0.5),
+        lambda new: set_model(new, rms_norm_eps=0.5),
         r"error: .*does not fit this run: rms_norm_eps was 0.5, is 1e-06: choose", None),
     "another algorithm": (
-        lambda new: set_manifest(new, script="ppo.py", parts=["critic", "policy"]),
-        r"does not fit this run: script was ppo.py, is script.py; trained parts was \['critic', 'policy'\]", None),
+        lambda new: set_model(new, **{"trained parts": ["critic", "policy"]}),
+        r"does not fit this run: trained parts was \['critic', 'policy'\], is \['policy'\]: choose another", None),
+    "another script": (
+        lambda new: set_flags(new, script="dapo.py"),
+        r"error: .* was trained with other flags: script was dapo.py, is grpo.py: give the old ones", None),
     "a flag that changes the results": (
         lambda new: set_flags(new, **{"--lr": 0.5}),
         r"error: .* was trained with other flags: --lr was 0.5, is 0.01: give the old ones, or another", None),
@@ -111,7 +111,8 @@ def said(run_dir, model, world, watch, **flags) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize("fault", DAMAGE)
-def test_a_damaged_checkpoint(fault, save, model, world, watch, tmp_path):
+def test_a_damaged_checkpoint(fault, save, model, world, watch, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
     save(1)
     save(2)
     damage, message, step = DAMAGE[fault]
@@ -153,29 +154,30 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
     """The save fails on all ranks, and the earlier checkpoint stays."""
     with small_disk(1) as disk:
         run = checkpoints_of(disk / "run", world, *trained, watch, async_=True)
-        run.after_step(STATE | {"step": 1}, last=True)
+        run.after_step(STATE | {"step": 1})
         run.wait()
         if how == "full":
             free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
             (disk / "filler").write_bytes(bytes(free - 8192))
         else:
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        run.after_step(STATE | {"step": 2}, last=True)
+        run.after_step(STATE | {"step": 2})
         message = "No space left on device" if how == "full" else "Read-only file system"
         said = rf"step_000002 could not be written: (rank 0: )?OSError: .*{message}"
-        with pytest.raises(writing.SaveError, match=said) as error:
+        with pytest.raises(OSError, match=said) as error:
             run.wait()
         note(f"a {how} disk", str(error.value))
         assert [folder.name for folder in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
         if how == "full":
             stops = checkpoints_of(disk / "run", world, *trained, watch)
-            with pytest.raises(writing.SaveError, match=message):
-                stops.after_step(STATE | {"step": 2}, last=True)
+            with pytest.raises(OSError, match=message):
+                stops.after_step(STATE | {"step": 2})
             (disk / "filler").unlink()
-            stops.after_step(STATE | {"step": 2}, last=True)
+            stops = checkpoints_of(disk / "run", world, *trained, watch)
+            stops.after_step(STATE | {"step": 2})
             assert len(files.complete_checkpoints(disk / "run")) == 2
         else:
-            with pytest.raises(ValueError, match=r"--run-dir .* cannot be written: .*Read-only file system") as error:
+            with pytest.raises(ValueError, match=r"--run-dir .* cannot be written or locked: .*Read-only") as error:
                 run_folder.open_run_folder(str(disk / "run"), world)
             note("a read-only run folder at the start", f"error: {error.value}")
 
@@ -186,9 +188,9 @@ def test_a_full_disk_is_named_where_torch_hides_it(world):
         (disk / "checkpoints").mkdir()
         hf_files = {"config.json": b'{"dtype": "bfloat16", "model_type": "llama"}'}
         writer = writing.Writer(manager.SaveConfig(), disk / "checkpoints", world, hf_files)
-        manifest = {"step": 1, "score": None}
+        manifest = {"state": STATE | {"step": 1}}
         said = r"step_000001 could not be written: .*No space left on device"
-        with pytest.raises(writing.SaveError, match=said) as error:
+        with pytest.raises(OSError, match=said) as error:
             writer.write({"policy.model.lm.weight": torch.randn(1 << 19)}, manifest)
         note("a full disk: a tensor that does not fit", str(error.value))
         assert list((disk / "checkpoints").iterdir()) == []

@@ -61,7 +61,7 @@ def assert_same_run(run, want, total: int = TOTAL) -> None:
 
 
 def steps_on_disk(run_dir) -> list[int]:
-    return [files.read_manifest(folder)["step"] for folder in files.complete_checkpoints(run_dir)]
+    return [files.read_manifest(folder)["state"]["step"] for folder in files.complete_checkpoints(run_dir)]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,8 @@ def test_the_run_learns_something(in_one_go, tiny_llama):
     start = AutoModelForCausalLM.from_pretrained(tiny_llama).state_dict()["model.embed_tokens.weight"]
     end = AutoModelForCausalLM.from_pretrained(in_one_go / "model").state_dict()["model.embed_tokens.weight"]
     assert (start - end.float()).abs().max() > 0.005
-    assert files.read_manifest(in_one_go / "checkpoints/step_000004")["score"] == rows[-1]["val-core/sums/acc/mean@1"]
+    state = files.read_manifest(in_one_go / "checkpoints/step_000004")["state"]
+    assert state["score"] == rows[-1]["val-core/sums/acc/mean@1"]
 
 
 def test_what_takes_long_before_the_first_step_is_a_phase_of_its_own(in_one_go):

@@ -16,7 +16,7 @@ from tests.checkpoint.faulty import server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_faults import note
 from tests.conftest import ROOT
-from tests.rank_worker import Flags
+from tests.rank_worker import STATE, Flags
 
 # ruff: noqa: F811  (fixtures that are imported)
 
@@ -69,7 +69,7 @@ def test_a_second_run_ends_before_it_loads_anything(holder, tiny_llama, tmp_path
 
 def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys):
     finished = run_folder.is_finished
-    flags = Flags(SaveConfig(keep=4), run_dir=str(tmp_path))
+    flags = Flags(SaveConfig(keep=4, every=1), run_dir=str(tmp_path))
     assert not finished(flags, world)                                   # nothing there yet
     save(2, keep=4)
     assert not finished(replace(flags, total_steps=3), world)           # --total-steps was raised
@@ -87,7 +87,7 @@ def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys
     assert text == f"{said}; other flags now: --lr was 0.01, is 0.5\n"
     note("a finished run, started again", text)
     folder = tmp_path / "checkpoints/step_000002"
-    files.write_manifest(folder, files.read_manifest(folder) | {"state": {"step": 2, "not_validated": {"x": 1.0}}})
+    files.write_manifest(folder, files.read_manifest(folder) | {"state": STATE | {"not_validated": {"x": 1.0}}})
     assert not finished(flags, world)                                   # stopped in its last validation
 
 

@@ -14,7 +14,7 @@ from common.model.loading import load_critic, load_policy
 from common.model.lora import LoRAConfig, is_adapter
 from common.model.policy import ModelConfig, saved_buffers
 from common.parallel import ranks
-from common.parallel.mesh import make_mesh
+from common.parallel.ranks import make_mesh
 
 FLOAT32, BF16 = ModelConfig(compute_dtype="float32"), ModelConfig()
 

@@ -27,7 +27,7 @@ from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.conftest import VOCAB
 from tests.model.test_memory_plan import ALL, llama, plan_of  # noqa: F401 (fixture)
 from tests.model.test_policy import make_batch, save_model
-from tests.rank_worker import checkpoints_of
+from tests.rank_worker import STATE, checkpoints_of
 from tools import checkpoints
 
 BF16, FLOAT32 = ModelConfig(), ModelConfig(compute_dtype="float32")
@@ -142,13 +142,13 @@ def test_a_checkpoint_holds_adapters_alone_and_continues(tiny_llama, world, watc
     optimizer = make_optimizer(policy, OptimConfig())
     train_adapters(policy, optimizer)
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
-    run.after_step({"step": 2}, last=True)
+    run.after_step(STATE)
     run.close()
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.distcp"))
     assert size < 0.2 * 12 * sum(p.numel() for p in policy.parameters())
     again = load_policy(tiny_llama, FLOAT32, world, lora=RANK4)
     other = make_optimizer(again, OptimConfig())
-    assert checkpoints_of(tmp_path, world, again, other, watch).resume() == {"step": 2}
+    assert checkpoints_of(tmp_path, world, again, other, watch).resume() == STATE
     want, found = (tensors_of({"policy": x}) for x in ((policy, optimizer), (again, other)))
     assert want.keys() == found.keys() and sum("exp_avg_sq" in name for name in want) == 2 * 7 * 2
     assert all(torch.equal(*(x.full_tensor() if hasattr(x, "full_tensor") else x for x in (want[name], found[name])))
@@ -178,9 +178,9 @@ def test_a_checkpoint_fits_no_other_adapters(tiny_llama):
 
 def save(policy, model: str, files: dict[str, bytes], world, watch, folder, adapters: LoRAConfig = RANK4) -> None:
     """A checkpoint of a run in `folder`."""
-    run = checkpoints_of(folder, world, policy, make_optimizer(policy, OptimConfig()), watch, files)
-    run.args = RunArgs(model=model, train_data=(), lora=adapters, run_dir=str(folder))
-    run.after_step({"step": 1}, last=True)
+    args = RunArgs(model=model, train_data=(), lora=adapters, run_dir=str(folder))
+    run = checkpoints_of(folder, world, policy, make_optimizer(policy, OptimConfig()), watch, files, args=args)
+    run.after_step(STATE | {"step": 1, "total_steps": 1})
     run.close()
 
 

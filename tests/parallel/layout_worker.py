@@ -23,7 +23,7 @@ from common.model.sequence_parallel import plan_groups
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
-from common.parallel.mesh import make_mesh
+from common.parallel.ranks import make_mesh
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 

@@ -17,7 +17,7 @@ from common.model import loading, sequence_parallel, sharding
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
-from common.parallel.mesh import make_mesh, make_sequence_group
+from common.parallel.ranks import make_mesh, make_sequence_group
 from tests.parallel.layout_worker import Step, gradient
 
 

@@ -17,7 +17,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from common.parallel import ranks
-from common.parallel.mesh import make_mesh, make_sequence_group
+from common.parallel.ranks import make_mesh, make_sequence_group
 from common.tracking import profiling
 
 
