@@ -73,7 +73,7 @@ class StandIn:
         params = self.requests.pop(number)
         draw = random.Random(params.seed)
         tokens = [draw.randint(300, 2000) for _ in range(draw.randint(1, params.max_tokens))]
-        logprobs = [{token: types.SimpleNamespace(logprob=-1.0)} for token in tokens]
+        logprobs = types.SimpleNamespace(logprobs=[-1.0] * len(tokens), start_indices=[*range(len(tokens))])
         out = types.SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="stop")
         return [types.SimpleNamespace(request_id=number, outputs=[out])]
 

@@ -79,8 +79,8 @@ class StandIn:
     def step(self):
         number = next(iter(self.requests))
         del self.requests[number]
-        out = types.SimpleNamespace(token_ids=[7], logprobs=[{7: types.SimpleNamespace(logprob=-6.2)}],
-                                    finish_reason="length")
+        logprobs = types.SimpleNamespace(logprobs=[-6.2], start_indices=[0])            # as FlatLogprobs
+        out = types.SimpleNamespace(token_ids=[7], logprobs=logprobs, finish_reason="length")
         return [types.SimpleNamespace(request_id=number, outputs=[out])]
 
     @property
