@@ -88,8 +88,15 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
 
 def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutConfig:
     """How validation samples; temperature 0 is greedy."""
-    filters = {"top_p": config.val_top_p, "top_k": config.val_top_k, "min_p": 0.0}
-    return replace(config, temperature=temperature, oversample=0.0, drop=(), **filters)
+    return replace(
+        config,
+        temperature=temperature,
+        top_p=config.val_top_p,
+        top_k=config.val_top_k,
+        min_p=0.0,
+        oversample=0.0,
+        drop=(),
+    )
 
 
 @dataclass
