@@ -45,7 +45,9 @@ NUMBERS = {
 
 RESTRICTED = r"""
 command_not_found_handle() {                # every program: PATH is empty
-    printf '%s\0' "$@" $'\n' >&3
+    read -r -N 1 -u "$TAKE"                  # the lock: programs of a pipe write one after the other
+    printf '%s\0' "$@" $'\n' >&"$STARTED"
+    printf . >&"$GIVE"
     ((BASH_SUBSHELL == 0)) || return 127     # in $(...), for what the script falls back to
 }
 tee() { :; }
@@ -163,11 +165,14 @@ def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]
     bash itself reads it, in its restricted mode and without a PATH: no program starts and no file is written."""
     text = re.sub(r"(?<=\s)(?:\d|&)?>>?(?!=)[ \t]*[^\s&|;()=]+", "", text)        # > file, which that mode refuses
     environment = {"PATH": "/nonexistent", "HOME": os.environ.get("HOME", ""), **variables}
-    with tempfile.TemporaryFile("w+") as started:
+    take, give = os.pipe()
+    with tempfile.TemporaryFile("w+") as started, open(take), open(give, "wb", buffering=0) as lock:
+        lock.write(b".")
+        files = (started.fileno(), take, give)
+        numbers = "readonly STARTED={} TAKE={} GIVE={}".format(*files)
         bash = subprocess.run(
-            [shutil.which("bash"), "--norc", "-c", f"exec 3>&{started.fileno()}\n{RESTRICTED}\n{text}"],
-            env=environment, pass_fds=[started.fileno()], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=20,
+            [shutil.which("bash"), "--norc", "-c", f"{numbers}\n{RESTRICTED}\n{text}"],
+            env=environment, pass_fds=files, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
         )
         started.seek(0)
         commands = [command.split("\0")[:-1] for command in started.read().split("\n\0")[:-1]]

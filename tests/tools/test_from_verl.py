@@ -477,6 +477,13 @@ def test_the_reader_agrees_with_bash(script):
     assert expected and commands == expected
 
 
+def test_programs_of_a_pipe_do_not_mix():
+    """Both sides of a pipe run at once, and bash writes a word with line ends in pieces."""
+    word = "line\n" * 2000
+    commands, _ = shell_commands(f"python3 '{word}' | cat '{word}'", {})
+    assert sorted(commands) == [["cat", word], ["python3", word]]
+
+
 def test_a_script_can_do_nothing(tmp_path):
     """No program, no file, no way out of the restricted mode; what that leaves open is said."""
     evil = f"{tmp_path}/evil"
