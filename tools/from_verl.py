@@ -175,7 +175,7 @@ def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]
             env=environment, pass_fds=files, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
         )
         started.seek(0)
-        commands = [command.split("\0")[:-1] for command in started.read().split("\n\0")[:-1]]
+        commands = [command.split("\0") for command in started.read().split("\0\n\0")[:-1]]
     used = set(re.findall(r"\$\{?([A-Za-z_]\w*)\}?(?![:\w\[-])", text))
     known = set(re.findall(r"\b([A-Za-z_]\w*)\+?=|\bfor (\w+) in", text))
     unset = used - {name for pair in known for name in pair} - environment.keys()
