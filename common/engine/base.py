@@ -77,9 +77,6 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     seeds: Literal["response", "engine"] = "response"
     """response: each response has its own random seed. engine: one random seed per engine and step, which is faster on
     GPUs where vLLM uses its first model runner."""
-    batch_invariant: bool = False
-    """On GPUs, use vLLM's batch-invariant kernels, so that a response with its own seed does not depend on the other
-    responses of its batch. This slows the trainer too: torch's kernels are replaced and NCCL gets a single channel."""
     max_probe_diff: float = 0.1
     """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: never."""
     extra: str = "{}"

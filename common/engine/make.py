@@ -70,7 +70,7 @@ def check_rollout(
 def check_hf(config: RolloutConfig) -> None:
     """Refuse flags that only vLLM has."""
     defaults = RolloutConfig()
-    for field in ("tp", "stop", "seeds", "batch_invariant", "quantization", "extra"):
+    for field in ("tp", "stop", "seeds", "quantization", "extra"):
         value = getattr(config, field)
         if value != getattr(defaults, field):
             raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")
@@ -85,21 +85,12 @@ def check_vllm(config: RolloutConfig, world: World) -> None:
         raise ValueError(f"vLLM {versions[0]} is outside the supported range {VLLM_SUPPORTED}: install one of these")
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
-    if config.batch_invariant and config.seeds != "response":
-        raise ValueError(f"--rollout.batch-invariant needs --rollout.seeds response, here it is {config.seeds}")
-    if world.device.type == "cpu":
-        if config.batch_invariant:
-            raise ValueError("--rollout.batch-invariant needs a GPU: vLLM's CPU build does not have it")
-        if config.quantization != "none":
-            raise ValueError("--rollout.quantization needs a GPU: vLLM's CPU build does not have it")
+    if config.quantization == "none":
         return
+    if world.device.type == "cpu":
+        raise ValueError("--rollout.quantization needs a GPU: vLLM's CPU build does not have it")
     capability = torch.cuda.get_device_capability()
-    if config.batch_invariant and capability[0] == 8:
-        raise ValueError(
-            f"--rollout.batch-invariant: on compute capability {capability} vLLM replaces torch.matmul by kernels "
-            f"without a backward, so nothing could be trained: leave it out, or use a GPU of 9.0 or newer"
-        )
-    if config.quantization == "fp8" and capability < (8, 9):
+    if capability < (8, 9):
         raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
 
 

@@ -43,8 +43,6 @@ class VLLMEngine(Engine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        if config.batch_invariant:
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if importlib.util.find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM imports it otherwise
         options: dict[str, Any] = {
@@ -244,7 +242,7 @@ def unchanged_process() -> Iterator[None]:
     """Restore what the construction of `LLM()` changes in the trainer's process.
 
     It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads and pins the process to cores;
-    with --rollout.batch-invariant it replaces torch.bmm by a function without a backward.
+    with VLLM_BATCH_INVARIANT=1 it replaces torch.bmm by a function without a backward.
     """
     num_threads = torch.get_num_threads()
     cores = os.sched_getaffinity(0)

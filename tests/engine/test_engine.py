@@ -318,8 +318,6 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a filtered distribution"),
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
-        ({"batch_invariant": True, "seeds": "response"}, r"--rollout.batch-invariant needs a GPU"),
-        ({"batch_invariant": True, "seeds": "engine"}, r"--rollout.batch-invariant needs --rollout.seeds response"),
         ({"engine": "hf", "stop": ("a",)}, r"--rollout.stop \('a',\) needs --rollout.engine vllm"),
         ({"engine": "hf", "extra": '{"a": 1}'}, r'--rollout.extra {"a": 1} needs --rollout.engine vllm'),
         ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
@@ -334,9 +332,6 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 @pytest.mark.parametrize(
     ("flags", "capability", "message"),
     [
-        ({"batch_invariant": True, "seeds": "response"}, (8, 0), r"capability \(8, 0\) .* without a backward"),
-        ({"batch_invariant": True, "seeds": "response"}, (8, 9), r"capability \(8, 9\) .* without a backward"),
-        ({"batch_invariant": True, "seeds": "response"}, (9, 0), None),
         ({"quantization": "fp8"}, (8, 6), r"fp8 needs compute capability 8.9 or newer, this GPU has \(8, 6\)"),
         ({"quantization": "fp8"}, (8, 9), None),
     ],
