@@ -6,11 +6,12 @@ matrix products, plus a fixed time and a time per sequence; a sequence gets a sl
 A group's prompt is prefilled once. In the update all ranks wait for the slowest one in every micro-batch (the plan is
 `packing.plan_step`'s); FSDP's gathers and reduce-scatters hide behind the products, except a layer's first gather.
 A collective over n ranks is a ring: bytes at the slowest link's rate and n - 1 hops. Rewards are ready as generation
-ends. Not in it: logging, validation, checkpoints, stragglers, failures.
+ends. With `--rollout.in-flight`, prompts and what is carried over are prefilled at the start of a step. Where ranks are
+split, a step takes as long as the slower side. Not in it: logging, validation, checkpoints, stragglers, failures.
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -141,59 +142,172 @@ def sync_seconds(machine: Machine, shape: Shape, job: Job) -> float:
     return copies + gathers + shape.num_tensors * machine.tensor_s
 
 
-def rollout_seconds(machine: Machine, shape: Shape, job: Job, slots: int) -> dict[str, float]:
-    """Of the slowest engine and of the mean one. `slots`: sequences that an engine decodes at once."""
-    config, engines = shape.config, job.ranks // job.tp
-    group = np.arange(len(job.response_lengths)) // job.samples
-    # a decode step is the clock: sequence i is in steps start[i] .. end[i] - 1
-    start, free = np.zeros(len(group), dtype=np.int64), [[] for _ in range(engines)]
-    for i, engine in enumerate(group % engines):
-        if len(free[engine]) == slots:
-            start[i] = heapq.heappop(free[engine])
-        heapq.heappush(free[engine], start[i] + job.response_lengths[i])
-    end = start + job.response_lengths
-    changes = {name: np.zeros((end.max() + 1, engines)) for name in ("active", "offset")}
-    for name, amount in (("active", np.ones(len(group))), ("offset", job.prompt_lengths - start)):
-        np.add.at(changes[name], (start, group % engines), amount)
-        np.add.at(changes[name], (end, group % engines), -amount)
-    active, offset = changes["active"].cumsum(0), changes["offset"].cumsum(0)                   # [step, engine]
-    context = offset + active * np.arange(len(active))[:, None]                                 # tokens in the cache
+def in_slots(lengths: np.ndarray, slots: int) -> np.ndarray:
+    """The decode step [S] in which each sequence of an engine begins, `slots` at once, in order of arrival."""
+    start, running = np.zeros(len(lengths), dtype=np.int64), []
+    for i, length in enumerate(lengths):
+        if len(running) == slots:
+            start[i] = heapq.heappop(running)
+        heapq.heappush(running, start[i] + length)
+    return start
+
+
+def decode_seconds(machine: Machine, shape: Shape, tp: int, context: np.ndarray, start: np.ndarray,
+                   end: np.ndarray) -> float:
+    """Of one engine. Sequence i begins with `context[i]` tokens, and is in decode steps start[i] .. end[i] - 1."""
+    config = shape.config
+    active, offset = np.zeros((2, end.max(initial=0) + 1))
+    np.add.at(active, start, 1)
+    np.add.at(active, end, -1)
+    np.add.at(offset, start, context - start)
+    np.add.at(offset, end, start - context)
+    active = active.cumsum()                                                                    # [step]
+    seen = offset.cumsum() + active * np.arange(len(active))                                    # tokens in the cache
     weight_flops = float(sequence_cost(np.array([1]), config)[0])
     pair_flops = float(sequence_cost(np.array([2]), config)[0]) - 2 * weight_flops              # of one more token seen
-    products = (active * weight_flops + context * pair_flops) / job.tp / (machine.flops * machine.prefill_mfu)
-    reads = (2 * shape.weights + context * shape.kv_bytes) / job.tp / (machine.bytes_per_s * machine.memory_frac)
+    products = (active * weight_flops + seen * pair_flops) / tp / (machine.flops * machine.prefill_mfu)
+    reads = (2 * shape.weights + seen * shape.kv_bytes) / tp / (machine.bytes_per_s * machine.memory_frac)
     rings = 4 * config.num_hidden_layers        # of tp ranks: two all-reduces a layer, each scatters and gathers
-    between = machine.collective_s(rings * 2 * config.hidden_size * active, job.tp, rings)
+    between = machine.collective_s(rings * 2 * config.hidden_size * active, tp, rings)
     seconds = np.maximum(products, reads) + between + machine.decode_step_s + machine.decode_sequence_s * active
-    decode = np.where(active > 0, seconds, 0.0).sum(0)                                          # [engine]
-    first = np.arange(0, len(group), job.samples)
-    asked = job.prompt_lengths[first]
-    prefill = np.bincount(group[first] % engines, sequence_cost(asked, config) - shape.head_flops(asked), engines)
-    prefill /= job.tp * machine.flops * machine.prefill_mfu
-    return {"rollout_s": (decode + prefill).max(), "mean_engine_s": (decode + prefill).mean()}
+    return float(seconds[active > 0].sum())
 
 
-def memory(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
+def prefill_seconds(machine: Machine, shape: Shape, tp: int, lengths: np.ndarray) -> float:
+    """Of one engine, for prompts of these lengths."""
+    flops = sequence_cost(lengths, shape.config) - shape.head_flops(lengths)
+    return float(flops.sum()) / (tp * machine.flops * machine.prefill_mfu)
+
+
+def rollout_seconds(machine: Machine, shape: Shape, job: Job, slots: int) -> dict[str, float]:
+    """Of the slowest engine and of the mean one. `slots`: sequences that an engine decodes at once."""
+    engines = job.ranks // job.tp
+    engine_of = np.arange(len(job.response_lengths)) // job.samples % engines
+    seconds = np.zeros(engines)
+    for engine in range(engines):
+        prompts, lengths = (x[engine_of == engine] for x in (job.prompt_lengths, job.response_lengths))
+        start = in_slots(lengths, slots)
+        seconds[engine] = decode_seconds(machine, shape, job.tp, prompts, start, start + lengths)
+        seconds[engine] += prefill_seconds(machine, shape, job.tp, prompts[:: job.samples])
+    return {"rollout_s": seconds.max(), "mean_engine_s": seconds.mean()}
+
+
+@dataclass
+class InFlight:
+    """One engine's groups that have not ended, as `--rollout.in-flight` carries them from step to step."""
+
+    prompt: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), dtype=np.int64))        # [groups, 1] tokens
+    done: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), dtype=np.int64))          # [groups, samples]
+    left: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), dtype=np.int64))          # tokens to come
+    age: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))                # steps
+
+    def add(self, prompts: np.ndarray, lengths: np.ndarray) -> None:
+        """New groups: prompts [groups] and response lengths [groups, samples]."""
+        if not len(self.age):
+            self.done = self.left = np.zeros((0, lengths.shape[1]), dtype=np.int64)
+        self.prompt = np.concatenate([self.prompt, prompts[:, None]])
+        self.done = np.concatenate([self.done, np.zeros_like(lengths)])
+        self.left = np.concatenate([self.left, lengths])
+        self.age = np.concatenate([self.age, np.zeros(len(prompts), dtype=np.int64)])
+
+    def rollout(self, wanted: int, slots: int, max_staleness: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Decode until `wanted` groups are complete, those that would be too old among them. Returns, of the sequences
+        that run, the tokens they begin with [R] and their first and last decode step [R]; and the number of steps."""
+        flat = self.left.flatten()
+        start = in_slots(flat, slots)
+        ends = (start + flat).reshape(self.left.shape).max(1)                                   # [groups]
+        order = np.lexsort((ends, self.age < max_staleness))                                    # those due come first
+        ended = order[:wanted]
+        stop = int(ends[ended].max())
+        runs = (flat > 0) & (start < stop)
+        context = (self.prompt + self.done).flatten()[runs]
+        first, last = start[runs], np.minimum(start + flat, stop)[runs]
+        progress = np.clip(stop - start, 0, flat).reshape(self.left.shape)
+        keep = np.setdiff1d(np.arange(len(ends)), ended)
+        self.ended_ages = self.age[ended]
+        self.prompt, self.done = self.prompt[keep], (self.done + progress)[keep]
+        self.left, self.age = (self.left - progress)[keep], self.age[keep] + 1
+        return context, first, last, stop
+
+
+def carried_seconds(machine: Machine, shape: Shape, job: Job, slots: int, in_flight: float, max_staleness: int = 4,
+                    steps: int = 12, warm_up: int = 4, seed: int = 0) -> dict[str, float]:
+    """A rollout with `--rollout.in-flight`, the mean over the steps after `warm_up`: seconds of the slowest engine, its
+    decode steps, the share of groups that span steps and the age of the oldest, in steps. Lengths are drawn from the
+    job's. Of more than 16 engines, 16 are simulated."""
+    rng = np.random.default_rng(seed)
+    engines = job.ranks // job.tp
+    groups = len(job.response_lengths) // job.samples // engines
+    lengths = job.response_lengths.reshape(-1, job.samples)
+    held = [InFlight() for _ in range(min(engines, 16))]
+    seconds, decoded, ages = [], [], []
+    for step in range(steps):
+        of_engines = []
+        for engine in held:
+            rows = rng.integers(len(lengths), size=round(in_flight * groups) - len(engine.age))
+            engine.add(job.prompt_lengths[:: job.samples][rows], rng.permuted(lengths[rows].flatten()).reshape(
+                len(rows), job.samples))
+            # a prompt is computed once for its group, and what is carried over for each response
+            again = (engine.prompt + engine.done)[engine.done > 0]
+            again = np.concatenate([engine.prompt[engine.age == 0, 0], again])
+            context, first, last, stop = engine.rollout(groups, slots, max_staleness)
+            again = prefill_seconds(machine, shape, job.tp, again)
+            of_engines.append((again + decode_seconds(machine, shape, job.tp, context, first, last), stop))
+            ages.append(engine.ended_ages if step >= warm_up else [])
+        seconds.append(max(s for s, _ in of_engines))
+        decoded.append(max(stop for _, stop in of_engines))
+    ages = np.concatenate(ages)
+    return {"rollout_s": float(np.mean(seconds[warm_up:])), "decode_steps": float(np.mean(decoded[warm_up:])),
+            "spanning_frac": float((ages > 0).mean()), "oldest": float(ages.max())}
+
+
+def memory(machine: Machine, shape: Shape, job: Job, samplers: int = 0) -> dict[str, float]:
     """GiB on one rank: while it trains (masters, gradients, moments, two unsharded layers, the root, activations), and
-    what the engine's weights and the trainer leave for the key-value cache."""
-    config, n = shape.config, job.ranks
+    what the engine's weights and the trainer leave for the key-value cache. `samplers`: ranks of the job that do
+    nothing else, so that the others have no engine beside them."""
+    config, n = shape.config, job.ranks - samplers
     layer = shape.layer_weights / config.num_hidden_layers
     width = 8 * config.hidden_size + 3 * config.intermediate_size       # activations of a layer that backward needs
     kept = config.num_hidden_layers * (config.hidden_size if job.checkpointing else width) + width
     train = 16 * shape.weights / n + 8 * layer + 6 * shape.root_weights + 2 * job.max_tokens * kept
-    resident = 0 if job.offload else 12 * shape.weights / n
+    resident = 0 if job.offload or samplers else 12 * shape.weights / n
     cache = 0.9 * machine.memory_gb * 2**30 - 2 * shape.weights / job.tp - resident
     return {"train_gb": train / 2**30, "cache_gb": cache / 2**30}
 
 
-def step_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:
-    room = memory(machine, shape, job)
+def num_slots(machine: Machine, shape: Shape, job: Job, room: dict[str, float]) -> int:
+    """Sequences that an engine decodes at once; 0: it does not fit, or the trainer does not."""
     mean_bytes = (job.prompt_lengths + job.response_lengths / 2).mean() * shape.kv_bytes / job.tp
     slots = int(min(job.max_num_seqs, room["cache_gb"] * 2**30 / mean_bytes))
-    if slots < 1 or room["train_gb"] > 0.95 * machine.memory_gb:
+    return 0 if room["train_gb"] > 0.95 * machine.memory_gb else max(slots, 0)
+
+
+def step_seconds(machine: Machine, shape: Shape, job: Job, in_flight: float = 1.0) -> dict[str, float]:
+    """`in_flight`: what `--rollout.in-flight` says."""
+    room = memory(machine, shape, job)
+    slots = num_slots(machine, shape, job, room)
+    if not slots:
         return room | {"fits": False}
     seconds = rollout_seconds(machine, shape, job, slots) | update_seconds(machine, shape, job)
+    if in_flight > 1:
+        seconds |= carried_seconds(machine, shape, job, slots, in_flight)
     seconds["sync_s"] = sync_seconds(machine, shape, job)
     seconds["offload_s"] = job.offload * 24 * shape.weights / job.ranks / machine.host_bytes_per_s
     total = sum(seconds[name] for name in ("rollout_s", "sync_s", "offload_s", "old_log_prob_s", "update_s"))
+    return room | seconds | {"fits": True, "slots": slots, "step_s": total}
+
+
+def split_seconds(machine: Machine, shape: Shape, job: Job, samplers: int) -> dict[str, float]:
+    """A step of async_grpo.py: `samplers` ranks make the next rollout while the others train. The weights are gathered
+    by the trainers and broadcast from the first of them."""
+    room = memory(machine, shape, job, samplers)
+    slots = num_slots(machine, shape, job, room)
+    if not slots:
+        return room | {"fits": False}
+    trainers = replace(job, ranks=job.ranks - samplers)
+    seconds = rollout_seconds(machine, shape, replace(job, ranks=samplers), slots)
+    seconds |= update_seconds(machine, shape, trainers)
+    rate = machine.nic_bytes_per_s if job.ranks > machine.ranks_per_node else machine.node_bytes_per_s
+    seconds["sync_s"] = sync_seconds(machine, shape, trainers) + 2 * shape.weights / rate
+    total = max(seconds["rollout_s"], seconds["old_log_prob_s"] + seconds["update_s"]) + seconds["sync_s"]
     return room | seconds | {"fits": True, "slots": slots, "step_s": total}
