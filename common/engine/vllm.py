@@ -39,6 +39,7 @@ class VLLMEngine(Engine):
     ):
         super().__init__(config, model_config, world, probe)
         self.stop_token_ids = stop_token_ids
+        self.seeds = config.seeds
         self.on_cpu = world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -177,7 +178,7 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self.config.seeds == "engine":  # one seed for all responses, made of their seeds
+        if self.seeds == "engine":  # one seed for all responses, made of their seeds
             seed_everything(*seeds)  # vLLM's second model runner draws from numpy
         for (number, prompt), seed in zip(requests, seeds):
             params = SamplingParams(
@@ -188,7 +189,7 @@ class VLLMEngine(Engine):
                 max_tokens=sampling.max_response_length,
                 stop=list(sampling.stop),
                 stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
-                seed=seed if self.config.seeds == "response" else None,
+                seed=seed if self.seeds == "response" else None,
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,  # lists of numbers, not an object a token
                 detokenize=bool(sampling.stop),

@@ -172,7 +172,7 @@ def test_a_tensor_that_is_not_sent_stops_the_sync(awake, monkeypatch, name):
 def test_one_seed_for_the_engine(awake, monkeypatch):
     """--rollout.seeds engine: the same seeds give the same responses, others give others."""
     engine, policy = awake
-    monkeypatch.setattr(engine.config, "seeds", "engine")
+    monkeypatch.setattr(engine, "seeds", "engine")
     engine.wake(policy)
     sampling = SamplingConfig(1.0, 12)
     first, other, again = (
