@@ -172,7 +172,7 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "data.custom_cls.*": "rows have verl's columns; other data is written into that form first, as in data/",
     "data.continuous_token.*": "what the model wrote is never rendered again",
     "data.*_max_samples": "all rows are read; write a smaller file",
-    "distillation.*": "there is no teacher model",
+    "distillation.*": "--teacher MODEL with --kl-loss-coef and --reward-coef 0 distils on the policy's own samples",
     "*.profiler.*": "--log.profile-steps traces every rank with torch's profiler, there are no other tools",
     "global_profiler.*": "--log.profile-steps traces every rank with torch's profiler, there are no other tools",
     "*.engine_kwargs.sglang.*": "vLLM is the only engine beside --rollout.engine hf",
