@@ -307,7 +307,7 @@ def test_objectives(words, script, expected, monkeypatch):
     ("algorithm.filter_groups.enable=True algorithm.adv_estimator=rloo", "dapo.py alone"),
     ("actor_rollout_ref.rollout.n=1", "a group of one"),
     ("trainer.logger=['console','swanlab']", "metrics go to"),
-    ("distillation.enabled=True", "no teacher"),
+    ("distillation.enabled=True", "--teacher MODEL"),
 ])
 def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatch):
     ours = from_verl.translate(given(words))
