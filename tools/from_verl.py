@@ -509,12 +509,11 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
     name = verl.get("trainer.experiment_name", "gsm8k")
     ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
     ours.add("--save.every", max(verl.number("trainer.save_freq", -1), 0))
-    targets = [name for name in verl.items("trainer.logger") if name in ("wandb", "tensorboard")]
     for name in verl.items("trainer.logger"):
-        if name not in (*targets, "console", "file"):
-            ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl, wandb and tensorboard"
-    if targets:
-        ours.add("--log.to", *targets)
+        if name == "wandb":
+            ours.add("--log.to", name)
+        elif name not in ("console", "file"):
+            ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl and wandb"
     mode, source = verl.get("trainer.resume_mode", "auto"), verl.get("trainer.resume_from_path")
     if mode == "disable":
         ours.add("--save.resume", "none")

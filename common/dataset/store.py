@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch.distributed as dist
 
 from common.dataset.reading import find_columns, find_files, our_columns, read_batches, rows_of
-from common.dataset.template import encode, template_arguments, template_name
+from common.dataset.template import encode, template_arguments
 from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 
@@ -169,7 +169,7 @@ def read_prompt(row: dict[str, Any], tokenizer, template: dict[str, Any] | None,
     prompt = parse_row(row, config)
     tokens = encode(prompt.messages, tokenizer, template)
     if not tokens:
-        raise ValueError(f"{template_name(tokenizer, config)} renders nothing")
+        raise ValueError("the chat template renders nothing; --data.chat-template-file FILE names another")
     limit = config.max_prompt_length
     if len(tokens) > limit:
         if config.on_long_prompt == "error":

@@ -25,12 +25,6 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
     return arguments
 
 
-def template_name(tokenizer, config: TemplateConfig) -> str:
-    if config.chat_template_file:
-        return f"the chat template --data.chat-template-file {config.chat_template_file}"
-    return f"the chat template of {tokenizer.name_or_path} (--data.chat-template-file FILE names another)"
-
-
 def encode(messages: list[dict], tokenizer, template: dict[str, Any] | None) -> list[int]:
     """Token ids of a prompt, through the chat template with the arguments `template`, or without one if that is None.
     Raises ValueError for a prompt that the chat template refuses."""

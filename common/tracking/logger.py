@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +26,7 @@ TABLE_COLUMNS = ["group", "prompt", "response", "ground_truth", "score", "reward
 
 @dataclass
 class LogConfig:
-    to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    to: tuple[Literal["wandb"], ...] = ()
     """Where metrics go besides the console and metrics.jsonl. Without a wandb account set WANDB_MODE=offline."""
     wandb_project: str = "rl"
     """Weights & Biases project."""
@@ -46,11 +45,9 @@ class LogConfig:
             raise ValueError(f"--log.rollouts-every {self.rollouts_every} and --log.warn-every {self.warn_every} must "
                              f"be at least 0, --log.rollouts-max {self.rollouts_max} and --log.profile-steps "
                              f"{self.profile_steps} at least 1")
-        for package in self.to:
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}, or leave it "
-                                 f"out of --log.to")
-        if "wandb" in self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        if self.to and importlib.util.find_spec("wandb") is None:
+            raise ValueError("--log.to wandb needs the package wandb: pip install wandb")
+        if self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             import wandb
 
             if not wandb.login(prompt=False):
@@ -64,7 +61,7 @@ class Tracker:
         """`state`: what `state_dict` returned when the run is resumed, else {}. What was written after that is dropped,
         so no step appears twice."""
         self.is_main = world.is_main
-        self.run_dir, self.wandb, self.wandb_id, self.board = Path(run_dir), None, state.get("wandb_id"), None
+        self.run_dir, self.wandb, self.wandb_id = Path(run_dir), None, state.get("wandb_id")
         self.jsonl = self.run_dir / "metrics.jsonl"
         self.profile_steps, self.rank = config.profile_steps, world.rank
         self.health = HealthCheck(config.warn_every)
@@ -82,7 +79,7 @@ class Tracker:
         for file in sorted((self.run_dir / "rollouts").glob("*_*.parquet")):
             if int(file.stem.partition("_")[2]) > state.get("step", -1):
                 file.unlink()
-        if "wandb" in config.to:
+        if config.to:
             import wandb
 
             self.wandb = wandb.init(
@@ -90,13 +87,6 @@ class Tracker:
                 id=self.wandb_id, resume="allow",
             )
             self.wandb_id = self.wandb.id
-        if "tensorboard" in config.to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = self.run_dir / "tensorboard"
-            if not state:
-                shutil.rmtree(folder, ignore_errors=True)
-            self.board = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is what the console shows of it."""
@@ -106,10 +96,6 @@ class Tracker:
         with self.jsonl.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         sync(self.jsonl)                                                    # before a checkpoint knows this step
-        if self.board is not None:
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()
         if self.wandb is not None:
             import wandb
             for file in (self.run_dir / "rollouts").glob(f"*_{step:06d}.parquet"):
@@ -144,5 +130,3 @@ class Tracker:
     def close(self) -> None:
         if self.wandb is not None:
             self.wandb.finish()
-        if self.board is not None:
-            self.board.close()

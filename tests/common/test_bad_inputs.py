@@ -157,7 +157,7 @@ SETTINGS = [
     ("a template file with an error", parquet(LONG), {"chat_template_file": "broken.jinja"},
      "row 0 .*the chat template refuses it: "),
     ("a template that renders nothing", parquet(LONG), {"chat_template_file": "empty.jinja"},
-     "the chat template --data.chat-template-file .*template.jinja renders nothing"),
+     "row 0 .*the chat template renders nothing; --data.chat-template-file FILE names another"),
     ("a template that calls itself", parquet(LONG), {"chat_template_file": "recursive.jinja"},
      "row 0 .*the chat template refuses it: maximum recursion depth exceeded"),
     ("a base model without template", parquet(LONG), {"template": "chat", "base": True},

@@ -227,29 +227,10 @@ def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
     assert files() == []
 
 
-def test_tensorboard_of_a_resumed_run(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config, state = LogConfig(to=("tensorboard",)), {}
-    for first, last, value in ((1, 3, 0.25), (3, 5, 0.5)):              # killed in step 4, resumed after step 2
-        tracker = Tracker(config, str(tmp_path), Args(), WORLD, state)
-        for step in range(first, last + 1):
-            tracker.log(step, {"critic/rewards/mean": value}, "")
-            if step == 2:
-                state = json.loads(json.dumps(tracker.state_dict(2)))
-        tracker.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("critic/rewards/mean")
-    assert [(event.step, event.value) for event in found] == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
-    Tracker(config, str(tmp_path), Args(), WORLD, {}).close()           # anew
-    assert not EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
-
-
 def test_loggers_that_cannot_work_are_refused_at_once(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for package in ("wandb", "tensorboard"):
-        with pytest.raises(ValueError, match=f"--log.to {package} needs the package {package}: pip install {package}"):
-            LogConfig(to=(package,))
+    with pytest.raises(ValueError, match=r"--log.to wandb needs the package wandb: pip install wandb"):
+        LogConfig(to=("wandb",))
     LogConfig()
     with pytest.raises(ValueError, match=r"--log.rollouts-max 0 and --log.profile-steps .* at least 1"):
         LogConfig(rollouts_max=0)
