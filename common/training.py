@@ -167,8 +167,7 @@ class Training:
             self.meter = Meter()
             self.record = Record(args.log, self.tracker.run_dir, step + 1)
             self.metrics = self.checkpoints.metrics()
-            with self.tracker.profile(step + 1):
-                yield step
+            yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
         if self.world.is_main:  # the other ranks may not see the last line yet

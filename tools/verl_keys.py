@@ -56,7 +56,6 @@ SAME = {
     "trainer.critic_warmup": "--critic-warmup-steps",
     "trainer.max_actor_ckpt_to_keep": "--save.keep",
     "trainer.project_name": "--log.wandb-project",
-    "global_profiler.steps": "--log.profile-steps",
 }
 SWITCHES = {  # the same for flags that are off by default in both
     "actor_rollout_ref.rollout.enforce_eager": "--rollout.enforce-eager",
@@ -173,8 +172,8 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "data.continuous_token.*": "what the model wrote is never rendered again",
     "data.*_max_samples": "all rows are read; write a smaller file",
     "distillation.*": "--teacher MODEL with --kl-loss-coef and --reward-coef 0 distils on the policy's own samples",
-    "*.profiler.*": "--log.profile-steps traces every rank with torch's profiler, there are no other tools",
-    "global_profiler.*": "--log.profile-steps traces every rank with torch's profiler, there are no other tools",
+    "*.profiler.*": "torch's profiler around a step of the script: docs/metrics.md",
+    "global_profiler.*": "torch's profiler around a step of the script: docs/metrics.md",
     "*.engine_kwargs.sglang.*": "vLLM is the only engine beside --rollout.engine hf",
     "*.engine_kwargs.trtllm.*": "vLLM is the only engine beside --rollout.engine hf",
     "*.rollout.*_parallel_size": "an engine has tensor parallelism alone: --rollout.tp",

@@ -1,1 +1,1 @@
-"""Loggers, console, recorded rollouts, validation results, warnings, profiles."""
+"""Loggers, console, recorded rollouts, validation results, warnings."""

@@ -6,13 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
-import torch
 from tqdm import tqdm
 
 from common.checkpoint.files import sync
@@ -35,16 +34,13 @@ class LogConfig:
     validation (val_000010.parquet). 0: none."""
     rollouts_max: int = 64
     """Most responses in such a file: the step's first groups, whole ones, at least one."""
-    profile_steps: tuple[int, ...] = ()
-    """Steps, counted from 1, that every rank traces with torch's profiler into RUN_DIR/profiles."""
     warn_every: int = 20
     """Steps before the same warning about the run's health is repeated. 0: no warnings."""
 
     def __post_init__(self):
-        if min(self.rollouts_every, self.warn_every) < 0 or min((self.rollouts_max, *self.profile_steps)) < 1:
+        if min(self.rollouts_every, self.warn_every) < 0 or self.rollouts_max < 1:
             raise ValueError(f"--log.rollouts-every {self.rollouts_every} and --log.warn-every {self.warn_every} must "
-                             f"be at least 0, --log.rollouts-max {self.rollouts_max} and --log.profile-steps "
-                             f"{self.profile_steps} at least 1")
+                             f"be at least 0, --log.rollouts-max {self.rollouts_max} at least 1")
         if self.to and importlib.util.find_spec("wandb") is None:
             raise ValueError("--log.to wandb needs the package wandb: pip install wandb")
         if self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
@@ -63,7 +59,6 @@ class Tracker:
         self.is_main = world.is_main
         self.run_dir, self.wandb, self.wandb_id = Path(run_dir), None, state.get("wandb_id")
         self.jsonl = self.run_dir / "metrics.jsonl"
-        self.profile_steps, self.rank = config.profile_steps, world.rank
         self.health = HealthCheck(config.warn_every)
         if not self.is_main:
             return
@@ -103,15 +98,6 @@ class Tracker:
                 table = wandb.Table(columns=TABLE_COLUMNS, data=[[*row.values()] for row in rows])
                 metrics = metrics | {f"rollouts/{file.stem.partition('_')[0]}": table}          # step or val
             self.wandb.log(metrics, step=step)
-
-    def profile(self, step: int) -> AbstractContextManager:
-        """Traces this step if it was chosen: RUN_DIR/profiles/step_000003_rank0.*.json.gz for chrome://tracing or
-        ui.perfetto.dev, with a span for each phase that a Timer timed and, on a GPU, the memory that is allocated."""
-        if step not in self.profile_steps:
-            return nullcontext()
-        name = f"step_{step:06d}_rank{self.rank}"
-        write = torch.profiler.tensorboard_trace_handler(str(self.run_dir / "profiles"), name, use_gzip=True)
-        return torch.profiler.profile(on_trace_ready=write, profile_memory=torch.cuda.is_available())
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
