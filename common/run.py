@@ -150,7 +150,7 @@ class Run(Training):
         metrics = rollout_metrics(
             sampled or rollout, self.num_sampled_tokens, self.timer.seconds["gen"], args.data.max_prompt_length,
             args.rollout.max_response_length,
-        ) | self.plan.error_frac(minibatches, self.world.device) | metrics
+        ) | metrics
         self.num_sampled_tokens = 0.0
         self.end_step(step, minibatches, rollout.lengths, metrics, results, num_epochs)
 

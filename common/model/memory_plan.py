@@ -5,15 +5,12 @@ or experts, and the tiles of `linear_logp`, on the fullest rank, when the gradie
 tests/cuda/test_memory_plan.py holds it to a simulation of the real step; tools/plan.py prints it.
 """
 
-from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
-from common.batch import Batch
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
@@ -24,7 +21,7 @@ from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.model.sharding import shard_dim
-from common.parallel.ranks import all_max, all_sum, num_shards
+from common.parallel.ranks import all_max, num_shards
 
 GIB = 2**30
 MAX_TOKENS = 32768
@@ -217,15 +214,3 @@ class MemoryPlan:
         if self.has_engine:
             self.chosen += f", and {sum(self.beside_engine().values()):.1f} stay beside the engine"
         return tokens
-
-    def error_frac(self, minibatches: Iterable[Iterable[Batch]], device: torch.device) -> dict[str, float]:
-        """The trainer's measured peak so far against the plan for the largest micro-batch of a step. After an optimizer
-        step, when this is called, all that is allocated beside `resident` belongs to the engine."""
-        if device.type == "cpu":
-            return {}
-        sizes = [len(batch.tokens) for batch in chain(*minibatches)]
-        if self.sequence_parallel > 1:                                  # what a rank brings is not what it runs
-            sizes = (all_sum(sizes) / self.ranks).tolist()
-        planned = sum(self.update(max(sizes)).values())
-        above = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) / GIB
-        return {"perf/plan_error_frac": (sum(self.resident().values()) + above) / planned - 1}
