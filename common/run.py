@@ -14,6 +14,7 @@ from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
 from common.engine.base import Engine, RolloutConfig
 from common.engine.episodes import start_episodes
+from common.engine.in_flight import continue_rollout
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
@@ -111,13 +112,15 @@ class Run(Training):
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: RolloutConfig, *seed: int | str
     ) -> PendingRollout:
-        """Sample responses to these rows; scoring of each one starts as it ends."""
+        """Sample responses to these rows; scoring of each one starts as it ends. With --rollout.in-flight, to as many:
+        what steps before have begun comes first. `seed`: the step's number, and perhaps more."""
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
+        arguments = (self.engine, self.scoring, self.train_set, rows, num_samples, sampling, (self.args.seed, *seed),
+                     self.checkpoints.stopping)
         with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:
-            return start_rollout(
-                self.engine, self.scoring, self.train_set, rows, num_samples, sampling, (self.args.seed, *seed),
-                stop=self.checkpoints.stopping,
-            )
+            if sampling.in_flight > 1:
+                return continue_rollout(*arguments, self.script_state, self.sampler, self.meter)
+            return start_rollout(*arguments)
 
     def collect(self, pending: PendingRollout, meter: Meter | None = None) -> Rollout:
         """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step."""

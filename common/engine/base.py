@@ -5,11 +5,10 @@ Two engines stand behind the three verbs: vLLM inside the training process (`vll
 the compute dtype.
 """
 
-import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.engine.response import Group, Response
 from common.engine.sync import Sent, checksum
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
@@ -60,6 +60,13 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """top_p of validation."""
     val_top_k: int = 0
     """top_k of validation."""
+    in_flight: float = 1.0
+    """Sample so many times --prompts-per-step prompts at once, from 1 to 2. A step ends when --prompts-per-step groups
+    are complete; the others continue in the next step, after the weight sync. 1: a step waits for its longest response.
+    """
+    max_staleness: int = 4
+    """With --rollout.in-flight, no token is trained more than so many steps (weight syncs) after it was sampled: a step
+    waits for the groups that would be too old in the next one."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
@@ -94,40 +101,6 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutCon
         oversample=0.0,
         drop=(),
     )
-
-
-@dataclass
-class Response:
-    tokens: list[int]
-    """What the engine sampled, including the stop token."""
-    logp: list[float]
-    """The log-prob of each token under the distribution it was drawn from: after temperature, min_p, top_k, top_p."""
-    finish_reason: str
-    """stop: it ended by itself. length: it was truncated at max_tokens."""
-
-    # of episodes alone
-    mask: list[bool] | None = None
-    """False on tokens that users or tools wrote. None: the model sampled all."""
-    prompt: list[int] | None = None
-    """The tokens before, where they are not those of the row's prompt."""
-    earlier: list["Response"] = field(default_factory=list)
-    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one."""
-    num_turns: int = 1
-    end_reason: str = ""
-    """Why the episode ended: done (its function returned), length, turns, timeout or error."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation."""
-    tools: dict[str, float] = field(default_factory=dict)
-    """Number of tool_calls, and of tool_errors among them, and tool_s, the seconds of the episode's own code."""
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.tokens) if self.mask is None else sum(self.mask)
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "Response":
-        """What `dataclasses.asdict` returned."""
-        return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
 
 
 class Engine:
@@ -187,37 +160,52 @@ class Engine:
         called as response i is known, on one rank of the engine: the one that scores it. Once `stop()` is true,
         responses that are missing may stay None: the caller will not use them.
         """
-        self.begin(stop)
-        groups = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
-        requests, request_seeds, group_of = [], [], []
-        running: list[set[int]] = []
-        for number, group in enumerate(groups):
-            num_extra = math.ceil(sampling.oversample * len(group))
-            running.append(set(range(len(requests), len(requests) + len(group) + num_extra)))
-            requests += [prompts[group[0]]] * (len(group) + num_extra)
-            request_seeds += [seeds[i] for i in group]
-            request_seeds += [seed_of(seeds[group[0]], "extra", k) for k in range(num_extra)]
-            group_of += [number] * (len(group) + num_extra)
+        runs = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
+        groups = [Group.start(prompts[run[0]], [seeds[i] for i in run], sampling.oversample) for run in runs]
         responses: list[Response | None] = [None] * len(prompts)
-        self.add(enumerate(requests), request_seeds, sampling)
+
+        def keep(number: int, k: int, response: Response) -> None:
+            i = runs[number][len(groups[number].ended) - 1 if sampling.oversample else k]
+            responses[i] = response
+            if on_finish is not None and i % self.config.tp == self.tp_rank:
+                on_finish(i, response)
+
+        self.continue_groups(groups, sampling, keep, stop)
+        return responses
+
+    def continue_groups(self, groups: Sequence[Group], sampling: SamplingConfig,
+                        on_end: Callable[[int, int, Response], None], stop: Callable[[], bool]) -> None:
+        """Sample on until these groups are complete or `stop()` is true. All ranks of an engine pass the same groups.
+
+        `on_end(number, k, response)` is called as response k of groups[number] ends. Of responses that have not ended
+        the groups keep what was sampled; a later call continues them with it as part of the prompt.
+        """
+        self.begin(stop)
+        running: dict[int, tuple[int, int]] = {}
+        for number, group in enumerate(groups):
+            for k, (seed, response) in enumerate(zip(group.seeds, group.responses)):
+                if not (response.finish_reason or group.is_complete):
+                    count, request = len(response.tokens), len(running)
+                    running[request] = number, k
+                    limited = replace(sampling, max_response_length=sampling.max_response_length - count)
+                    seed = seed_of(seed, count) if count else seed
+                    self.add(request, [*group.prompt, *response.tokens], seed, limited)
         while self.has_unfinished() and not self.stop():
             for request, response in self.step():
-                number = group_of[request]
-                running[number].discard(request)
-                place = request
-                if sampling.oversample:
-                    if not groups[number]:
-                        continue  # it ended in the same step as the last response that was kept
-                    place = groups[number].pop(0)
-                    if not groups[number]:
-                        self.abort(running[number])
-                        self._num_aborted += len(running[number])
-                responses[place] = response
-                if on_finish is not None and place % self.config.tp == self.tp_rank:
-                    on_finish(place, response)
-        self.abort(set().union(*running))  # what `stop` left
-        self._num_requested += len(requests)
-        return responses
+                if request not in running:
+                    continue  # it ended in the same step as the last response of its group that is kept
+                number, k = running.pop(request)
+                response = groups[number].extend(k, response, response.finish_reason)
+                if groups[number].is_complete:
+                    rest = {other for other, place in running.items() if place[0] == number}
+                    self.abort(rest)
+                    running = {other: place for other, place in running.items() if other not in rest}
+                    self._num_requested += len(groups[number].responses)
+                    self._num_aborted += len(rest)
+                on_end(number, k, response)
+        for request, response in self.abort(set(running)):
+            number, k = running[request]
+            groups[number].extend(k, response, finish_reason="")
 
     def begin(self, stop: Callable[[], bool]) -> None:
         """Before requests are added. `stop`: see `generate`; what the engine's first rank says counts for all."""
@@ -312,10 +300,8 @@ class Engine:
         tensors that were compared and the names of those that differ."""
         raise NotImplementedError
 
-    def add(
-        self, requests: Iterable[tuple[int, Sequence[int]]], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> None:
-        """Queue requests (number, prompt) with their seeds. All ranks of an engine add the same in the same order."""
+    def add(self, request: int, prompt: Sequence[int], seed: int, sampling: SamplingConfig) -> None:
+        """Queue a request under this number. All ranks of an engine add the same in the same order."""
         raise NotImplementedError
 
     def has_unfinished(self) -> bool:
@@ -329,6 +315,6 @@ class Engine:
         """`value` of the engine's first rank, on all of its ranks."""
         return value
 
-    def abort(self, requests: set[int]) -> None:
-        """Give up requests; those that have ended are ignored."""
+    def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
+        """Give up requests; those that have ended are ignored. Returns (request, what was sampled of it)."""
         raise NotImplementedError

@@ -119,7 +119,7 @@ class Episodes:
         episode.is_sampling = True
         max_tokens = min(room, message["max_tokens"] or room)
         engine.add(
-            [(number, [*conversation.prompt, *conversation.tokens])], [seed_of(episode.seed, episode.num_turns)],
+            number, [*conversation.prompt, *conversation.tokens], seed_of(episode.seed, episode.num_turns),
             replace(sampling, max_response_length=max_tokens),
         )
 

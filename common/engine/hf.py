@@ -7,7 +7,7 @@ on that number, not on the other rows).
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -68,11 +68,8 @@ class HFEngine(Engine):
         differing = {name for name in sent if checksum(own[name], self.dtype) != sent[name].checksum}
         return len(sent), differing
 
-    def add(
-        self, requests: Iterable[tuple[int, Sequence[int]]], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> None:
-        for (number, prompt), seed in zip(requests, seeds):
-            self.waiting.append(Queued(number, list(prompt), seed, sampling))
+    def add(self, request: int, prompt: Sequence[int], seed: int, sampling: SamplingConfig) -> None:
+        self.waiting.append(Queued(request, list(prompt), seed, sampling))
 
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
@@ -135,10 +132,9 @@ class HFEngine(Engine):
             del self.running[request]
             yield request, response
 
-    def abort(self, requests: set[int]) -> None:
+    def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
         self.waiting = [queued for queued in self.waiting if queued.number not in requests]
-        for request in requests:
-            self.running.pop(request, None)
+        return [(request, self.running.pop(request)) for request in requests & self.running.keys()]
 
 
 def filtered_logp(logits: Tensor, sampling: SamplingConfig) -> Tensor:

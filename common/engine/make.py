@@ -15,6 +15,7 @@ from common.engine.hf import HFEngine
 from common.engine.vllm import VLLMEngine
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World
+from common.tracking.console import print_on_main
 
 VLLM_SUPPORTED = ">=0.26,<0.33"
 """The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs them."""
@@ -47,6 +48,7 @@ def check_rollout(
         )
     if config.oversample < 0:
         raise ValueError(f"--rollout.oversample {config.oversample} must be at least 0")
+    check_in_flight(config, world, has_correction)
     heads = hf_config.num_attention_heads
     if config.tp < 1 or world.size % config.tp or heads % config.tp:
         raise ValueError(
@@ -67,10 +69,25 @@ def check_rollout(
     return max_sequence_length
 
 
+def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -> None:
+    """Refuse what --rollout.in-flight cannot work with; say what it does to the gradient."""
+    flag = f"--rollout.in-flight {config.in_flight:g}"
+    if not 1 <= config.in_flight <= 2 or config.max_staleness < 1:
+        raise ValueError(f"{flag} must be from 1 to 2, so that what a step carries over fits into the next one, and "
+                         f"--rollout.max-staleness {config.max_staleness} at least 1")
+    if config.in_flight > 1 and (config.episode or config.stop):
+        raise ValueError(f"{flag} does not go with --rollout.episode and --rollout.stop: only the tokens of a response "
+                         f"are carried over, not the state of a conversation or of a text that is half written")
+    if config.in_flight > 1 and not has_correction:
+        print_on_main(world, f"{flag} without engine correction: tokens that the weights of up to "
+                             f"{config.max_staleness} steps before sampled are trained as if the current ones had; "
+                             f"rollout_corr/* measures it, --correction.preset decoupled-token-is corrects it")
+
+
 def check_hf(config: RolloutConfig) -> None:
     """Refuse flags that only vLLM has."""
     defaults = RolloutConfig()
-    for field in ("tp", "stop", "seeds", "quantization", "extra"):
+    for field in ("tp", "stop", "in_flight", "seeds", "quantization", "extra"):
         value = getattr(config, field)
         if value != getattr(defaults, field):
             raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -172,40 +172,33 @@ class VLLMEngine(Engine):
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
         return {"sleep/used_gb": (total - free) / 2**30}
 
-    def add(
-        self, requests: Iterable[tuple[int, Sequence[int]]], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> None:
+    def add(self, request: int, prompt: Sequence[int], seed: int, sampling: SamplingConfig) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self.seeds == "engine":  # one seed for all responses, made of their seeds
-            seed_everything(*seeds)  # vLLM's second model runner draws from numpy
-        for (number, prompt), seed in zip(requests, seeds):
-            params = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                max_tokens=sampling.max_response_length,
-                stop=list(sampling.stop),
-                stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
-                seed=seed if self.seeds == "response" else None,
-                logprobs=0,  # of the sampled token only
-                flat_logprobs=True,  # lists of numbers, not an object a token
-                detokenize=bool(sampling.stop),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
+        if self.seeds == "engine":  # one seed for all responses: that of the last one
+            seed_everything(seed)  # vLLM's second model runner draws from numpy
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_response_length,
+            stop=list(sampling.stop),
+            stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
+            seed=seed if self.seeds == "response" else None,
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,  # lists of numbers, not an object a token
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.llm.llm_engine.add_request(str(request), {"prompt_token_ids": list(prompt)}, params)
 
     def has_unfinished(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> Iterator[tuple[int, Response]]:
-        for request in self.llm.llm_engine.step():
-            out = request.outputs[0]
-            tokens = list(out.token_ids)
-            logp = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices[: len(tokens)]]
-            yield int(request.request_id), Response(tokens, logp, out.finish_reason)
+        return map(to_response, self.llm.llm_engine.step())
 
     def from_first_rank(self, value: Any) -> Any:
         if self.config.tp == 1:
@@ -214,9 +207,15 @@ class VLLMEngine(Engine):
 
         return get_tp_group().broadcast_object(value, src=0)
 
-    def abort(self, requests: set[int]) -> None:
+    def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
+        from vllm.v1.engine import FinishReason
+
+        states = self.llm.llm_engine.output_processor.request_states.values()
+        aborted = [state for state in states if int(state.external_req_id) in requests]
         # in the same order on all ranks of an engine: this frees cache
         self.llm.llm_engine.abort_request([str(i) for i in sorted(requests)])
+        # the output that vLLM's own server sends of aborted requests
+        return [to_response(state.make_request_output([], None, FinishReason.ABORT, None)) for state in aborted]
 
     def close(self) -> None:
         from vllm.distributed import parallel_state
@@ -224,6 +223,14 @@ class VLLMEngine(Engine):
         # vLLM's shutdown would destroy the trainer's process group too, on each rank at another time
         with mock.patch.object(parallel_state, "destroy_distributed_environment"):
             self.llm.llm_engine.engine_core.shutdown()
+
+
+def to_response(request: Any) -> tuple[int, Response]:
+    """vLLM's output of a request, and the request's number."""
+    out = request.outputs[0]
+    tokens = list(out.token_ids)
+    logp = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices[: len(tokens)]]
+    return int(request.request_id), Response(tokens, logp, out.finish_reason)
 
 
 def gpu_share(trainer_gb: float, reserved_gb: float) -> float:

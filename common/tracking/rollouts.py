@@ -29,13 +29,14 @@ SCHEMA = pa.schema({
     "trained": pa.list_(pa.bool_()), "clipped": pa.list_(pa.bool_()), "rollout_logp": FLOATS, "old_logp": FLOATS,
     "ref_logp": FLOATS, "token_advantage": FLOATS, "value": FLOATS, "returns": FLOATS, "entropy": FLOATS,
     "ratio": FLOATS, "mask": pa.list_(pa.bool_()), "num_turns": pa.int32(), "end_reason": pa.string(),
-    "messages": pa.string(),
+    "messages": pa.string(), "version": pa.list_(pa.int32()),
 })
 """One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
 rest of its dict as JSON. Lists have one entry per response token; they are null where there was none (no reference, no
 critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of `token_advantage` over it.
 After several passes, entropy, ratio and clipped are those of the last one. Of episodes only: `mask` is true for tokens
-that the model wrote, and `messages` is the conversation as JSON, with calls of tools and results."""
+that the model wrote, and `messages` is the conversation as JSON, with calls of tools and results. With
+--rollout.in-flight only: `version` is the number of steps that the policy had been trained when it sampled a token."""
 
 
 class Record:
@@ -90,6 +91,7 @@ class Record:
                     "token_texts": token_texts(tokenizer, sample.prompt.tokens, response.tokens),
                     "rollout_logp": response.logp,
                     "mask": response.mask,
+                    "version": [step for step, count in response.versions for _ in range(count)] or None,
                 })
         shares = all_gather_objects((rows, self.numbers))
         numbers = {i: found for _, share in shares for i, found in share.items()}

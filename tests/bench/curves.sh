@@ -5,6 +5,7 @@
 #   make seeds        docs/quickstart.png and docs/quickstart.md
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
+#   TASK=... tests/bench/curves.sh in_flight      docs/in_flight.png and docs/in_flight.md
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
 # SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`.
@@ -97,6 +98,21 @@ adapters() {
         done
     done
     draw adapters "${runs[@]}"
+}
+
+# unfinished groups that continue in the next step: three seeds of each, the correction on where there are any
+in_flight() {
+    local flags runs=()
+    for number in 1.0 1.5 2.0; do
+        flags=(--rollout.in-flight "$number")
+        [ "$number" = 1.0 ] || flags+=(--correction.preset decoupled-token-is)
+        for seed in ${SEEDS:-1 2 3}; do
+            train grpo.py --run-dir "runs/in_flight/$number.seed$seed" --seed "$seed" --total-steps 12 --eval-every 4 \
+                --save.every 0 "${flags[@]}"
+            runs+=("runs/in_flight/$number.seed$seed")
+        done
+    done
+    draw in_flight "${runs[@]}"
 }
 
 # The model learns the form of a conversation with the calculator from conversations half of which are wrong; then it is

@@ -17,6 +17,7 @@ from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy, saved_buffers
 from common.parallel import ranks
+from tests.engine import in_flight_runs
 from tests.engine.episode_runs import Runs, make_prompt
 from tests.engine.test_conversation import make_tokenizer
 
@@ -135,6 +136,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     stopped = stop_early(engine)
     episodes = play(engine, oracle(model, 0.0)) if engine.config.tp > 1 else []
     engine.sleep()
+    carried = in_flight_runs.carry(model, engine, policy, num_steps=4, oversample=0.5) if engine.config.tp > 1 else []
     engine.close()
     return {
         "logp": [before[0], after[0]],
@@ -147,6 +149,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
         "finished": finished,
         "stopped": stopped,
         "episodes": episodes,
+        "carried": carried,
     }
 
 

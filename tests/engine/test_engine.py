@@ -220,7 +220,8 @@ def test_a_stop_text_ends_a_response(vllm, policy, smollm, prompts):
 
 
 def test_validation_samples_by_its_own_flags():
-    config = RolloutConfig(temperature=0.7, top_p=0.9, val_top_k=7, max_response_length=5, stop=("a",), oversample=0.5)
+    config = RolloutConfig(temperature=0.7, top_p=0.9, val_top_k=7, max_response_length=5, stop=("a",), oversample=0.5,
+                           in_flight=1.5)
     sampling = validation_sampling(config, 0.2)
     found = {field.name: getattr(sampling, field.name) for field in fields(SamplingConfig)}
     assert found == asdict(SamplingConfig(0.2, 5, top_k=7, stop=("a",)))
@@ -318,6 +319,12 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a filtered distribution"),
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
+        ({"in_flight": 0.9}, r"--rollout.in-flight 0.9 must be from 1 to 2"),
+        ({"in_flight": 2.5}, r"--rollout.in-flight 2.5 must be from 1 to 2"),
+        ({"in_flight": 1.5, "max_staleness": 0}, r"--rollout.max-staleness 0 at least 1"),
+        ({"in_flight": 1.5, "stop": ("a",)}, r"--rollout.in-flight 1.5 does not go with .* and --rollout.stop"),
+        ({"in_flight": 1.5, "episode": "a.py:b"}, r"--rollout.in-flight 1.5 does not go with --rollout.episode"),
+        ({"engine": "hf", "in_flight": 1.5}, r"--rollout.in-flight 1.5 needs --rollout.engine vllm"),
         ({"engine": "hf", "stop": ("a",)}, r"--rollout.stop \('a',\) needs --rollout.engine vllm"),
         ({"engine": "hf", "extra": '{"a": 1}'}, r'--rollout.extra {"a": 1} needs --rollout.engine vllm'),
         ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
@@ -341,6 +348,14 @@ def test_what_a_gpu_is_too_old_for_is_refused(flags, capability, message, monkey
     world = types.SimpleNamespace(device=torch.device("cuda"), size=1)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_vllm(RolloutConfig(**flags), world)
+
+
+@pytest.mark.parametrize("has_correction", [False, True])
+def test_in_flight_without_correction_is_said(has_correction, smollm, world, capsys):
+    config = RolloutConfig(max_response_length=40, in_flight=1.5, max_staleness=3)
+    check_rollout(config, read_config(smollm, ModelConfig()), world, 200, has_correction)
+    said = "--rollout.in-flight 1.5 without engine correction: tokens that the weights of up to 3 steps before sampled"
+    assert (said in capsys.readouterr().out) == (not has_correction)
 
 
 def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):

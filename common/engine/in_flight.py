@@ -1,0 +1,87 @@
+"""Groups that a step leaves unfinished are continued in the next one (--rollout.in-flight).
+
+An engine samples more groups than its share of a step, which ends for it when that share is complete. Of the others the
+tokens and log-probs so far are kept. In the next step, after the weight sync, they are part of a request's prompt: the
+new weights compute its keys and values again and sample what follows, with another random seed.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from common.dataset.store import PromptSet
+from common.engine.base import Engine, RolloutConfig
+from common.engine.response import Group, Response
+from common.engine.scoring import PendingRollout, Scoring
+from common.metrics import Meter
+from common.parallel.ranks import all_gather_objects, seed_of
+from common.prompts import PromptSampler
+from common.rollout import Sample
+
+
+def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
+                     sampling: RolloutConfig, seed: Sequence[int | str], stop: Callable[[], bool],
+                     state: dict[str, Any], sampler: PromptSampler, meter: Meter) -> PendingRollout:
+    """As `start_rollout`, with as many prompts: not all of them are `rows`, some come from steps before, and further
+    ones from `sampler`. `seed`: of the run, the step's number, and perhaps more. A group is scored when it is complete.
+    All ranks call this together.
+
+    What is in flight between two rollouts is in `state`, which checkpoints hold, the oldest group first. It is dealt to
+    the engines anew, of which there may be others than before. `meter` takes the age of tokens in steps; partial/* have
+    verl's names and meanings.
+    """
+    step = int(seed[1])
+    saved = state.get("in_flight", [])
+    num_additional = round(sampling.in_flight * len(rows)) - len(rows) - len(saved)
+    new = [*enumerate([*rows, *sampler.take(max(num_additional, 0))])]
+    share = slice(engine.engine_rank, None, engine.num_engines)
+    groups = [from_state(group) for group in saved[share]]
+    for number, row in new[share]:
+        seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
+        groups.append(Group.start(data[row].tokens, seeds, sampling.oversample, row, step))
+    num_wanted = len(engine.local_prompts(len(rows)))
+    due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step}
+    pending = PendingRollout(scoring, [], sampling)
+    taken: list[int] = []
+
+    def take(number: int, *_) -> None:
+        """Score a complete group, unless the places that are left are for groups that are due."""
+        group = groups[number]
+        if group.is_complete and len(taken) + len(due - {number}) < num_wanted:
+            place = engine.engine_rank + engine.num_engines * len(taken)
+            for k, response in enumerate(group.ended):
+                pending.samples.append(Sample(place * num_samples + k, place, group.row, data[group.row]))
+                if k % engine.config.tp == engine.tp_rank:  # each rank of the engine scores its share
+                    pending.score(len(pending.samples) - 1, response)
+            taken.append(number)
+            due.discard(number)
+
+    for number in range(len(groups)):
+        take(number)
+    engine.continue_groups(groups, sampling, take, stop=lambda: len(taken) == num_wanted or stop())
+    for response in chain.from_iterable(group.responses for group in groups):
+        num_new = len(response.tokens) - sum(count for _, count in response.versions)
+        if num_new:
+            response.versions = [*response.versions, [step, num_new]]
+
+    responses = [response for number in taken for response in groups[number].ended]
+    ages = [step - version for response in responses for version, count in response.versions for _ in range(count)]
+    spans = torch.tensor([r.versions[-1][0] - r.versions[0][0] for r in responses], dtype=torch.float64)
+    meter.spread("rollout/staleness", torch.tensor(ages, dtype=torch.float64))
+    meter.mean("fully_async/partial/partial_ratio", spans > 0)
+    meter.max("fully_async/partial/max_partial_span", spans)
+    left = [to_state(group) for n, group in enumerate(groups) if n not in taken and engine.tp_rank == 0]
+    meter.total("rollout/carried_tokens", sum(len(saved["tokens"]) for group in left for saved in group["responses"]))
+    state["in_flight"] = sorted(chain(*all_gather_objects(left)), key=lambda group: group["step"])
+    return pending
+
+
+def to_state(group: Group) -> dict[str, Any]:
+    """For JSON. `dataclasses.asdict` would copy each token and log-prob in Python."""
+    return vars(group) | {"responses": [*map(vars, group.responses)]}
+
+
+def from_state(state: dict[str, Any]) -> Group:
+    return Group(**state | {"responses": [Response.from_dict(saved) for saved in state["responses"]]})

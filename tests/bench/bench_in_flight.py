@@ -1,0 +1,99 @@
+"""Seconds of a rollout with --rollout.in-flight 1.5 and 2 over 1, lengths with a long tail: `python -m
+tests.bench.bench_in_flight`. A response ends at a length drawn from a log-normal distribution, whatever its tokens are.
+"""
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from common.engine.base import RolloutConfig
+from common.engine.in_flight import InFlight
+from common.engine.make import make_engine
+from common.engine.scoring import start_rollout
+from common.metrics import Meter
+from common.model.loading import load_policy, read_config
+from common.model.policy import ModelConfig
+from common.parallel import ranks
+from common.parallel.ranks import seed_of
+from common.prompts import Prompt, PromptSampler
+from tests.bench.record import report
+from tests.engine.engine_models import make_model
+from tests.engine.in_flight_runs import NO_SCORERS
+
+
+@dataclass
+class Args:
+    model: str = ""
+    """Default: a random one of two layers."""
+    prompts: int = 8
+    samples: int = 4
+    median: int = 20
+    sigma: float = 1.0
+    max_tokens: int = 240
+    steps: int = 24
+    warm_up: int = 4
+    """First steps that are not counted: with more in flight, they are faster than what follows."""
+
+
+def main(args: Args) -> None:
+    world, model_config = ranks.init(), ModelConfig()
+    model = args.model or make_model("llama", True, Path(tempfile.mkdtemp()))
+    data = [Prompt([5 + row // 100, 5 + row % 100, 17, 300], "", "", {}, []) for row in range(1000)]
+    config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=2 * args.prompts * args.samples)
+    config.extra = "{}" if args.model else '{"skip_tokenizer_init": true}'
+    engine = make_engine(model, read_config(model, model_config), config, model_config, world, [data[0].tokens], [],
+                         args.max_tokens + 8, 0)
+    policy = load_policy(model, model_config, world)
+    add, step = engine.add, engine.step
+    num_decoded = 0
+
+    def add_with_lengths(requests, seeds, sampling):
+        limited = []
+        for number, prompt, max_tokens in requests:
+            rng = np.random.default_rng(seed_of(*prompt[:4], number % args.samples))
+            length = min(int(rng.lognormal(np.log(args.median), args.sigma)) + 1, args.max_tokens)
+            limited.append((number, prompt, min(max_tokens, length - len(prompt) + 4)))
+        add(limited, seeds, sampling)
+
+    def counted_step():
+        nonlocal num_decoded
+        num_decoded += 1
+        return step()
+
+    engine.add, engine.step = add_with_lengths, counted_step
+    rows = {}
+    for in_flight in (1.0, 1.5, 2.0):
+        sampling = replace(config, in_flight=in_flight)
+        carried, sampler = {}, PromptSampler(len(data), "", 0)
+        seconds, decoded, ages = [], [], []
+        for number in range(args.steps):
+            policy.version += 1
+            engine.wake(policy)
+            engine.add = add_with_lengths
+            num_decoded, start = 0, time.perf_counter()
+            run = start_rollout if in_flight == 1 else InFlight(carried, sampler).start_rollout
+            pending = run(engine, NO_SCORERS, data, sampler.take(args.prompts), args.samples, sampling, (0, number),
+                          stop=lambda: False)
+            seconds.append(time.perf_counter() - start)
+            decoded.append(num_decoded)
+            meter = Meter()
+            pending.collect(meter)
+            ages.append(meter.reduce().get("rollout/staleness/mean", 0.0))
+            engine.add = add
+            engine.sleep()
+        counted = slice(args.warm_up, None)
+        rows[in_flight] = {"s": statistics.mean(seconds[counted]), "decoding_steps": statistics.mean(decoded[counted]),
+                           "staleness": statistics.mean(ages[counted])}
+        print(in_flight, rows[in_flight], flush=True)
+    ratios = {f"ratio_{f:g}": rows[f]["s"] / rows[1.0]["s"] for f in (1.5, 2.0)}
+    ratios |= {f"steps_ratio_{f:g}": rows[f]["decoding_steps"] / rows[1.0]["decoding_steps"] for f in (1.5, 2.0)}
+    report("in_flight", unit="seconds a rollout", **ratios, runs={f"{f:g}": row for f, row in rows.items()})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

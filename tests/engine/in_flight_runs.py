@@ -1,0 +1,79 @@
+"""Steps with --rollout.in-flight on an engine of engine_models.py, whose weights change before each one."""
+
+import copy
+import json
+import types
+from dataclasses import replace
+
+import torch
+
+from common.engine.in_flight import InFlight
+from common.metrics import Meter
+from common.prompts import Prompt, PromptSampler
+from common.rollout import Rollout
+from tests.engine import engine_models
+
+DATA = [Prompt([5 + row, 17, 300, *range(40, 40 + row % 5)], "", "", {}, []) for row in range(40)]
+NO_TEXT = types.SimpleNamespace(decode=lambda *_, **__: "")
+NO_SCORERS = types.SimpleNamespace(pool=None, model=None, episodes=None, advance=lambda: None, tokenizer=NO_TEXT)
+ENDS = tuple(range(0, 512, 16))  # a response ends after 15 tokens or so
+
+
+class Steps:
+    """`self(engine, step)` samples one step on an engine that is awake. What is in flight goes through JSON."""
+
+    def __init__(self, engine, in_flight: float = 2.0, num_groups: int = 4, num_samples: int = 2, **flags):
+        flags |= {"in_flight": in_flight, "max_response_length": 30, "stop_token_ids": ENDS}
+        self.sampling = replace(engine.config, **flags)
+        self.num_groups, self.num_samples = num_groups, num_samples
+        self.state, self.sampler, self.metrics = {}, PromptSampler(len(DATA), "", 0), {}
+
+    def __call__(self, engine, step: int) -> Rollout:
+        in_flight = InFlight(json.loads(json.dumps(self.state)), self.sampler)
+        before, engine.config.in_flight = engine.config.in_flight, self.sampling.in_flight
+        pending = in_flight.start_rollout(
+            engine, NO_SCORERS, DATA, self.sampler.take(self.num_groups), self.num_samples, self.sampling, (0, step),
+            lambda: False,
+        )
+        engine.config.in_flight = before
+        self.state = in_flight.state
+        meter = Meter()
+        rollout = pending.collect(meter)
+        self.metrics = meter.reduce()
+        return rollout
+
+
+def saved_copy(model: str, policy) -> torch.nn.Module:
+    """transformers' own model with the policy's weights as they are."""
+    lm = engine_models.oracle(model, 0.0)
+    lm.load_state_dict({name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32)}, strict=False)
+    return copy.deepcopy(lm)
+
+
+def carry(model: str, engine, policy, num_steps: int = 5, **flags) -> list[dict]:
+    """Of each response of these steps: its lengths by version, and how far its log-probs are from those of the policy
+    that is said to have sampled them, and from the policy of the step in which it ended."""
+    steps, copies, found = Steps(engine, **flags), [], []
+    for step in range(num_steps):
+        engine_models.perturb(policy, -0.2 if step % 2 else 0.2)        # else the model becomes certain
+        copies.append(saved_copy(model, policy))
+        engine.wake(policy)
+        rollout = steps(engine, step)
+        engine.sleep()
+        for sample in rollout.samples:
+            response = sample.response
+            versions = [version for version, count in response.versions for _ in range(count)]
+            assert len(versions) == len(response.tokens) == len(response.logp)
+            logp = torch.tensor(response.logp)
+            by_copy = torch.stack([
+                engine_models.logps(lm, sample.prompt.tokens, response.tokens) for lm in copies
+            ])                                                                                  # [step + 1, T]
+            own = by_copy[torch.tensor(versions), torch.arange(len(versions))]
+            late = torch.tensor(versions) < step
+            found.append({
+                "step": step, "index": sample.index, "row": sample.row, "tokens": response.tokens,
+                "versions": response.versions, "reason": response.finish_reason,
+                "off": float((logp - own).abs().max()),
+                "off_now": float((logp - by_copy[-1]).abs()[late].max()) if late.any() else None,
+            })
+    return found

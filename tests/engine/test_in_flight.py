@@ -1,0 +1,159 @@
+"""--rollout.in-flight: what a step leaves unfinished continues in the next one."""
+
+import copy
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from common.engine.base import SamplingConfig
+from common.engine.in_flight import InFlight
+from common.parallel.ranks import seed_of
+from common.prompts import PromptSampler
+from tests.engine.engine_models import make_model, start
+from tests.engine.in_flight_runs import DATA, ENDS, NO_SCORERS, Steps, carry
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model("llama", True, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def vllm(model, world, frozen_imports):
+    engine, policy = start(model, world)
+    yield engine, policy
+    engine.close()
+
+
+@pytest.fixture
+def awake(vllm):
+    engine, policy = vllm
+    engine.wake(policy)
+    yield engine
+    engine.sleep()
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def carried(request, model, world):
+    engine, policy = start(model, world, kind="hf") if request.param == "hf" else request.getfixturevalue("vllm")
+    return carry(model, engine, policy, num_steps=4 if request.param == "hf" else 8)
+
+
+def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(carried):
+    """Scored by saved copies of all versions; the current one disagrees, so the copies tell versions apart."""
+    assert max(r["off"] for r in carried) < 1e-4
+    late = [r for r in carried if r["off_now"] is not None]
+    assert len(late) > 5 and min(r["off_now"] for r in late) > 1e-3
+    assert any(len(r["versions"]) > 1 and r["reason"] == "length" for r in late)    # carried over, and cut
+    for response in carried:
+        versions = [version for version, _ in response["versions"]]
+        assert versions == sorted(set(versions)) and versions[-1] <= response["step"]
+        assert response["reason"] == ("stop" if response["tokens"][-1] in {2, *ENDS} else "length")
+        assert response["reason"] == "stop" or len(response["tokens"]) == 30
+        assert not {2, *ENDS} & set(response["tokens"][:-1])
+    long = [tuple(r["tokens"]) for r in carried if len(r["tokens"]) > 4]
+    assert len(set(long)) == len(long) > 10
+
+
+def test_a_step_is_as_large_as_without(carried):
+    """Groups of two; each prompt once in an epoch."""
+    for _, step in itertools.groupby(carried, key=lambda r: r["step"]):
+        step = sorted(step, key=lambda r: r["index"])
+        assert [r["index"] for r in step] == list(range(8))
+        assert all(a["row"] == b["row"] for a, b in zip(step[::2], step[1::2]))
+    assert set(Counter(r["row"] for r in carried).values()) == {2}
+
+
+def test_new_responses_are_those_of_a_run_without(awake):
+    """A group that begins and ends in the first step: the seeds, and so the tokens, of its place in the step."""
+    rollout = Steps(awake, in_flight=2.0)(awake, 0)
+    rows = PromptSampler(len(DATA), "", 0).take(8)
+    sampling = SamplingConfig(1.0, 30, stop_token_ids=ENDS)
+    for sample in rollout.samples:
+        seed = seed_of(0, 0, rows.index(sample.row), sample.index % 2)
+        assert awake.generate([sample.prompt.tokens], [seed], sampling)[0].tokens == sample.response.tokens
+    assert {sample.row for sample in rollout.samples} != set(rows[:4])  # the first four to end, not the first four
+
+
+def test_staleness_is_bounded_and_measured(vllm):
+    engine, policy = vllm
+    oldest = {}
+    for bound in (1, 4):
+        steps = Steps(engine, in_flight=2.0, num_groups=2, max_staleness=bound)
+        oldest[bound] = 0
+        for step in range(16):
+            engine.wake(policy)
+            rollout = steps(engine, step)
+            engine.sleep()
+            ages = [step - v for s in rollout.samples for v, count in s.response.versions for _ in range(count)]
+            spans = [s.response.versions[-1][0] - s.response.versions[0][0] for s in rollout.samples]
+            assert steps.metrics["rollout/staleness/mean"] == pytest.approx(sum(ages) / len(ages))
+            assert steps.metrics["rollout/staleness/max"] == max(ages)
+            assert steps.metrics["fully_async/partial/partial_ratio"] == sum(s > 0 for s in spans) / len(spans)
+            assert steps.metrics["fully_async/partial/max_partial_span"] == max(spans)
+            oldest[bound] = max(oldest[bound], max(ages))
+            tokens = sum(count for _, _, _, _, saved in steps.state["in_flight"] for *_, v in saved for _, count in v)
+            assert steps.metrics["rollout/carried_tokens"] == tokens
+            assert len(steps.state["in_flight"]) == 2
+    assert oldest[1] == 1 < oldest[4]
+
+
+def test_oversampled_groups_continue(awake):
+    """The extra responses of a group too; those that end last are aborted, and counted, when it is complete."""
+    steps = Steps(awake, in_flight=1.5, oversample=0.5)
+    num_complete = 0
+    for step in range(3):
+        rollout = steps(awake, step)
+        assert sorted(s.index for s in rollout.samples) == list(range(8))
+        assert all(len(saved) == 3 and kept == 2 for _, _, _, kept, saved in steps.state["in_flight"])
+        num_complete += 4
+    # a group may be complete in the same instant as the last one that the step needs
+    num_complete += sum(sum(bool(reason) for _, _, reason, _ in saved) == 2 for *_, saved in steps.state["in_flight"])
+    assert (awake._num_requested, awake._num_aborted) == (3 * num_complete, num_complete)
+
+
+def test_a_rollout_in_the_same_step_continues_what_the_one_before_left(awake):
+    """dapo.py's dynamic sampling: several rollouts by one version of the policy."""
+    steps = Steps(awake, in_flight=2.0)
+    rows = [sample.row for _ in range(3) for sample in steps(awake, 7).samples]
+    assert len(set(rows)) == 12 and steps.metrics["rollout/staleness/max"] == 0
+    assert steps.metrics["fully_async/partial/partial_ratio"] == 0
+
+
+def test_other_engines_share_what_is_in_flight(awake):
+    """Four groups of one engine go to two, or to three: each one once, with its tokens; then new prompts."""
+    steps = Steps(awake, in_flight=2.0)
+    steps(awake, 0)
+    saved = copy.deepcopy(steps.state["in_flight"])
+    for num_engines in (2, 4):
+        seen, left = [], []
+        for rank in range(num_engines):
+            awake.num_engines, awake.engine_rank = num_engines, rank
+            steps.state, sampler = {"in_flight": copy.deepcopy(saved)}, PromptSampler(len(DATA), "", 0)
+            sampler.take(8)
+            in_flight = InFlight(steps.state, sampler)
+            pending = in_flight.start_rollout(
+                awake, NO_SCORERS, DATA, sampler.take(4), 2, steps.sampling, (0, 1), lambda: False
+            )
+            seen += [sample.row for sample in pending.samples[::2]]
+            left += [row for _, row, *_ in in_flight.state["in_flight"]]
+            assert len(pending.samples) == 8 // num_engines
+        new = PromptSampler(len(DATA), "", 0).take(12)[8:]
+        assert sorted(seen + left) == sorted([row for _, row, *_ in saved] + new)
+    awake.num_engines, awake.engine_rank = 1, 0
+
+
+def test_what_is_in_flight_is_plain_json_and_exact(awake):
+    steps = Steps(awake)
+    steps(awake, 0)
+    again = json.loads(json.dumps(steps.state))
+    assert again == steps.state
+    one, other = Steps(awake), Steps(awake)
+    for step in range(3):
+        first, second = one(awake, step), other(awake, step)
+        assert [s.response for s in first.samples] == [s.response for s in second.samples]
+        assert one.state == other.state
