@@ -62,11 +62,9 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """top_k of validation."""
     in_flight: float = 1.0
     """Sample so many times --prompts-per-step prompts at once, from 1 to 2. A step ends when --prompts-per-step groups
-    are complete; the others continue in the next step, after the weight sync. 1: a step waits for its longest response.
-    """
+    are complete; the others continue in the next step, after the weight sync. 1: it waits for its longest response."""
     max_staleness: int = 4
-    """With --rollout.in-flight, no token is trained more than so many steps (weight syncs) after it was sampled: a step
-    waits for the groups that would be too old in the next one."""
+    """No token is trained more than so many steps (weight syncs) after it was sampled; those groups are waited for."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
@@ -181,30 +179,33 @@ class Engine:
         the groups keep what was sampled; a later call continues them with it as part of the prompt.
         """
         self.begin(stop)
-        running: dict[int, tuple[int, int]] = {}
+        places: list[tuple[int, int]] = []  # of each request: its group, and its response there
+        running: list[set[int]] = [set() for _ in groups]
         for number, group in enumerate(groups):
             for k, (seed, response) in enumerate(zip(group.seeds, group.responses)):
                 if not (response.finish_reason or group.is_complete):
-                    count, request = len(response.tokens), len(running)
-                    running[request] = number, k
+                    count = len(response.tokens)
                     limited = replace(sampling, max_response_length=sampling.max_response_length - count)
                     seed = seed_of(seed, count) if count else seed
-                    self.add(request, [*group.prompt, *response.tokens], seed, limited)
+                    self.add(len(places), [*group.prompt, *response.tokens], seed, limited)
+                    running[number].add(len(places))
+                    places.append((number, k))
         while self.has_unfinished() and not self.stop():
             for request, response in self.step():
-                if request not in running:
-                    continue  # it ended in the same step as the last response of its group that is kept
-                number, k = running.pop(request)
-                response = groups[number].extend(k, response, response.finish_reason)
-                if groups[number].is_complete:
-                    rest = {other for other, place in running.items() if place[0] == number}
-                    self.abort(rest)
-                    running = {other: place for other, place in running.items() if other not in rest}
-                    self._num_requested += len(groups[number].responses)
-                    self._num_aborted += len(rest)
-                on_end(number, k, response)
-        for request, response in self.abort(set(running)):
-            number, k = running[request]
+                number, k = places[request]
+                group = groups[number]
+                if group.is_complete:
+                    continue  # it ended in the same step as the last response that is kept
+                running[number].remove(request)
+                group.extend(k, response, response.finish_reason)
+                if group.is_complete:
+                    self.abort(running[number])
+                    self._num_requested += len(group.responses)
+                    self._num_aborted += len(running[number])
+                    running[number].clear()
+                on_end(number, k, group.responses[k])
+        for request, response in self.abort(set().union(*running)):
+            number, k = places[request]
             groups[number].extend(k, response, finish_reason="")
 
     def begin(self, stop: Callable[[], bool]) -> None:

@@ -26,22 +26,20 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
                      state: dict[str, Any], sampler: PromptSampler, meter: Meter) -> PendingRollout:
     """As `start_rollout`, with as many prompts: not all of them are `rows`, some come from steps before, and further
     ones from `sampler`. `seed`: of the run, the step's number, and perhaps more. A group is scored when it is complete.
-    All ranks call this together.
-
-    What is in flight between two rollouts is in `state`, which checkpoints hold, the oldest group first. It is dealt to
-    the engines anew, of which there may be others than before. `meter` takes the age of tokens in steps; partial/* have
-    verl's names and meanings.
+    What is in flight between two rollouts is in `state`, the oldest group first, as plain JSON for checkpoints; it is
+    dealt anew to the engines, of which there may be others after a resume. All ranks call this together.
     """
     step = int(seed[1])
+    num_wanted = len(engine.local_prompts(len(rows)))
     saved = state.get("in_flight", [])
     num_additional = round(sampling.in_flight * len(rows)) - len(rows) - len(saved)
     new = [*enumerate([*rows, *sampler.take(max(num_additional, 0))])]
     share = slice(engine.engine_rank, None, engine.num_engines)
-    groups = [from_state(group) for group in saved[share]]
+    groups = [Group(**old | {"responses": [Response(**r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
         groups.append(Group.start(data[row].tokens, seeds, sampling.oversample, row, step))
-    num_wanted = len(engine.local_prompts(len(rows)))
+    # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step}
     pending = PendingRollout(scoring, [], sampling)
     taken: list[int] = []
@@ -66,22 +64,14 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
         if num_new:
             response.versions = [*response.versions, [step, num_new]]
 
+    left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
+    of_engines = all_gather_objects([vars(group) | {"responses": [*map(vars, group.responses)]} for group in left])
+    state["in_flight"] = sorted(chain(*of_engines), key=lambda group: group["step"])
     responses = [response for number in taken for response in groups[number].ended]
     ages = [step - version for response in responses for version, count in response.versions for _ in range(count)]
     spans = torch.tensor([r.versions[-1][0] - r.versions[0][0] for r in responses], dtype=torch.float64)
     meter.spread("rollout/staleness", torch.tensor(ages, dtype=torch.float64))
-    meter.mean("fully_async/partial/partial_ratio", spans > 0)
+    meter.mean("fully_async/partial/partial_ratio", spans > 0)  # verl's names and meanings
     meter.max("fully_async/partial/max_partial_span", spans)
-    left = [to_state(group) for n, group in enumerate(groups) if n not in taken and engine.tp_rank == 0]
-    meter.total("rollout/carried_tokens", sum(len(saved["tokens"]) for group in left for saved in group["responses"]))
-    state["in_flight"] = sorted(chain(*all_gather_objects(left)), key=lambda group: group["step"])
+    meter.total("rollout/carried_tokens", sum(len(r.tokens) for group in left for r in group.responses))
     return pending
-
-
-def to_state(group: Group) -> dict[str, Any]:
-    """For JSON. `dataclasses.asdict` would copy each token and log-prob in Python."""
-    return vars(group) | {"responses": [*map(vars, group.responses)]}
-
-
-def from_state(state: dict[str, Any]) -> Group:
-    return Group(**state | {"responses": [Response.from_dict(saved) for saved in state["responses"]]})

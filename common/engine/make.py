@@ -79,9 +79,8 @@ def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -
         raise ValueError(f"{flag} does not go with --rollout.episode and --rollout.stop: only the tokens of a response "
                          f"are carried over, not the state of a conversation or of a text that is half written")
     if config.in_flight > 1 and not has_correction:
-        print_on_main(world, f"{flag} without engine correction: tokens that the weights of up to "
-                             f"{config.max_staleness} steps before sampled are trained as if the current ones had; "
-                             f"rollout_corr/* measures it, --correction.preset decoupled-token-is corrects it")
+        print_on_main(world, f"{flag} without engine correction: tokens that older weights sampled are trained as "
+                             f"if the current ones had; --correction.preset decoupled-token-is corrects it")
 
 
 def check_hf(config: RolloutConfig) -> None:

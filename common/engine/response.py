@@ -51,15 +51,11 @@ class Group:
     """A prompt and its responses, as far as they were sampled. Plain JSON can hold it."""
 
     prompt: list[int]
-    num_kept: int
-    """The group is complete when so many responses have ended. The others are aborted then."""
-    seeds: list[int]
-    """One for each response."""
+    num_kept: int  # the group is complete when so many responses have ended; the others are aborted then
+    seeds: list[int]  # one for each response
     responses: list[Response]
-    row: int = 0
-    """Of the prompt in the data set."""
-    step: int = 0
-    """In which it began."""
+    row: int = 0  # of the prompt in the data set
+    step: int = 0  # in which it began
 
     @classmethod
     def start(cls, prompt: Sequence[int], seeds: list[int], oversample: float, *place: int) -> "Group":
@@ -76,10 +72,9 @@ class Group:
     def is_complete(self) -> bool:
         return len(self.ended) == self.num_kept
 
-    def extend(self, k: int, part: Response, finish_reason: str) -> Response:
+    def extend(self, k: int, part: Response, finish_reason: str) -> None:
         """Append to response `k` what was sampled further."""
         response = self.responses[k]
         response.tokens = response.tokens + part.tokens
         response.logp = response.logp + part.logp
         response.finish_reason = finish_reason
-        return response

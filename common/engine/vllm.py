@@ -210,11 +210,10 @@ class VLLMEngine(Engine):
     def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
         from vllm.v1.engine import FinishReason
 
-        states = self.llm.llm_engine.output_processor.request_states.values()
-        aborted = [state for state in states if int(state.external_req_id) in requests]
-        # in the same order on all ranks of an engine: this frees cache
-        self.llm.llm_engine.abort_request([str(i) for i in sorted(requests)])
-        # the output that vLLM's own server sends of aborted requests
+        outputs = self.llm.llm_engine.output_processor
+        numbers = [str(i) for i in sorted(requests)]  # in the same order on all ranks of an engine: this frees cache
+        aborted = [outputs.request_states[i] for number in numbers for i in outputs.external_req_ids.get(number, ())]
+        self.llm.llm_engine.abort_request(numbers)
         return [to_response(state.make_request_output([], None, FinishReason.ABORT, None)) for state in aborted]
 
     def close(self) -> None:
@@ -226,7 +225,7 @@ class VLLMEngine(Engine):
 
 
 def to_response(request: Any) -> tuple[int, Response]:
-    """vLLM's output of a request, and the request's number."""
+    """Number and response of vLLM's output of a request, of one that is aborted too: so does vLLM's own server."""
     out = request.outputs[0]
     tokens = list(out.token_ids)
     logp = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices[: len(tokens)]]

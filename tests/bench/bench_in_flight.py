@@ -12,7 +12,7 @@ import numpy as np
 import tyro
 
 from common.engine.base import RolloutConfig
-from common.engine.in_flight import InFlight
+from common.engine.in_flight import continue_rollout
 from common.engine.make import make_engine
 from common.engine.scoring import start_rollout
 from common.metrics import Meter
@@ -49,23 +49,31 @@ def main(args: Args) -> None:
     engine = make_engine(model, read_config(model, model_config), config, model_config, world, [data[0].tokens], [],
                          args.max_tokens + 8, 0)
     policy = load_policy(model, model_config, world)
-    add, step = engine.add, engine.step
+    add, step, continue_groups = engine.add, engine.step, engine.continue_groups
     num_decoded = 0
 
-    def add_with_lengths(requests, seeds, sampling):
-        limited = []
-        for number, prompt, max_tokens in requests:
-            rng = np.random.default_rng(seed_of(*prompt[:4], number % args.samples))
-            length = min(int(rng.lognormal(np.log(args.median), args.sigma)) + 1, args.max_tokens)
-            limited.append((number, prompt, min(max_tokens, length - len(prompt) + 4)))
-        add(limited, seeds, sampling)
+    lengths = []  # of the responses that are asked for, whatever is sampled of them already
+
+    def continue_with_lengths(groups, *others):
+        lengths.clear()
+        for group in groups:
+            for k, response in enumerate(group.responses):
+                if not (response.finish_reason or group.is_complete):
+                    rng = np.random.default_rng(seed_of(*group.prompt, k))
+                    lengths.append(int(rng.lognormal(np.log(args.median), args.sigma)) + 1)
+        continue_groups(groups, *others)
+
+    def add_with_length(request, prompt, seed, sampling):
+        num_sampled = len(prompt) - len(data[0].tokens)
+        limit = min(sampling.max_response_length, lengths[request] - num_sampled)
+        add(request, prompt, seed, replace(sampling, max_response_length=limit))
 
     def counted_step():
         nonlocal num_decoded
         num_decoded += 1
         return step()
 
-    engine.add, engine.step = add_with_lengths, counted_step
+    engine.step, engine.continue_groups = counted_step, continue_with_lengths
     rows = {}
     for in_flight in (1.0, 1.5, 2.0):
         sampling = replace(config, in_flight=in_flight)
@@ -74,14 +82,17 @@ def main(args: Args) -> None:
         for number in range(args.steps):
             policy.version += 1
             engine.wake(policy)
-            engine.add = add_with_lengths
+            engine.add = add_with_length
             num_decoded, start = 0, time.perf_counter()
-            run = start_rollout if in_flight == 1 else InFlight(carried, sampler).start_rollout
-            pending = run(engine, NO_SCORERS, data, sampler.take(args.prompts), args.samples, sampling, (0, number),
-                          stop=lambda: False)
+            meter = Meter()
+            arguments = (engine, NO_SCORERS, data, sampler.take(args.prompts), args.samples, sampling, (0, number),
+                         lambda: False)
+            if in_flight == 1:
+                pending = start_rollout(*arguments)
+            else:
+                pending = continue_rollout(*arguments, carried, sampler, meter)
             seconds.append(time.perf_counter() - start)
             decoded.append(num_decoded)
-            meter = Meter()
             pending.collect(meter)
             ages.append(meter.reduce().get("rollout/staleness/mean", 0.0))
             engine.add = add

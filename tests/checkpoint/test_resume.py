@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from common.checkpoint import files
 from tests.checkpoint.faulty import server
-from tests.conftest import VLLM, launch, make_tiny_llama
+from tests.conftest import VLLM, VOCAB, launch, make_tiny_llama
 from tests.engine.episode_runs import FILE
 
 TOTAL, PROMPTS, SAMPLES = 4, 2, 4
@@ -211,24 +211,30 @@ def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, t
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("ranks", "fault", "code"), [
-    (1, "reward:4:0:term", 128 + signal.SIGTERM),
-    pytest.param(2, "log after:3:0:kill", -signal.SIGKILL, marks=pytest.mark.slow),
+@pytest.mark.parametrize(("ranks", "fault", "code", "script", "more"), [
+    (1, "reward:4:0:term", 128 + signal.SIGTERM, "grpo.py", []),
+    pytest.param(2, "log after:3:0:kill", -signal.SIGKILL, "dapo.py", ["--keep-surplus", "--max-gen-batches", "3"],
+                 marks=pytest.mark.slow),
 ])
-def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, fault, code, tmp_path, smollm):
-    """In step 2: by SIGTERM, where the engine must be closed before the process group, or by kill -9."""
+def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, fault, code, script, more, tmp_path, smollm):
+    """In step 2: by SIGTERM, where the engine must be closed before the process group, or by kill -9. What was in
+    flight, and dapo.py's surplus groups, come back with step 1."""
     model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
     flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
-             "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3"]
+             "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3", "--rollout.in-flight", "2",
+             "--rollout.oversample", "0.5", "--correction.preset", "decoupled-token-is",
+             "--rollout.max-response-length", "50", "--rollout.stop-token-ids", *map(str, range(0, VOCAB, 16)), *more]
     start, log, errors = server(VLLM), tmp_path / "log", tmp_path / "errors"
-    assert start(log, "none", "grpo.py", *flags, "--run-dir", tmp_path / "whole", ranks=ranks) == 0, log.read_text()
+    assert start(log, "none", script, *flags, "--run-dir", tmp_path / "whole", ranks=ranks) == 0, log.read_text()
     flags += ["--run-dir", tmp_path / "again"]
-    assert start(log, fault, "grpo.py", *flags, ranks=ranks, errors=errors) == code, errors.read_text()[-6000:]
+    assert start(log, fault, script, *flags, ranks=ranks, errors=errors) == code, errors.read_text()[-6000:]
     assert steps_on_disk(tmp_path / "again") == [1]
     if "term" in fault:
         assert "stopped by SIGTERM after step 1, which is saved" in log.read_text()
         assert "Traceback" not in errors.read_text() and "Exception" not in errors.read_text(), errors.read_text()
-    assert start(log, "none", "grpo.py", *flags, ranks=ranks) == 0 and "resumed after step 1" in log.read_text()
+    assert start(log, "none", script, *flags, ranks=ranks) == 0 and "resumed after step 1" in log.read_text()
+    rows = metrics(tmp_path / "again")
+    assert rows[1]["rollout/carried_tokens"] > 0 and rows[2]["fully_async/partial/partial_ratio"] > 0
     assert_same_run(tmp_path / "again", tmp_path / "whole", 3)
 
 

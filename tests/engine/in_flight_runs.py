@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from common.engine.in_flight import InFlight
+from common.engine.in_flight import continue_rollout
 from common.metrics import Meter
 from common.prompts import Prompt, PromptSampler
 from common.rollout import Rollout
@@ -29,15 +29,12 @@ class Steps:
         self.state, self.sampler, self.metrics = {}, PromptSampler(len(DATA), "", 0), {}
 
     def __call__(self, engine, step: int) -> Rollout:
-        in_flight = InFlight(json.loads(json.dumps(self.state)), self.sampler)
-        before, engine.config.in_flight = engine.config.in_flight, self.sampling.in_flight
-        pending = in_flight.start_rollout(
-            engine, NO_SCORERS, DATA, self.sampler.take(self.num_groups), self.num_samples, self.sampling, (0, step),
-            lambda: False,
-        )
-        engine.config.in_flight = before
-        self.state = in_flight.state
+        self.state = json.loads(json.dumps(self.state))
         meter = Meter()
+        pending = continue_rollout(
+            engine, NO_SCORERS, DATA, self.sampler.take(self.num_groups), self.num_samples, self.sampling, (0, step),
+            lambda: False, self.state, self.sampler, meter,
+        )
         rollout = pending.collect(meter)
         self.metrics = meter.reduce()
         return rollout

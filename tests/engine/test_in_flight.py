@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from common.engine.base import SamplingConfig
-from common.engine.in_flight import InFlight
+from common.engine.in_flight import continue_rollout
+from common.metrics import Meter
 from common.parallel.ranks import seed_of
 from common.prompts import PromptSampler
 from tests.engine.engine_models import make_model, start
@@ -37,10 +38,9 @@ def awake(vllm):
     engine.sleep()
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
-def carried(request, model, world):
-    engine, policy = start(model, world, kind="hf") if request.param == "hf" else request.getfixturevalue("vllm")
-    return carry(model, engine, policy, num_steps=4 if request.param == "hf" else 8)
+@pytest.fixture(scope="module")
+def carried(model, vllm):
+    return carry(model, *vllm, num_steps=8)
 
 
 def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(carried):
@@ -96,7 +96,8 @@ def test_staleness_is_bounded_and_measured(vllm):
             assert steps.metrics["fully_async/partial/partial_ratio"] == sum(s > 0 for s in spans) / len(spans)
             assert steps.metrics["fully_async/partial/max_partial_span"] == max(spans)
             oldest[bound] = max(oldest[bound], max(ages))
-            tokens = sum(count for _, _, _, _, saved in steps.state["in_flight"] for *_, v in saved for _, count in v)
+            left = [response for group in steps.state["in_flight"] for response in group["responses"]]
+            tokens = sum(count for response in left for _, count in response["versions"])
             assert steps.metrics["rollout/carried_tokens"] == tokens
             assert len(steps.state["in_flight"]) == 2
     assert oldest[1] == 1 < oldest[4]
@@ -109,10 +110,11 @@ def test_oversampled_groups_continue(awake):
     for step in range(3):
         rollout = steps(awake, step)
         assert sorted(s.index for s in rollout.samples) == list(range(8))
-        assert all(len(saved) == 3 and kept == 2 for _, _, _, kept, saved in steps.state["in_flight"])
+        assert all(len(group["responses"]) == 3 and group["num_kept"] == 2 for group in steps.state["in_flight"])
         num_complete += 4
     # a group may be complete in the same instant as the last one that the step needs
-    num_complete += sum(sum(bool(reason) for _, _, reason, _ in saved) == 2 for *_, saved in steps.state["in_flight"])
+    ended = [[bool(r["finish_reason"]) for r in group["responses"]] for group in steps.state["in_flight"]]
+    num_complete += sum(sum(group) == 2 for group in ended)
     assert (awake._num_requested, awake._num_aborted) == (3 * num_complete, num_complete)
 
 
@@ -135,15 +137,15 @@ def test_other_engines_share_what_is_in_flight(awake):
             awake.num_engines, awake.engine_rank = num_engines, rank
             steps.state, sampler = {"in_flight": copy.deepcopy(saved)}, PromptSampler(len(DATA), "", 0)
             sampler.take(8)
-            in_flight = InFlight(steps.state, sampler)
-            pending = in_flight.start_rollout(
-                awake, NO_SCORERS, DATA, sampler.take(4), 2, steps.sampling, (0, 1), lambda: False
+            pending = continue_rollout(
+                awake, NO_SCORERS, DATA, sampler.take(4), 2, steps.sampling, (0, 1), lambda: False, steps.state,
+                sampler, Meter(),
             )
             seen += [sample.row for sample in pending.samples[::2]]
-            left += [row for _, row, *_ in in_flight.state["in_flight"]]
+            left += [group["row"] for group in steps.state["in_flight"]]
             assert len(pending.samples) == 8 // num_engines
         new = PromptSampler(len(DATA), "", 0).take(12)[8:]
-        assert sorted(seen + left) == sorted([row for _, row, *_ in saved] + new)
+        assert sorted(seen + left) == sorted([group["row"] for group in saved] + new)
     awake.num_engines, awake.engine_rank = 1, 0
 
 
