@@ -54,14 +54,14 @@ def main(args: Args) -> None:
 
     lengths = []  # of the responses that are asked for, whatever is sampled of them already
 
-    def continue_with_lengths(groups, *others):
+    def continue_with_lengths(groups, sampling, on_end, stop):
         lengths.clear()
         for group in groups:
             for k, response in enumerate(group.responses):
                 if not (response.finish_reason or group.is_complete):
                     rng = np.random.default_rng(seed_of(*group.prompt, k))
                     lengths.append(int(rng.lognormal(np.log(args.median), args.sigma)) + 1)
-        continue_groups(groups, *others)
+        continue_groups(groups, sampling, on_end, stop)
 
     def add_with_length(request, prompt, seed, sampling):
         num_sampled = len(prompt) - len(data[0].tokens)

@@ -33,6 +33,7 @@ class StandIn:
             vllm_config=types.SimpleNamespace(model_config=None),
             is_sleeping=lambda: bool(self.asleep), add_request=self.add_request, step=self.step,
             abort_request=self.abort_request,
+            output_processor=types.SimpleNamespace(request_states={}, external_req_ids={}),
             has_unfinished_requests=lambda: bool(self.requests),
         )
         self.seeds = []
