@@ -59,6 +59,12 @@ def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(carried):
     assert len(set(long)) == len(long) > 10
 
 
+def test_a_response_that_continues_draws_other_random_numbers(carried):
+    """The model hardly prefers any token, so the same numbers would mostly give the same tokens again."""
+    pairs = [pair for r in carried for pair in zip(r["tokens"], r["tokens"][r["versions"][0][1] :])]
+    assert len(pairs) > 40 and sum(a == b for a, b in pairs) < 0.1 * len(pairs)
+
+
 def test_a_step_is_as_large_as_without(carried):
     """Groups of two; each prompt once in an epoch."""
     for _, step in itertools.groupby(carried, key=lambda r: r["step"]):
