@@ -146,13 +146,17 @@ def _extrapolate(by_depth: dict[int, dict[str, Peak]], num_layers: int) -> dict[
 class Handover(Engine):
     """An engine that takes the weights and forgets them, and says the same to every prompt."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.waiting: list[int] = []
+
     def _load(self, tensors, sent) -> tuple[int, set[str]]:
         for _ in tensors:
             pass
         return len(sent), set()
 
-    def add(self, requests, seeds, sampling) -> None:
-        self.waiting = [number for number, _ in requests]
+    def add(self, request, prompt, seed, sampling) -> None:
+        self.waiting.append(request)
         self.length = sampling.max_response_length
 
     def has_unfinished(self) -> bool:
@@ -162,8 +166,8 @@ class Handover(Engine):
         while self.waiting:
             yield self.waiting.pop(0), Response([7] * self.length, [-1.0] * self.length, "stop")
 
-    def abort(self, requests: set[int]) -> None:
-        pass
+    def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
+        return []
 
 
 def microbatch(case: Case) -> Batch:

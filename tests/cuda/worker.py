@@ -35,6 +35,7 @@ class StandIn:
         self.llm_engine = types.SimpleNamespace(
             vllm_config=types.SimpleNamespace(use_v2_model_runner=True), is_sleeping=lambda: bool(self.asleep),
             add_request=self.add_request, step=self.step, abort_request=lambda ids: None,
+            output_processor=types.SimpleNamespace(request_states={}, external_req_ids={}),
             has_unfinished_requests=lambda: bool(self.requests),
             engine_core=types.SimpleNamespace(shutdown=lambda: StandIn.log.append(["shutdown"])),
         )
@@ -90,6 +91,8 @@ def stand_in_for_vllm() -> None:
         "vllm": {"LLM": StandIn, "SamplingParams": types.SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": types.SimpleNamespace(FINAL_ONLY=1)},
         "vllm.engine": {},
+        "vllm.v1": {},
+        "vllm.v1.engine": {"FinishReason": types.SimpleNamespace(ABORT=2)},
         "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
         "vllm.distributed": {"get_tp_group": lambda: group},
         "vllm.distributed.parallel_state": {"destroy_distributed_environment": lambda: None},
