@@ -100,15 +100,15 @@ adapters() {
     draw adapters "${runs[@]}"
 }
 
-# unfinished groups that continue in the next step: three seeds of each, the correction on where there are any
+# unfinished groups that continue in the next step, with the correction where there are any
 in_flight() {
+    STEPS="--total-steps 12 --eval-every 6 --eval-prompts 48 --eval-n 2 --save.every 0 --save.hf never"
     local flags runs=()
-    for number in 1.0 1.5 2.0; do
-        flags=(--rollout.in-flight "$number")
+    for number in ${IN_FLIGHT:-1.0 1.5 2.0}; do
+        flags=(--rollout.in-flight "$number" --rollout.max-num-seqs 128)
         [ "$number" = 1.0 ] || flags+=(--correction.preset decoupled-token-is)
         for seed in ${SEEDS:-1 2 3}; do
-            train grpo.py --run-dir "runs/in_flight/$number.seed$seed" --seed "$seed" --total-steps 12 --eval-every 4 \
-                --save.every 0 "${flags[@]}"
+            train grpo.py --run-dir "runs/in_flight/$number.seed$seed" --seed "$seed" "${flags[@]}"
             runs+=("runs/in_flight/$number.seed$seed")
         done
     done
