@@ -102,7 +102,7 @@ def check(args: Args) -> losses.LossSettings:
     if bool(args.reward_components) != (args.baseline == "gdpo"):
         raise ValueError(f"--reward-components {args.reward_components} go with --baseline gdpo, which needs them")
     if args.baseline == "remax" and args.rollout.in_flight > 1:
-        raise ValueError("--baseline remax needs the greedy response of the same policy: leave out --rollout.in-flight")
+        raise ValueError(f"--rollout.in-flight {args.rollout.in_flight:g}: --baseline remax needs all of one policy")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )

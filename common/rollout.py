@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.engine.response import Response
+from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.model.sequence_parallel import plan_groups
 from common.parallel.exchange import exchange, gather_numbers

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from common.batch import Batch
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.manager import Checkpoints, SaveConfig, validation_score
-from common.checkpoint.run_folder import is_finished, open_run_folder
+from common.checkpoint.run_folder import finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
 from common.model.flops import update_flops
@@ -86,7 +86,8 @@ class Training:
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         self.world = ranks.init(args.save.timeout_s, args.policy.replicas, args.policy.sequence_parallel)
-        if is_finished(args, self.world):
+        if said := ranks.on_main(self.world, lambda: finished(args)):
+            print_on_main(self.world, said)
             ranks.shutdown()
             sys.exit(0)
         open_run_folder(args.run_dir, self.world)

@@ -54,7 +54,7 @@ RUNS = {
     "grpo_rejection": Run("grpo", f"""{HF16} --correction.preset decoupled-k3-rs-token-tis
         --correction.reject-above 2e-5 --correction.rejected-leave-group --correction.batch-normalise
         --norm-by-std False --aggregation seq-mean-token-mean"""),
-    "grpo_oversample": Run("grpo", f"""{HF16} --rollout.oversample 0.5 --rollout.top-p 0.9
+    "grpo_top_p": Run("grpo", f"""{HF16} --rollout.top-p 0.9
         --rollout.temperature 0.8 --correction.weights sequence --data.template plain --loss gspo --run-zero-advantage
         --offload.params --offload.optimizer"""),
     "grpo_two_rewards": Run("grpo", f"""{HF32} --reward.function reward.py:compute_score reward.py:graded

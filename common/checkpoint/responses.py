@@ -4,7 +4,7 @@ from dataclasses import asdict
 from itertools import chain
 
 from common.dataset.store import PromptSet
-from common.engine.response import Response
+from common.engine.base import Response
 from common.parallel.ranks import World, all_gather_objects
 from common.rollout import Rollout, Sample, gather_rollout
 

@@ -9,7 +9,6 @@ from typing import Any
 from common.checkpoint.files import complete_checkpoints, read_manifest
 from common.checkpoint.state import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects, on_main
-from common.tracking.console import print_on_main
 
 LOCK = ".lock"
 
@@ -53,21 +52,17 @@ def lock(run_dir: str) -> str:
     return holder
 
 
-def is_finished(args: Any, world: World) -> bool:
-    """Whether a run with these flags has nothing left to do in its folder, and says so, before anything heavy starts or
-    is written. Where it exports its model at the end, RUN_DIR/model must be there."""
-    checkpoints = on_main(world, lambda: complete_checkpoints(args.run_dir))
-    exported = on_main(world, (Path(args.run_dir) / "model/config.json").is_file)
-    if not checkpoints or args.save.resume != "auto" or (args.save.hf != "never" and not exported):
-        return False
-    manifest = on_main(world, lambda: read_manifest(checkpoints[-1]))
+def finished(args: Any) -> str:
+    """What to say of a run with these flags that has nothing left to do in its folder, before anything heavy starts or
+    is written; empty for any other. Where it exports its model at the end, RUN_DIR/model must be there."""
+    checkpoints = complete_checkpoints(args.run_dir)
+    is_exported = args.save.hf == "never" or (Path(args.run_dir) / "model/config.json").is_file()
+    if not checkpoints or args.save.resume != "auto" or not is_exported:
+        return ""
+    manifest = read_manifest(checkpoints[-1])
     changed, state = differences(manifest["flags"], flags_of(args)), manifest["state"]
     has_other_length = any(text.startswith("--total-") for text in changed)
     if state["step"] < state["total_steps"] or has_other_length or "not_validated" in state:    # its last validation
-        return False
-    print_on_main(
-        world,
-        f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, of {state['total_steps']} "
-        f"steps. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}",
-    )
-    return True
+        return ""
+    return (f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, of {state['total_steps']} "
+            f"steps. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}")

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from common.batch import Batch
 from common.dataset.store import Loaded, load_shared, store_rows
 from common.dataset.template import template_arguments
-from common.engine.response import Response
+from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.model.sequence_parallel import plan_groups
 from common.parallel.ranks import World

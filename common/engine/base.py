@@ -8,19 +8,17 @@ the compute dtype.
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.engine.response import Group, Response
 from common.engine.sync import Sent, checksum
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, Policy
-from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
+from common.parallel.ranks import World, all_max, all_names, seed_of
 from envs.runtime.conversation import EpisodeConfig
 
 
@@ -44,9 +42,6 @@ class SamplingConfig:
     """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end tokens."""
-    oversample: float = 0.0
-    """Start this share of additional responses per prompt, keep those that end first and abort the rest. Nothing waits
-    for the slowest responses, but short responses are favoured. rollout/aborted_frac counts the aborted ones."""
 
 
 @dataclass
@@ -79,9 +74,6 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     quantization: Literal["none", "fp8"] = "none"
     """On GPUs, fp8 keeps the engine's weights in 8 bits and quantises them again at every sync. Use it with the engine
     correction."""
-    seeds: Literal["response", "engine"] = "response"
-    """response: each response has its own random seed. engine: one random seed per engine and step, which is faster on
-    GPUs where vLLM uses its first model runner."""
     max_probe_diff: float = 0.1
     """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: never."""
     extra: str = "{}"
@@ -96,9 +88,52 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutCon
         top_p=config.val_top_p,
         top_k=config.val_top_k,
         min_p=0.0,
-        oversample=0.0,
         drop=(),
     )
+
+
+@dataclass
+class Response:
+    tokens: list[int]
+    """What the engine sampled, including the stop token."""
+    logp: list[float]
+    """The log-prob of each token under the distribution it was drawn from: after temperature, min_p, top_k, top_p."""
+    finish_reason: str
+    """stop: it ended by itself. length: it was truncated at max_tokens. Empty: it has not ended."""
+
+    # of episodes alone
+    mask: list[bool] | None = None
+    """False on tokens that users or tools wrote. None: the model sampled all."""
+    prompt: list[int] | None = None
+    """The tokens before, where they are not those of the row's prompt."""
+    earlier: list["Response"] = field(default_factory=list)
+    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one."""
+    num_turns: int = 1
+    end_reason: str = ""
+    """Why the episode ended: done (its function returned), length, turns, timeout or error."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation."""
+    tools: dict[str, float] = field(default_factory=dict)
+    """Number of tool_calls, and of tool_errors among them, and tool_s, the seconds of the episode's own code."""
+
+    # of --rollout.in-flight alone
+    versions: list[list[int]] = field(default_factory=list)
+    """Pairs of a step and how many of the tokens, one after another, the policy sampled as it was in that step."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens) if self.mask is None else sum(self.mask)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "Response":
+        """What `dataclasses.asdict` returned."""
+        return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
+
+    def extend(self, part: "Response", finish_reason: str) -> None:
+        """Append what was sampled further."""
+        self.tokens = self.tokens + part.tokens
+        self.logp = self.logp + part.logp
+        self.finish_reason = finish_reason
 
 
 class Engine:
@@ -133,8 +168,6 @@ class Engine:
         """
         assert not self.awake, "wake: the engine is awake already; call sleep() first"
         start = time.perf_counter()
-        self._num_requested = 0
-        self._num_aborted = 0
         self.offload.make_room()
         self._wake_weights()
         metrics = {}
@@ -150,63 +183,29 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig,
         on_finish: Callable[[int, Response], None] | None = None, stop: Callable[[], bool] = lambda: False,
+        begun: Sequence[Response] = (),
     ) -> list[Response]:
         """One response per prompt (token ids), in order. All ranks of an engine pass the same prompts and seeds.
 
-        Equal consecutive prompts are a group. Its prompt is computed once; with `sampling.oversample` that share of
-        additional responses is started, and those of the group that end first are kept. `on_finish(i, response)` is
-        called as response i is known, on one rank of the engine: the one that scores it. Once `stop()` is true,
-        responses that are missing may stay None: the caller will not use them.
-        """
-        runs = [[i for i, _ in run] for _, run in groupby(enumerate(map(list, prompts)), key=lambda x: x[1])]
-        groups = [Group.start(prompts[run[0]], [seeds[i] for i in run], sampling.oversample) for run in runs]
-        responses: list[Response | None] = [None] * len(prompts)
-
-        def keep(number: int, k: int, response: Response) -> None:
-            i = runs[number][len(groups[number].ended) - 1 if sampling.oversample else k]
-            responses[i] = response
-            if on_finish is not None and i % self.config.tp == self.tp_rank:
-                on_finish(i, response)
-
-        self.continue_groups(groups, sampling, keep, stop)
-        return responses
-
-    def continue_groups(self, groups: Sequence[Group], sampling: SamplingConfig,
-                        on_end: Callable[[int, int, Response], None], stop: Callable[[], bool]) -> None:
-        """Sample on until these groups are complete or `stop()` is true. All ranks of an engine pass the same groups.
-
-        `on_end(number, k, response)` is called as response k of groups[number] ends. Of responses that have not ended
-        the groups keep what was sampled; a later call continues them with it as part of the prompt.
+        A prompt that follows an equal one is not computed again. `on_finish(i, response)` is called as response i ends.
+        Once `stop()` is true, responses may be unfinished. `begun`: what earlier calls returned, perhaps unfinished; it
+        is continued, with the tokens that it has as part of the prompt.
         """
         self.begin(stop)
-        places: list[tuple[int, int]] = []  # of each request: its group, and its response there
-        running: list[set[int]] = [set() for _ in groups]
-        for number, group in enumerate(groups):
-            for k, (seed, response) in enumerate(zip(group.seeds, group.responses)):
-                if not (response.finish_reason or group.is_complete):
-                    count = len(response.tokens)
-                    limited = replace(sampling, max_response_length=sampling.max_response_length - count)
-                    seed = seed_of(seed, count) if count else seed
-                    self.add(len(places), [*group.prompt, *response.tokens], seed, limited)
-                    running[number].add(len(places))
-                    places.append((number, k))
+        responses = [*begun] or [Response([], [], "") for _ in prompts]
+        for i, (prompt, seed, response) in enumerate(zip(prompts, seeds, responses, strict=True)):
+            if not response.finish_reason:
+                count = len(response.tokens)
+                limited = replace(sampling, max_response_length=sampling.max_response_length - count)
+                self.add(i, [*prompt, *response.tokens], seed_of(seed, count) if count else seed, limited)
         while self.has_unfinished() and not self.stop():
-            for request, response in self.step():
-                number, k = places[request]
-                group = groups[number]
-                if group.is_complete:
-                    continue  # it ended in the same step as the last response that is kept
-                running[number].remove(request)
-                group.extend(k, response, response.finish_reason)
-                if group.is_complete:
-                    self.abort(running[number])
-                    self._num_requested += len(group.responses)
-                    self._num_aborted += len(running[number])
-                    running[number].clear()
-                on_end(number, k, group.responses[k])
-        for request, response in self.abort(set().union(*running)):
-            number, k = places[request]
-            groups[number].extend(k, response, finish_reason="")
+            for i, part in self.step():
+                responses[i].extend(part, part.finish_reason)
+                if on_finish is not None:
+                    on_finish(i, responses[i])
+        for i, part in self.abort({i for i, response in enumerate(responses) if not response.finish_reason}):
+            responses[i].extend(part, finish_reason="")
+        return responses
 
     def begin(self, stop: Callable[[], bool]) -> None:
         """Before requests are added. `stop`: see `generate`; what the engine's first rank says counts for all."""
@@ -233,9 +232,6 @@ class Engine:
         metrics |= self._check_probe(batch)
         metrics["timing_s/sleep"] = slept - sampled
         metrics["timing_s/probe"] = time.perf_counter() - slept + sampled - start
-        if self.config.oversample:
-            num_requested, num_aborted = all_sum([self._num_requested, self._num_aborted]).tolist()
-            metrics["rollout/aborted_frac"] = num_aborted / max(num_requested, 1)
         return metrics
 
     def close(self) -> None:

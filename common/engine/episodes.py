@@ -160,9 +160,6 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
         return None
     if template_config.template == "plain":
         raise ValueError("--rollout.episode needs a chat template between turns, --data.template is plain")
-    if config.oversample:
-        raise ValueError(f"--rollout.oversample {config.oversample:g} does not go with --rollout.episode: all episodes "
-                         f"of a group are kept; --rollout.drop leaves out those that ended early")
     if config.max_turns < 1 or config.episodes_at_once < 1 or config.tool_timeout_s <= 0:
         raise ValueError(f"--rollout.max-turns {config.max_turns} and --rollout.episodes-at-once "
                          f"{config.episodes_at_once} must be at least 1, --rollout.tool-timeout-s "

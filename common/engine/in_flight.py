@@ -6,19 +6,33 @@ new weights compute its keys and values again and sample what follows, with anot
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, RolloutConfig
-from common.engine.response import Group, Response
+from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.scoring import PendingRollout, Scoring
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, seed_of
 from common.prompts import PromptSampler
 from common.rollout import Sample
+
+
+@dataclass
+class Group:
+    """The responses to a prompt, as far as they were sampled. Plain JSON can hold it."""
+
+    row: int  # of the prompt in the data set
+    step: int  # in which it began
+    seeds: list[int]
+    responses: list[Response]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(response.finish_reason for response in self.responses)
 
 
 def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
@@ -38,18 +52,18 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     groups = [Group(**old | {"responses": [Response(**r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-        groups.append(Group.start(data[row].tokens, seeds, sampling.oversample, row, step))
+        groups.append(Group(row, step, seeds, [Response([], [], "") for _ in seeds]))
     # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step}
     pending = PendingRollout(scoring, [], sampling)
     taken: list[int] = []
 
-    def take(number: int, *_) -> None:
+    def take(number: int) -> None:
         """Score a complete group, unless the places that are left are for groups that are due."""
         group = groups[number]
         if group.is_complete and len(taken) + len(due - {number}) < num_wanted:
             place = engine.engine_rank + engine.num_engines * len(taken)
-            for k, response in enumerate(group.ended):
+            for k, response in enumerate(group.responses):
                 pending.samples.append(Sample(place * num_samples + k, place, group.row, data[group.row]))
                 if k % engine.config.tp == engine.tp_rank:  # each rank of the engine scores its share
                     pending.score(len(pending.samples) - 1, response)
@@ -58,7 +72,12 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
 
     for number in range(len(groups)):
         take(number)
-    engine.continue_groups(groups, sampling, take, stop=lambda: len(taken) == num_wanted or stop())
+    engine.generate(
+        [data[group.row].tokens for group in groups for _ in group.seeds],
+        [*chain.from_iterable(group.seeds for group in groups)], sampling,
+        begun=[*chain.from_iterable(group.responses for group in groups)],
+        on_finish=lambda i, _: take(i // num_samples), stop=lambda: len(taken) == num_wanted or stop(),
+    )
     for response in chain.from_iterable(group.responses for group in groups):
         num_new = len(response.tokens) - sum(count for _, count in response.versions)
         if num_new:
@@ -67,7 +86,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
     of_engines = all_gather_objects([vars(group) | {"responses": [*map(vars, group.responses)]} for group in left])
     state["in_flight"] = sorted(chain(*of_engines), key=lambda group: group["step"])
-    responses = [response for number in taken for response in groups[number].ended]
+    responses = [response for number in taken for response in groups[number].responses]
     ages = [step - version for response in responses for version, count in response.versions for _ in range(count)]
     spans = torch.tensor([r.versions[-1][0] - r.versions[0][0] for r in responses], dtype=torch.float64)
     meter.spread("rollout/staleness", torch.tensor(ages, dtype=torch.float64))

@@ -46,8 +46,6 @@ def check_rollout(
             f"of the unfiltered p, and the gradient is biased unless losses are multiplied by p / q: turn on the "
             f"engine correction, or use these in validation only (--rollout.val-top-p, ...)"
         )
-    if config.oversample < 0:
-        raise ValueError(f"--rollout.oversample {config.oversample} must be at least 0")
     check_in_flight(config, world, has_correction)
     heads = hf_config.num_attention_heads
     if config.tp < 1 or world.size % config.tp or heads % config.tp:
@@ -86,7 +84,7 @@ def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -
 def check_hf(config: RolloutConfig) -> None:
     """Refuse flags that only vLLM has."""
     defaults = RolloutConfig()
-    for field in ("tp", "stop", "in_flight", "seeds", "quantization", "extra"):
+    for field in ("tp", "stop", "in_flight", "quantization", "extra"):
         value = getattr(config, field)
         if value != getattr(defaults, field):
             raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")

@@ -67,7 +67,10 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
         scoring.episodes.run(engine, samples, seeds, sampling, on_end=pending.score, stop=stop)
     else:
         prompt_tokens = [sample.prompt.tokens for sample in samples]
-        engine.generate(prompt_tokens, seeds, sampling, on_finish=pending.score, stop=stop)
+        engine.generate(
+            prompt_tokens, seeds, sampling, stop=stop,
+            on_finish=lambda i, response: i % engine.config.tp == engine.tp_rank and pending.score(i, response),
+        )
     return pending
 
 

@@ -21,7 +21,7 @@ from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Held, Sent, differing, held_checksums
 from common.model.policy import ModelConfig
-from common.parallel.ranks import World, all_names, seed_everything, seed_of
+from common.parallel.ranks import World, all_names, seed_of
 from rewards import json_object
 
 RESERVED_GB = 4.0
@@ -39,7 +39,6 @@ class VLLMEngine(Engine):
     ):
         super().__init__(config, model_config, world, probe)
         self.stop_token_ids = stop_token_ids
-        self.seeds = config.seeds
         self.on_cpu = world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -176,8 +175,6 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self.seeds == "engine":  # one seed for all responses: that of the last one
-            seed_everything(seed)  # vLLM's second model runner draws from numpy
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -186,7 +183,7 @@ class VLLMEngine(Engine):
             max_tokens=sampling.max_response_length,
             stop=list(sampling.stop),
             stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],
-            seed=seed if self.seeds == "response" else None,
+            seed=seed,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,  # lists of numbers, not an object a token
             detokenize=bool(sampling.stop),

@@ -222,7 +222,7 @@ def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, fault, code, sc
     model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
     flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
              "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3", "--rollout.in-flight", "2",
-             "--rollout.oversample", "0.5", "--correction.preset", "decoupled-token-is",
+             "--correction.preset", "decoupled-token-is",
              "--rollout.max-response-length", "50", "--rollout.stop-token-ids", *map(str, range(0, VOCAB, 16)), *more]
     start, log, errors = server(VLLM), tmp_path / "log", tmp_path / "errors"
     assert start(log, "none", script, *flags, "--run-dir", tmp_path / "whole", ranks=ranks) == 0, log.read_text()

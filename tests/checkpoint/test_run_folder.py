@@ -67,28 +67,25 @@ def test_a_second_run_ends_before_it_loads_anything(holder, tiny_llama, tmp_path
     assert not (tmp_path / "config.json").exists()
 
 
-def test_a_finished_run_is_known_without_its_model(save, world, tmp_path, capsys):
-    finished = run_folder.is_finished
+def test_a_finished_run_is_known_without_its_model(save, tmp_path):
+    finished = run_folder.finished
     flags = Flags(SaveConfig(keep=4, every=1), run_dir=str(tmp_path))
-    assert not finished(flags, world)                                   # nothing there yet
+    assert finished(flags) == ""                                        # nothing there yet
     save(2, keep=4)
-    assert not finished(replace(flags, total_steps=3), world)           # --total-steps was raised
-    assert not finished(flags, world)                                   # killed before the model was written
+    assert finished(replace(flags, total_steps=3)) == ""                # --total-steps was raised
+    assert finished(flags) == ""                                        # killed before the model was written
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
-    assert not finished(replace(flags, save=SaveConfig(resume="none")), world)
-    assert capsys.readouterr().out == ""
-    assert finished(flags, world)
+    assert finished(replace(flags, save=SaveConfig(resume="none"))) == ""
     said = f"{tmp_path} is finished: step_000002 is its last checkpoint, of 2 steps. Nothing was changed"
-    assert capsys.readouterr().out == said + "\n"
-    assert not finished(replace(flags, total_epochs=0.5), world)        # other lengths
-    assert finished(replace(flags, lr=0.5), world)
-    text = capsys.readouterr().out
-    assert text == f"{said}; other flags now: --lr was 0.01, is 0.5\n"
+    assert finished(flags) == said
+    assert finished(replace(flags, total_epochs=0.5)) == ""             # other lengths
+    text = finished(replace(flags, lr=0.5))
+    assert text == f"{said}; other flags now: --lr was 0.01, is 0.5"
     note("a finished run, started again", text)
     folder = tmp_path / "checkpoints/step_000002"
     files.write_manifest(folder, files.read_manifest(folder) | {"state": STATE | {"not_validated": {"x": 1.0}}})
-    assert not finished(flags, world)                                   # stopped in its last validation
+    assert finished(flags) == ""                                        # stopped in its last validation
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])

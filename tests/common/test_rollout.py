@@ -55,8 +55,10 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.lengths.tolist() == [4, 5, 7, 8]
 
 
-def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own():
-    """The second of two engines samples prompts 1 and 3 of four, three responses each; all are scored as they end."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
+    """The second of two engines samples prompts 1 and 3 of four, three responses each; all are scored as they end, each
+    by one rank of the engine."""
     seen = {}
 
     def generate(prompts, seeds, sampling, on_finish, stop):
@@ -64,7 +66,8 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own():
         for i in reversed(range(len(prompts))):
             on_finish(i, Response([i], [-0.5], "stop"))
 
-    engine = SimpleNamespace(local_prompts=lambda count: range(1, count, 2), generate=generate)
+    engine = SimpleNamespace(local_prompts=lambda count: range(1, count, 2), generate=generate, tp_rank=tp - 1,
+                             config=SimpleNamespace(tp=tp))
     submitted = []
     pool = SimpleNamespace(submit=lambda *given: submitted.append(given))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"text {tokens[0]}")
@@ -75,7 +78,7 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own():
     assert seen["prompts"] == [[1] * 7] * 3 + [[1] * 5] * 3
     assert seen["seeds"] == [seed_of(7, "x", group, number) for group in (1, 3) for number in range(3)]
     assert submitted[0] == (5, "source0", "text 5", "2", {"row": 2})
-    assert [given[0] for given in submitted] == [5, 4, 3, 2, 1, 0]
+    assert [given[0] for given in submitted] == [i for i in (5, 4, 3, 2, 1, 0) if i % tp == tp - 1]
 
 
 def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):

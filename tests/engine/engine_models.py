@@ -136,7 +136,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     stopped = stop_early(engine)
     episodes = play(engine, oracle(model, 0.0)) if engine.config.tp > 1 else []
     engine.sleep()
-    carried = in_flight_runs.carry(model, engine, policy, num_steps=4, oversample=0.5) if engine.config.tp > 1 else []
+    carried = in_flight_runs.carry(model, engine, policy, num_steps=4) if engine.config.tp > 1 else []
     engine.close()
     return {
         "logp": [before[0], after[0]],
@@ -171,7 +171,7 @@ def play(engine: Engine, lm: torch.nn.Module) -> list[dict]:
 
 
 def stop_early(engine: Engine) -> dict:
-    """Rank 0 alone is told to stop, once three of the responses that it scores have ended: what each rank has then."""
+    """Rank 0 alone is told to stop, once three responses have ended: what each rank has then."""
     requests = [PROMPTS[i % 5] + [i] for i in range(64)]
     ends = tuple(range(0, 512, 12))  # a response ends after 12 tokens or so
     finished = []
@@ -179,7 +179,7 @@ def stop_early(engine: Engine) -> dict:
         requests, range(64), SamplingConfig(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
         stop=lambda: engine.world.is_main and len(finished) >= 3,
     )
-    return {"sampled": [r and r.tokens for r in sampled], "num_before": 3}
+    return {"sampled": [r.tokens if r.finish_reason else None for r in sampled], "num_before": 3}
 
 
 def verdict(model: str, world: ranks.World) -> str:

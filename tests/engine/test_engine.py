@@ -220,7 +220,7 @@ def test_a_stop_text_ends_a_response(vllm, policy, smollm, prompts):
 
 
 def test_validation_samples_by_its_own_flags():
-    config = RolloutConfig(temperature=0.7, top_p=0.9, val_top_k=7, max_response_length=5, stop=("a",), oversample=0.5,
+    config = RolloutConfig(temperature=0.7, top_p=0.9, val_top_k=7, max_response_length=5, stop=("a",),
                            in_flight=1.5)
     sampling = validation_sampling(config, 0.2)
     found = {field.name: getattr(sampling, field.name) for field in fields(SamplingConfig)}
@@ -291,8 +291,11 @@ def test_the_hf_engine_stops_between_tokens(tiny_llama, world):
     engine.wake(load_policy(tiny_llama, ModelConfig(), world))
     answers = iter([False] * 3 + [True] * 100)
     sampling = SamplingConfig(1.0, 40)
-    assert engine.generate(prompts[:1] * 2, [0, 1], sampling, stop=lambda: next(answers)) == [None, None]
-    assert [len(r.tokens) for r in engine.generate(prompts[:1] * 2, [0, 1], sampling)] == [40, 40]
+    stopped = engine.generate(prompts[:1] * 2, [0, 1], sampling, stop=lambda: next(answers))
+    whole = engine.generate(prompts[:1] * 2, [0, 1], sampling)
+    assert [(len(r.tokens), r.finish_reason) for r in stopped] == [(3, "")] * 2
+    assert [(len(r.tokens), r.finish_reason) for r in whole] == [(40, "length")] * 2
+    assert [r.tokens for r in stopped] == [r.tokens[:3] for r in whole]
     engine.sleep()
 
 
@@ -327,7 +330,6 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"engine": "hf", "in_flight": 1.5}, r"--rollout.in-flight 1.5 needs --rollout.engine vllm"),
         ({"engine": "hf", "stop": ("a",)}, r"--rollout.stop \('a',\) needs --rollout.engine vllm"),
         ({"engine": "hf", "extra": '{"a": 1}'}, r'--rollout.extra {"a": 1} needs --rollout.engine vllm'),
-        ({"engine": "hf", "seeds": "engine"}, r"--rollout.seeds engine needs --rollout.engine vllm"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, flags, message):

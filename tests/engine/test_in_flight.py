@@ -109,21 +109,6 @@ def test_staleness_is_bounded_and_measured(vllm):
     assert oldest[1] == 1 < oldest[4]
 
 
-def test_oversampled_groups_continue(awake):
-    """The extra responses of a group too; those that end last are aborted, and counted, when it is complete."""
-    steps = Steps(awake, in_flight=1.5, oversample=0.5)
-    num_complete = 0
-    for step in range(3):
-        rollout = steps(awake, step)
-        assert sorted(s.index for s in rollout.samples) == list(range(8))
-        assert all(len(group["responses"]) == 3 and group["num_kept"] == 2 for group in steps.state["in_flight"])
-        num_complete += 4
-    # a group may be complete in the same instant as the last one that the step needs
-    ended = [[bool(r["finish_reason"]) for r in group["responses"]] for group in steps.state["in_flight"]]
-    num_complete += sum(sum(group) == 2 for group in ended)
-    assert (awake._num_requested, awake._num_aborted) == (3 * num_complete, num_complete)
-
-
 def test_a_rollout_in_the_same_step_continues_what_the_one_before_left(awake):
     """dapo.py's dynamic sampling: several rollouts by one version of the policy."""
     steps = Steps(awake, in_flight=2.0)

@@ -152,7 +152,7 @@ def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, 
 
     def bare(round_number: int) -> int:
         params = [SamplingParams(temperature=1.0, max_tokens=max_tokens, detokenize=False, logprobs=0,
-                                 seed=1000 * round_number + i if engine.config.seeds == "response" else None)
+                                 seed=1000 * round_number + i)
                   for i in range(len(asked))]
         outs = engine.llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
         return sum(len(out.outputs[0].token_ids) for out in outs)

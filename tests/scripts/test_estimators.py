@@ -129,3 +129,11 @@ def test_gdpo_needs_components_and_nothing_else_has_them(baseline, components):
     args = rloo.Args(model="m", train_data=("x",), baseline=baseline, reward_components=components)
     with pytest.raises(ValueError, match=r"--reward-components .* go with --baseline gdpo, which needs them"):
         rloo.check(args)
+
+
+def test_remax_needs_responses_of_one_policy():
+    args = rloo.Args(model="m", train_data=("x",), baseline="remax")
+    rloo.check(args)
+    args.rollout.in_flight = 1.5
+    with pytest.raises(ValueError, match=r"--rollout.in-flight 1.5: --baseline remax needs all of one policy"):
+        rloo.check(args)

@@ -239,7 +239,7 @@ def test_verls_defaults_are_written_out(monkeypatch):
     assert (args.rollout.tp, args.rollout.max_num_seqs, args.max_tokens_per_gpu) == (2, 256, 16384)
     assert (args.eval_n, args.eval_every, args.save.every, args.correction.preset) == (0, 0, 0, "disabled")
     assert args.eval_prompts == 0                                       # all of them
-    assert args.data.on_long_prompt == "error" and (args.seed, args.rollout.oversample) == (0, 0)
+    assert args.data.on_long_prompt == "error" and args.seed == 0
     critic = parse(from_verl.translate(given("algorithm.adv_estimator=gae")), monkeypatch)
     assert (critic.critic_optim.lr, critic.critic_optim.weight_decay, critic.value_clip) == (1e-5, 0.01, 0.5)
     assert (critic.gamma, critic.lam, critic.kl_controller, critic.critic_warmup_steps) == (1, 1, "fixed", 0)
