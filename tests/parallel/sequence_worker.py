@@ -9,6 +9,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_single
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -29,8 +30,8 @@ class Case(NamedTuple):
     recompute: bool = False
     budget: int = 20
     aggregation: str = "token-mean"
-    is_broken: bool = False
-    """Keys and values have the gradients of this rank's queries alone."""
+    missing: str = ""
+    """The reduction that is left out, of `without`."""
 
 
 @contextlib.contextmanager
@@ -42,12 +43,18 @@ def in_float64() -> Iterator[None]:
         model = build(*args).double()
         model.config._experts_implementation = "eager"                  # grouped products know no float64
         for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):               # transformers' own computes in float32
+            if type(module).__name__.endswith("RMSNorm"):               # transformers' own compute in float32
                 module.forward = norm.__get__(module)
+            if type(module).__name__.endswith("TopKRouter"):
+                module.forward = route.__get__(module)
         return model
 
     def norm(module, x):
         return module.weight * x / (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
+
+    def route(module, x):
+        logits = x @ module.weight.T
+        return logits, *logits.softmax(-1).topk(module.top_k)
 
     def precision(param_dtype, reduce_dtype):
         return MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
@@ -62,17 +69,38 @@ class Unreduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gathered, rank):
-        ctx.rank = rank
+        ctx.rank, ctx.rows = rank, len(x)
         return gathered.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.chunk(2)[ctx.rank], None, None
+        return grad.view(-1, ctx.rows, *grad.shape[1:])[ctx.rank], None, None
 
 
-def unreduced(x: torch.Tensor, dim: int, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+def unreduced(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = all_gather_single(x.detach(), dim, group)
-    return Unreduced.apply(x, gathered, torch.distributed.get_rank(group))
+    return Unreduced.apply(x, gathered, dist.get_rank(group))
+
+
+def own_chunk(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, **_) -> None:
+    output.copy_(input.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
+
+
+def without(reduction: str, world: ranks.World) -> contextlib.AbstractContextManager:
+    """A context in which one reduction of a gradient step is missing: of the gradients of keys and values over the
+    group, of log-probs over the group, of gradients over the shards, or of gradients over the copies."""
+    all_reduce = dist.all_reduce
+
+    def but_for_copies(tensor, op=dist.ReduceOp.SUM, group=None):
+        return None if group is world.mesh.get_group("replicate") else all_reduce(tensor, op, group)
+
+    return {
+        "": contextlib.nullcontext,
+        "keys": lambda: mock.patch.object(sequence_parallel, "all_gather_single", unreduced),
+        "log-probs": lambda: mock.patch.object(sequence_parallel, "all_reduce", lambda numbers, group: numbers),
+        "shards": lambda: mock.patch.object(dist, "reduce_scatter_single", own_chunk),
+        "copies": lambda: mock.patch.object(dist, "all_reduce", but_for_copies),
+    }[reduction]()
 
 
 def place(world: ranks.World, case: Case) -> ranks.World:
@@ -89,8 +117,7 @@ def config_of(case: Case) -> ModelConfig:
 def run(case: Case, folder: str, step: Step, world: ranks.World) -> tuple[dict[str, torch.Tensor], int, int]:
     world, config = place(world, case), config_of(case)
     policy = load_policy(folder, config, world)
-    gather = unreduced if case.is_broken else sequence_parallel.all_gather_single
-    with mock.patch.object(sequence_parallel, "all_gather_single", gather):
+    with without(case.missing, world):
         order = list(range(len(step.prompts)))
         return gradient(policy, world, read_config(folder, config), step, order, case.budget, case.aggregation)
 
@@ -113,7 +140,8 @@ def main(folder: Path) -> None:
     todo = torch.load(folder / "todo.pt", weights_only=False)
     with in_float64():
         found = {case: run(case, todo["models"][case.model], todo["step"], world) for case in todo["cases"]}
-        found["critic"] = critic_of(todo["models"]["llama"], todo["batch"], world, Case("llama", 2))
+        if "batch" in todo:
+            found["critic"] = critic_of(todo["models"]["llama"], todo["batch"], world, Case("llama", 2))
     torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
     ranks.shutdown()
 
