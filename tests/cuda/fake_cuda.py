@@ -316,6 +316,21 @@ def _nothing(*_):
     pass
 
 
+OPERATIONS = {
+    "c10d::_allgather_base_": "gather", "c10d::_reduce_scatter_base_": "reduce-scatter", "c10d::allreduce_": "sum",
+    "c10d::broadcast_": "broadcast", "c10d::alltoall_base_": "exchange", "_c10d_functional::all_reduce": "sum",
+    "_c10d_functional::all_gather_into_tensor": "gather", "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+}
+
+
+def _group_size(x) -> int:
+    """Of an argument of a collective that says which ranks take part; 0 for others."""
+    if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
+        return dist.ProcessGroup.unbox(x).size()
+    is_name = isinstance(x, str) and x in dist.distributed_c10d._world.pg_names.values()
+    return dist.distributed_c10d._resolve_process_group(x).size() if is_name else 0
+
+
 def _kernels() -> dict:
     """Operation -> its numbers. In collectives all ranks hold what this rank holds; sums are averages."""
     c10d, functional, attention = torch.ops.c10d, torch.ops._c10d_functional, torch.ops.torch_attn
@@ -365,6 +380,9 @@ class Device(TorchDispatchMode):
         Whole numbers and masks are kept, because sizes follow from them."""
         self.reads: Counter[str] = Counter()
         """How often the host waited for the device, by `file:function`."""
+        self.moved: Counter[str] = Counter()
+        """Bytes that went through collectives, by operation and ranks of the group: the larger of what goes in and what
+        comes out."""
         self.num_operations = 0
         self.kernels = _kernels()
         self.memory: dict[int, Held] = {}                               # by the address of a storage
@@ -433,6 +451,13 @@ class Device(TorchDispatchMode):
             held.numbers.resize_(size)
             torch.empty(0, dtype=torch.uint8).set_(held.numbers).fill_(255)
 
+    def count_bytes(self, func, args: tuple) -> None:
+        size = next(filter(None, map(_group_size, args)))
+        whole = max(x.nbytes for x in pytree.tree_leaves(args) if isinstance(x, FakeTensor))
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            whole *= size                                               # the result is no argument
+        self.moved[f"{OPERATIONS[func._schema.name]} over {size}"] += whole
+
     def is_known(self, x) -> bool:
         """Whether the numbers of a tensor or a storage are known."""
         if isinstance(x, FakeTensor):
@@ -475,6 +500,8 @@ class Device(TorchDispatchMode):
         self.num_operations += 1
         for check in CONTRACTS:
             check(self, func, args)
+        if func._schema.name in OPERATIONS:
+            self.count_bytes(func, args)
         if func is aten._local_scalar_dense.default:
             return self.read(args[0]).item()
         if func is aten.is_pinned.default:

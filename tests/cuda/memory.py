@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -50,11 +51,13 @@ class Peak(NamedTuple):
     """Most that the caching allocator held, which is what nvidia-smi would show."""
     after_gb: float
     """What tensors take when the phase has ended."""
+    moved: dict[str, int] = {}                                                                              # noqa: RUF012
+    """Bytes through collectives, by operation and ranks of its group ("gather over 8"), each time."""
 
     def later_than(self, before: "Peak") -> "Peak":
         """Of the same phase, which came twice."""
         return Peak(max(self.allocated_gb, before.allocated_gb), max(self.reserved_gb, before.reserved_gb),
-                    self.after_gb)
+                    self.after_gb, Counter(self.moved) + Counter(before.moved))
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def _extrapolate(by_depth: dict[int, dict[str, Peak]], num_layers: int) -> dict[
     low, high = sorted(by_depth)
     share = (num_layers - low) / (high - low)
     return {
-        name: Peak(*(a + share * (b - a) for a, b in zip(peak, by_depth[high][name])))
+        name: Peak(*(a + share * (b - a) for a, b in zip(peak[:3], by_depth[high][name])))
         for name, peak in by_depth[low].items()
     }
 

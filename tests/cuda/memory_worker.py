@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -32,7 +33,7 @@ from tests.cuda.memory import PHASES, Case, Peak, nothing_read, run
 
 def join(case: Case) -> ranks.World:
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(case.gpus), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(case.gpus)}
-    return ranks.init()
+    return ranks.init(replicas=case.policy.replicas, sequence_parallel=case.policy.sequence_parallel)
 
 
 @contextlib.contextmanager
@@ -52,9 +53,11 @@ def on_stand_in(case: Case) -> dict[str, Peak]:
     @contextlib.contextmanager
     def watch(name: str) -> Iterator[None]:
         allocator.reset_peaks()
+        moved = Counter(DEVICE.moved)
         yield
-        peaks = Peak(allocator.peak_allocated / 2**30, allocator.peak_reserved / 2**30, allocator.allocated / 2**30)
-        found[name] = peaks.later_than(found.get(name, peaks))
+        peaks = Peak(allocator.peak_allocated / 2**30, allocator.peak_reserved / 2**30, allocator.allocated / 2**30,
+                     DEVICE.moved - moved)
+        found[name] = peaks.later_than(found[name]) if name in found else peaks
 
     DEVICE.only_shapes = True
     with DEVICE, nothing_read():
