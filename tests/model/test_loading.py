@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.utils import filter_repo_objects
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -22,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from common.model import stored
 from common.model.loading import load_policy, load_reference
 from common.model.policy import ModelConfig
 from common.model.stored import Experts
@@ -129,6 +133,41 @@ def test_the_reference_is_copied_from_a_policy_as_it_was_loaded(tiny_llama, worl
     (folder / "moved").rename(folder / "model.safetensors")
     reference = load_reference("", args, {"policy": policy}, world)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in reference.full_tensors(None))
+
+
+def test_a_hub_name_reads_the_weights_of_its_snapshot_alone(folders, world, tmp_path, monkeypatch):
+    """Offline, from a cache laid out as huggingface_hub does it: names are links to files that are called by their
+    hashes. Other weights in the snapshot, as models on the hub have them, are broken here, and would not be downloaded;
+    a file that is missing is named."""
+    wanted = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    others = dict.fromkeys(("pytorch_model.bin", "consolidated.safetensors", "adapter_model.safetensors"), b"broken")
+    contents = {path.name: path.read_bytes() for path in Path(folders[0]).iterdir() if path.is_file()} | others
+    repository = tmp_path / "hub/models--someone--tiny"
+    snapshot, commit = repository / "snapshots/0123abcd", "0123abcd"
+    for place in (snapshot, repository / "blobs", repository / "refs"):
+        place.mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    for number, (name, content) in enumerate(contents.items()):
+        (repository / f"blobs/{number:040x}").write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{number:040x}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+
+    opened, asked = [], []
+    monkeypatch.setattr(stored, "snapshot_download", lambda *args, **options: asked.append(options) or
+                        snapshot_download(*args, **options))
+    monkeypatch.setattr(stored, "safe_open", lambda path, *args: opened.append(path.name) or safe_open(path, *args))
+    policy = load_policy("someone/tiny", FLOAT32, world)
+    assert opened == sorted(name for name in contents if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name))
+    assert len(opened) > 3
+    assert sorted(filter_repo_objects(contents, **asked[0])) == sorted([*opened, "model.safetensors.index.json"])
+    names = [name for name, _ in wanted.named_parameters()]
+    assert all(torch.equal(tensor, wanted.get_parameter(name)) for name, tensor in policy.full_tensors(None))
+    assert [name for name, _ in policy.full_tensors(None)] == names
+    (snapshot / opened[1]).unlink()
+    with pytest.raises(ValueError, match=f"someone/tiny lacks {opened[1]}: weights must be safetensors"):
+        stored.open_folder("someone/tiny")
 
 
 def test_pickles_are_not_read(tiny_llama, world, tmp_path):
