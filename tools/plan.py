@@ -2,6 +2,7 @@
 
     python -m tools.plan grpo.py --model Qwen/Qwen2.5-7B-Instruct --train-data x --gpus 8x2 --gpu-gb 80
     python -m tools.plan --table                # of public shapes, for docs/gpus.md
+    python -m tools.plan --large-table          # of 7B to 235B, the same
 
 Takes a script (a fork too) with its flags, and reads nothing but the model's config. All numbers are calculated
 (common/model/memory_plan.py), of the fullest rank, in GiB. Exit status 1: it does not fit.
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,6 +26,7 @@ import tyro
 from transformers import AutoConfig
 
 from common.engine import make
+from common.engine.base import RolloutConfig
 from common.model.flops import head_dim
 from common.model.loading import read_config
 from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
@@ -268,30 +271,57 @@ SHAPES = {
     "Qwen2.5-7B": shape("qwen2", 3584, 18944, 28, 28, 4, 152064),
     "Qwen2.5-14B": shape("qwen2", 5120, 13824, 48, 40, 8, 152064),
     "Qwen2.5-32B": shape("qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "Qwen3-32B": shape("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),
     "Llama-3.1-70B": shape("llama", 8192, 28672, 80, 64, 8, 128256),
     "Qwen3-30B-A3B": shape("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128,
                            num_experts_per_tok=8, moe_intermediate_size=768),
+    "Qwen3-235B-A22B": shape("qwen3_moe", 4096, 12288, 94, 64, 4, 151936, head_dim=128, num_experts=128,
+                             num_experts_per_tok=8, moe_intermediate_size=1536),
 }
+LARGE = "Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen3-32B", "Llama-3.1-70B", "Qwen3-235B-A22B"
 HOMES = [(1, 80.0), (1, 141.0), (8, 80.0), (16, 80.0), (64, 80.0)]              # GPUs, GB of each
+NUMBERS = 8, 16, 32, 64, 128                                                    # of GPUs with 80 GB
+RESPONSES = {1024: 1, 31744: 4}
+"""Tokens of the longest response, in the table of large models -> --policy.sequence-parallel."""
 
 
-def cell(hf_config: Any, gpus: int, gpu_gb: float) -> str:
-    """The budget and the flags with which a GRPO run without a reference fits, or a dash."""
-    args = RunArgs(model="", train_data=(), policy=ModelConfig(liger=False))        # the same on every machine
-    command = Command(args, hf_config, gpus, VISIBLE * gpu_gb, 0)
+def fitting(hf_config: Any, gpus: int, gpu_gb: float, max_tokens: int = 0, response_length: int = 1024,
+            sequence_parallel: int = 1) -> tuple[Command, dict[str, Any]] | None:
+    """A GRPO run without a reference, with the flags with which it fits."""
+    policy = ModelConfig(liger=False, sequence_parallel=sequence_parallel)      # the same on every machine
+    rollout = RolloutConfig(max_response_length=response_length)
+    args = RunArgs(model="", train_data=(), policy=policy, rollout=rollout)
+    command = Command(args, hf_config, gpus, VISIBLE * gpu_gb, max_tokens)
     for flags, more in changes(command, min(gpus, 8)):
         if more > gpus:
             break
         found = command.changed(flags, gpus)
         if found.fits():
-            return f"{found.tokens:,}" + (f"<br>`{in_words(flags)}`" if flags else "")
-    return "no"
+            return found, flags
+    return None
+
+
+def cell(text: str, flags: dict[str, Any]) -> str:
+    return text + (f"<br>`{in_words(flags)}`" if flags else "")
 
 
 def table(names: Iterable[str] = SHAPES) -> str:
+    """Of each model and home the budget and the flags."""
     rows = ["| model | " + " | ".join(f"{gpus} x {gb:g} GB" for gpus, gb in HOMES) + " |", "| --- " * 6 + "|"]
     for name in names:
-        rows.append(f"| {name} | " + " | ".join(cell(SHAPES[name], *home) for home in HOMES) + " |")
+        found = [fitting(SHAPES[name], *home) for home in HOMES]
+        rows.append(f"| {name} | " + " | ".join(cell(f"{x[0].tokens:,}", x[1]) if x else "no" for x in found) + " |")
+    return "\n".join(rows)
+
+
+def large_table(names: Iterable[str] = LARGE, numbers: Iterable[int] = NUMBERS) -> str:
+    """Of each model, longest response and number of GPUs the GiB of each, in the fullest phase, and the flags."""
+    rows = ["| model | response | " + " | ".join(f"{gpus} GPUs" for gpus in numbers) + " |"]
+    rows.append("| --- " * (rows[0].count("|") - 1) + "|")
+    for name, (length, n) in itertools.product(names, RESPONSES.items()):
+        found = [fitting(SHAPES[name], gpus, 80.0, 8192, length, n) for gpus in numbers]
+        cells = (cell(f"{max(x[0].totals().values()):.0f}", x[1]) if x else "no" for x in found)
+        rows.append(f"| {name} | {length:,} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
@@ -302,12 +332,13 @@ def main() -> None:
     parser.add_argument("--gpus", default="8", help="GPUs of a machine, or GPUSxMACHINES (default 8)")
     parser.add_argument("--gpu-gb", type=float, default=80.0, help="memory of a GPU, as in its name (default 80)")
     parser.add_argument("--table", action="store_true", help="the table of docs/gpus.md")
+    parser.add_argument("--large-table", action="store_true", help="its table of large models")
     options, flags = parser.parse_known_args()
-    if options.table:
-        print(table())
+    if options.table or options.large_table:
+        print(table() if options.table else large_table())
         return
     if options.script is None:
-        parser.error("name a training script, or --table")
+        parser.error("name a training script, --table or --large-table")
     try:
         sys.exit(not plan_script(options.script, flags, options.gpus, options.gpu_gb))
     except ValueError as error:

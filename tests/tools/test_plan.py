@@ -90,11 +90,26 @@ def test_mistakes_are_one_line(arguments, message, run):
     assert code == 2 and message in said and said.count("\n") == 1
 
 
-def test_the_table_is_the_one_in_the_documents():
-    """Of three models, as all of them take long: as docs/gpus.md has it, and not all cells alike."""
-    text = Path(ROOT / "docs/gpus.md").read_text()
+def test_the_tables_are_those_in_the_documents():
+    """Of some models, as all of them take long: as docs/gpus.md has them, and not all cells alike."""
+    text = Path(ROOT / "docs/gpus.md").read_text().splitlines()
     names = ("Qwen3-0.6B", "Qwen2.5-7B", "Qwen3-30B-A3B")
     rows = [row for row in plan.table(names).splitlines() if row.startswith("| Qwen")]
+    large = [row for row in plan.large_table(["Qwen2.5-7B"]).splitlines() if row.startswith("| Qwen")]
     assert len(rows) == 3 and len({cell for row in rows for cell in row.split("|")[2:-1]}) > 4
-    for row in rows:
-        assert row in text.splitlines(), row
+    assert len(large) == 2 and len({cell for row in large for cell in row.split("|")[3:-1]}) == 10
+    for row in rows + large:
+        assert row in text, row
+    assert {row.split(" | ")[0] for row in text if " | 31,744 | " in row} == {f"| {name}" for name in plan.LARGE}
+
+
+def test_large_models_by_hand():
+    """Of 70B on 64 GPUs weights, gradients and moments are 16 bytes each; a response of 32k is one micro-batch of four
+    GPUs, and without that does not fit."""
+    config = plan.SHAPES["Llama-3.1-70B"]
+    found, flags = plan.fitting(config, 64, 80.0, 8192, 31744, 4)
+    parts, numbers = found.phases()["update"], 80 * 855654400 + 2 * 128256 * 8192 + 8192
+    assert sum(parts[name] for name in ("weights", "gradients", "moments")) == pytest.approx(16 * numbers / 64 / 2**30)
+    assert flags == {"--rollout.tp": 8} and found.plan.smallest == found.tokens == 8192
+    alone = found.changed({"--policy.sequence-parallel": 1}, 64)
+    assert alone.plan.smallest == 32768 and not alone.changed({"--max-tokens-per-gpu": 32768}, 64).fits()
