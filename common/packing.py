@@ -42,12 +42,6 @@ def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -
     return sorted(bins, key=lambda items: (-math.fsum(costs[items]), items.tolist()))
 
 
-def _min_microbatches(lengths: np.ndarray, max_tokens: int) -> int:
-    """A lower bound: each item that is too long by itself, and as few as the tokens of the others allow."""
-    too_long = lengths > max_tokens
-    return int(too_long.sum()) + math.ceil(lengths[~too_long].sum() / max_tokens)
-
-
 @dataclass
 class Plan:
     """Who trains on what, the same on every rank."""
@@ -86,12 +80,14 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
         tokens = np.array([count for count, _ in units], dtype=np.int64)
         cost = np.array([costs[unit].sum() * count / lengths[unit].sum() for count, unit in units])
         shares = partition(cost, world_size)                                                    # [rank] -> units
-        count = max(1, *(_min_microbatches(tokens[share], max_tokens) for share in shares))
+        # at least each unit that is too long by itself, and as few as the tokens of the others allow
+        count = max(1, *(math.ceil(np.minimum(tokens[share], max_tokens).sum() / max_tokens) for share in shares))
         packed = [_pack(tokens[share], cost[share], count, max_tokens) for share in shares]     # [rank][micro-batch]
         most = max(map(len, packed))
         if most > count:                                        # first-fit needed more; all ranks fit in `most`
             packed = [_pack(tokens[share], cost[share], most, max_tokens) for share in shares]
-        planned = [[_members(units, share[items]) for share, items in zip(shares, row)] for row in zip(*packed)]
+        planned = [[np.sort(np.concatenate([members[:0], *(units[number][1] for number in share[items])]))
+                    for share, items in zip(shares, row)] for row in zip(*packed)]
         for row in planned:
             for rank, sequences in enumerate(row):
                 rank_of[sequences] = rank
@@ -114,8 +110,3 @@ def _units(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray | None, 
             units.append((int(lengths[i]), [i]))
         last = groups[i]
     return [(tokens, np.array(unit, dtype=np.int64)) for tokens, unit in units]
-
-
-def _members(units: list[tuple[int, np.ndarray]], numbers: np.ndarray) -> np.ndarray:
-    """The responses of these units, ascending."""
-    return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *(units[number][1] for number in numbers)]))

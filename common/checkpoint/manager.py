@@ -22,14 +22,7 @@ from torch import Tensor
 
 from common.checkpoint.files import check_files, find, read_manifest
 from common.checkpoint.signals import Watchdog
-from common.checkpoint.state import (
-    Parts,
-    Reader,
-    differences,
-    flags_of,
-    make_optimizer_state,
-    tensors_of,
-)
+from common.checkpoint.state import Parts, Reader, differences, flags_of, make_optimizer_state, tensors_of
 from common.checkpoint.writer import SaveConfig, Writer
 from common.model.lora import adapter_flags
 from common.parallel.ranks import World, all_gather_objects, all_max, on_main

@@ -17,7 +17,6 @@ import time
 import psutil
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
 HANG_EXIT_CODE = 124
 
 

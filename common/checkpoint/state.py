@@ -59,11 +59,8 @@ def flags_of(args: Any) -> dict[str, Any]:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The entries that are not the same, in words."""
-    return [
-        f"{name} was {before.get(name)}, is {now.get(name)}"
-        for name in sorted(before | now)
-        if before.get(name) != now.get(name)
-    ]
+    changed = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
+    return [f"{name} was {before.get(name)}, is {now.get(name)}" for name in changed]
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -37,8 +37,11 @@ def packed_sdpa(
         if low and length < CPU_UPCAST_BELOW:
             q, k, v = q.float(), k.float(), v.float()
         windowed = sliding_window is not None and length > sliding_window
-        masked = windowed or softcap is not None or new < length
-        mask = _causal_mask(length, new, sliding_window, q.device) if masked else None
+        mask = None
+        if windowed or softcap is not None or new < length:     # True where one of the `new` last queries sees a key
+            mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril_(length - new)
+        if windowed:
+            mask.triu_(length - new + 1 - sliding_window)
         if softcap is None:
             out.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
                                                       enable_gqa=gqa))
@@ -80,12 +83,6 @@ def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: d
                          "sequences would see each other")
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{name} has no attention sinks: this model needs another attention function")
-
-
-def _causal_mask(length: int, new: int, window: int | None, device) -> Tensor:
-    """[new, length], True where the last `new` queries may see a key: their own and the `window - 1` before it."""
-    mask = torch.ones(new, length, dtype=torch.bool, device=device).tril_(length - new)
-    return mask if window is None else mask.triu_(length - new + 1 - window)
 
 
 # transformers knows both functions by these names. They register no mask function, so transformers builds no mask.

@@ -117,7 +117,6 @@ class Policy(PackedModel):
         yield from merged_weights(self.lm, dtype)
         yield from saved_buffers(self.lm).items()
 
-
     def described(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What `full_tensors` gives, without memory."""
         weights = ((name, p) for name, p in self.lm.named_parameters() if not is_adapter(name))

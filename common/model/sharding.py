@@ -54,5 +54,3 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
         fully_shard(model.head, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, mp_policy=precision)
     model.to_empty(device=world.device)
-
-
