@@ -20,7 +20,7 @@ from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_reference
 from common.model.offload import Offload, OffloadConfig
-from common.model.policy import Policy
+from common.model.policy import PackedModel, Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
@@ -138,6 +138,11 @@ class Run(Training):
             rollout, in_update, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
             seed=seed_of(self.args.seed, step, "minibatches"), share_prompt=self.args.policy.share_prompt,
         )
+
+    def optimizer_step(self, name: str, model: PackedModel, *rest: Any) -> None:
+        """As Training's. Before, what the engine sampled is compared with what the policy says of it."""
+        self.engine.check_sampled(model, self.meter)
+        super().optimizer_step(name, model, *rest)
 
     def finish(self, step: int, rollout: Rollout, minibatches: list[Minibatch], rewards: Tensor,
                metrics: dict[str, float], num_epochs: int, sampled: Rollout | None = None) -> None:

@@ -166,6 +166,7 @@ class Doctor:
         prompts = [tokenizer(text)["input_ids"][:64] for text in PROMPTS]
         engine = make_engine(model, hf_config, config, policy_config, self.world, prompts,
                              stop_tokens(model, tokenizer), longest, 0)
+        engine.probe_every = 1
         policy = load_policy(model, policy_config, self.world)
         said = []
         for sign in (1, -1, -1):

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.engine.sync import Sent, checksum
+from common.engine.sync import Sent, check_difference, checksum
+from common.metrics import Meter
 from common.model.offload import Offload, OffloadConfig
-from common.model.policy import ModelConfig, Policy
-from common.parallel.ranks import World, all_max, all_names, seed_of
+from common.model.policy import ModelConfig, PackedModel, Policy
+from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
 from envs.runtime.conversation import EpisodeConfig
 
 
@@ -75,7 +76,7 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """On GPUs, fp8 keeps the engine's weights in 8 bits and quantises them again at every sync. Use it with the engine
     correction."""
     max_probe_diff: float = 0.1
-    """Stop when, after a weight sync, mean |p_engine - p_trainer| on the probe exceeds this. 0: never."""
+    """Stop when mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
     extra: str = "{}"
     """Additional arguments for vLLM's LLM(...), as a JSON object."""
 
@@ -140,7 +141,7 @@ class Engine:
     """What both engines share: which prompts an engine samples, the order of calls, the checks after every sync."""
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, world: World, probe: Sequence[Sequence[int]]):
-        """`probe`: a few prompts on which engine and trainer are compared after every sync."""
+        """`probe`: a few prompts on which engine and trainer are compared after some syncs."""
         self.config = config
         self.world = world
         self.dtype = getattr(torch, model_config.compute_dtype)
@@ -155,6 +156,10 @@ class Engine:
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
         self._has_compared_all = False
+        # what the step's own log-probs are of: a part of the distribution, or in part older weights
+        is_other = config.top_p < 1 or config.top_k > 0 or config.min_p > 0 or config.in_flight > 1
+        self.probe_every = 1 if is_other else 10
+        self._sleeps_to_probe = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:
         """Load the weights, get the cache back, check that the engine holds the trainer's weights. The order matters:
@@ -177,7 +182,7 @@ class Engine:
         self.offload.params.to_host()
         self._wake_cache()
         self.awake = True
-        self._policy = policy
+        self._policy, self._version = policy, policy.version
         return metrics | {"timing_s/update_weights": time.perf_counter() - start}
 
     def generate(
@@ -219,19 +224,21 @@ class Engine:
     def sleep(self) -> dict[str, float]:
         """Give memory back to the trainer until the next `wake`; the trainer's weights return from the host.
 
-        Before, a few tokens are sampled, which the trainer then scores. Raises RuntimeError if the two disagree
-        (`max_probe_diff`)."""
+        The first time, then every `probe_every` times, a few tokens are sampled before, which the trainer then scores.
+        Raises RuntimeError if the two disagree (`max_probe_diff`)."""
         assert self.awake, "sleep: the engine is asleep already"
         start = time.perf_counter()
-        batch = self._sample_probe()
+        batch = None if self._sleeps_to_probe else self._sample_probe()
+        self._sleeps_to_probe = (self._sleeps_to_probe or self.probe_every) - 1
         sampled = time.perf_counter()
         metrics = self._sleep()
         self.awake = False
         self.offload.params.to_device()
         slept = time.perf_counter()
-        metrics |= self._check_probe(batch)
         metrics["timing_s/sleep"] = slept - sampled
-        metrics["timing_s/probe"] = time.perf_counter() - slept + sampled - start
+        if batch is not None:
+            metrics |= self._check_probe(batch)
+            metrics["timing_s/probe"] = time.perf_counter() - slept + sampled - start
         return metrics
 
     def close(self) -> None:
@@ -262,26 +269,30 @@ class Engine:
         return num_compared
 
     def _sample_probe(self) -> Batch:
-        seeds = [seed_of("probe", i) for i in range(len(self.probe))]
-        max_tokens = min(8, self.config.max_response_length)
-        responses = self.generate(self.probe, seeds, SamplingConfig(self.config.temperature, max_tokens))
+        sampling = SamplingConfig(self.config.temperature, min(8, self.config.max_response_length))
+        responses = self.generate(self.probe, range(len(self.probe)), sampling)
         batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
         return batch.to(self.world.device)
 
     def _check_probe(self, batch: Batch) -> dict[str, float]:
         """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, of the worst rank."""
-        logp = self._policy.score(batch, self.config.temperature)[batch.mask]
-        rollout_logp = batch.rollout_logp[batch.mask]
-        mean_prob_diff = (logp.exp() - rollout_logp.exp()).abs().mean()
-        mean_logp_diff = (logp - rollout_logp).abs().mean()
-        differences = torch.stack([mean_prob_diff, mean_logp_diff]).nan_to_num(nan=torch.inf)
-        prob_diff, logp_diff = all_max(differences).tolist()
-        if 0 < self.config.max_probe_diff < prob_diff:
-            raise RuntimeError(
-                f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on the probe, above "
-                f"--rollout.max-probe-diff {self.config.max_probe_diff}: the engine does not hold the trainer's weights"
-            )
+        logps = torch.stack([self._policy.score(batch, self.config.temperature), batch.rollout_logp])[:, batch.mask]
+        differences = torch.stack([logps.exp(), logps]).diff(dim=1).abs().nan_to_num(nan=torch.inf)     # [2, 1, N]
+        prob_diff, logp_diff = all_max(differences.mean(dim=(1, 2))).tolist()
+        check_difference(prob_diff, self.config.max_probe_diff, "the probe")
         return {"sync/probe_prob_diff": prob_diff, "sync/probe_logp_diff": logp_diff}
+
+    def check_sampled(self, model: PackedModel, meter: Meter) -> None:
+        """Before the policy's first update after `wake`: the probe's check on the step's tokens, as the meter has them
+        from `correction.measure`. If there are none, the next `sleep` has a probe."""
+        if self.probe_every == 1 or model is not self._policy or model.version != self._version:
+            return
+        sums = [float(numbers["training/rollout_probs_diff_mean"]) for numbers in (meter.sums, meter.counts)]
+        total, count = all_sum(sums).tolist()
+        if count:
+            check_difference(total / count, self.config.max_probe_diff, "the tokens of this step")
+        else:
+            self._sleeps_to_probe = 0
 
     def _wake_weights(self) -> None:
         """Give the weights their memory."""

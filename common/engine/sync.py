@@ -1,4 +1,4 @@
-"""Checksums, which show that the engine holds the trainer's weights."""
+"""Checksums and log-probs, which show that the engine holds the trainer's weights."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -106,3 +106,12 @@ def differing(sent: dict[str, Sent], held: dict[str, Held]) -> set[str]:
     dist.all_reduce(total, group=get_tp_group().cpu_group)
     differences = {name: x - sent[name].checksum * held[name].copies for name, x in zip(names, total.tolist())}
     return {name for name, difference in differences.items() if difference % 2**64}
+
+
+def check_difference(prob_diff: float, limit: float, where: str) -> None:
+    """Raises RuntimeError where a mean |p_engine - p_trainer| is above the limit; 0: no limit."""
+    if 0 < limit < prob_diff:
+        raise RuntimeError(
+            f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on {where}, above "
+            f"--rollout.max-probe-diff {limit}: the engine does not hold the trainer's weights"
+        )

@@ -46,8 +46,8 @@ class HealthCheck:
              "--rollout.max-response-length, or the policy no longer ends its responses (read some)")
         over("mismatch", "training/rollout_probs_diff_mean", 0.01,
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
-             "weights if sync/probe_prob_diff jumped too, else precision; correct for it (--correction.preset) or run "
-             "both in float32 (--policy.compute-dtype float32)")
+             "weights if it jumped from one step to the next, else precision; correct for it (--correction.preset) or "
+             "run both in float32 (--policy.compute-dtype float32)")
         failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
         if failed > 0:
             found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "

@@ -66,6 +66,7 @@ def start(
     engine = make_engine(
         model, read_config(model, model_config), config, model_config, world, PROMPTS[:2], [2], 256, 0,
     )
+    engine.probe_every = 1
     return engine, load_policy(model, model_config, world)
 
 

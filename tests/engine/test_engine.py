@@ -13,8 +13,9 @@ from common.batch import Batch
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
+from common.metrics import Meter
 from common.model.loading import load_policy, read_config
-from common.model.policy import ModelConfig
+from common.model.policy import ModelConfig, Policy
 from common.prompts import DataConfig
 from rewards import json_object
 from tests.conftest import TRAIN
@@ -35,7 +36,10 @@ def start(kind, model, world, prompts, compute_dtype="bfloat16", **flags):
     model_config = ModelConfig(compute_dtype=compute_dtype)
     config = RolloutConfig(engine=kind, max_response_length=40, max_num_seqs=16, kv_cache_gb=0.25, **flags)
     stops = stop_tokens(model, AutoTokenizer.from_pretrained(model))
-    return make_engine(model, read_config(model, model_config), config, model_config, world, prompts[:2], stops, 240, 0)
+    hf_config = read_config(model, model_config)
+    engine = make_engine(model, hf_config, config, model_config, world, prompts[:2], stops, 240, 0)
+    engine.probe_every = 1
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +287,46 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], config)] == [3, 3]
     assert engine._sample_probe().lengths.tolist() == [9 + 3, 4 + 3]
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
+
+
+@pytest.mark.parametrize(("flags", "probed"), [({}, [0, 10]), ({"top_p": 0.9}, range(12)), ({"in_flight": 1.5}, range(12))])
+def test_the_first_sleep_has_a_probe_and_then_every_tenth(tiny_llama, world, flags, probed):
+    """With a filter, or tokens of older weights, each one has: the step's log-probs are of another distribution then."""
+    model_config = ModelConfig(compute_dtype="float32")
+    config = RolloutConfig(engine="hf", max_response_length=2, **flags)
+    hf_config = read_config(tiny_llama, model_config)
+    engine = make_engine(tiny_llama, hf_config, config, model_config, world, [[5, 17, 300]], [2], 12, 0)
+    policy = load_policy(tiny_llama, model_config, world)
+    rows = []
+    for _ in range(12):
+        policy.version += 1
+        engine.wake(policy)
+        rows.append(engine.sleep())
+    for name in ("sync/probe_prob_diff", "sync/probe_logp_diff", "timing_s/probe"):
+        assert [number for number, row in enumerate(rows) if name in row] == [*probed]
+
+
+def test_what_was_sampled_takes_the_place_of_the_probe(tiny_llama, world):
+    """Compared before the first update, by the meter's mean over tokens; if there were none, the next sleep probes."""
+    engine, policy = start("hf", tiny_llama, world, [[5, 17, 300, 41]]), load_policy(tiny_llama, ModelConfig(), world)
+    engine.probe_every = 10
+    wrong, right, nothing = Meter(), Meter(), Meter()
+    for meter, difference in ((wrong, 0.3), (right, 0.01)):             # means of 0.2 and 0.0067
+        values = torch.tensor([difference, difference, 0.0, 9.0])
+        meter.mean("training/rollout_probs_diff_mean", values, torch.tensor([True, True, True, False]))
+    engine.wake(policy)
+    assert "sync/probe_prob_diff" in engine.sleep()
+    engine.check_sampled(policy, right)
+    with pytest.raises(RuntimeError, match=r"is 0\.2000 on the tokens of this step, above --rollout\.max-probe-diff 0"):
+        engine.check_sampled(policy, wrong)
+    engine.check_sampled(Policy(policy.lm), wrong)                      # another model, and a later update
+    policy.version += 1
+    engine.check_sampled(policy, wrong)
+    engine.wake(policy)
+    assert "sync/probe_prob_diff" not in engine.sleep()
+    engine.check_sampled(policy, nothing)
+    engine.wake(policy)
+    assert "sync/probe_prob_diff" in engine.sleep()
 
 
 def test_the_hf_engine_stops_between_tokens(tiny_llama, world):

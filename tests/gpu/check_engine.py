@@ -107,6 +107,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
         "parameters": sum(p.numel() for p in meta_model(hf_config).parameters()),
         "engine start s": time.perf_counter() - start,
     }
+    engine.probe_every = 1
     policy = random_policy(hf_config, world)
     wakes, sleeps, freed = [], [], []
     for _ in range(4):

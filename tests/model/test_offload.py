@@ -35,6 +35,7 @@ def run(model, world, config: OffloadConfig):
     model_config, rollout = ModelConfig(compute_dtype="float32"), RolloutConfig(engine="hf", max_response_length=8)
     engine = make_engine(model, read_config(model, model_config), rollout, model_config, world, PROMPTS, [2], 32, 0)
     engine.offload = Offload(config, [policy], [optimizer])
+    engine.probe_every = 1
     seen = []
     for step in range(3):
         train(policy, optimizer, range(step, step + 1))

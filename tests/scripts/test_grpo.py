@@ -75,8 +75,8 @@ def test_two_real_steps_with_vllm(request, small_val, tmp_path, script, model, f
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert "val-core/word_problems/acc/greedy" in rows[0] and "val-core/word_problems/acc/greedy" in rows[2]
+    assert not any("sync/probe_prob_diff" in row for row in rows)       # the first sync is that of the validation
     for row in rows[1:]:
-        assert 0 < row["sync/probe_prob_diff"] < 0.03
         assert 0 < row["training/rollout_probs_diff_mean"] < 0.03      # right weights in the engine, right shift
         assert row["rollout_corr/k3_kl"] < 0.02
         assert row["actor/grad_norm"] > 0
@@ -86,6 +86,47 @@ def test_two_real_steps_with_vllm(request, small_val, tmp_path, script, model, f
     old, new = load_file(f"{folder}/model.safetensors"), weights_of(tmp_path)
     assert set(old) == set(new) and all(old[name].shape == new[name].shape for name in old)
     assert any(not torch.equal(old[name].to(new[name].dtype), new[name]) for name in old)
+
+
+STALE = """
+import grpo
+from common.engine.hf import HFEngine
+from common.tracking.console import run_script
+
+load, times = HFEngine._load, []
+
+def load_twice(self, tensors, sent):
+    times.append(1)
+    return load(self, tensors, sent) if len(times) < 3 else (len(list(tensors)), set())
+
+HFEngine._load = load_twice
+run_script(grpo.main, grpo.Args, "")
+"""
+
+
+@pytest.mark.parametrize(("flags", "found"), [
+    ([], "on the tokens of this step"), (["--minibatches-per-step", "2"], "on the tokens of this step"),
+    (["--reward.function", "constant"], "on the probe"), (["--rollout.max-probe-diff", "0"], ""),
+])
+def test_wrong_weights_in_the_engine_stop_the_step(tiny, tmp_path, flags, found):
+    """The third sync loads nothing, and its checksums do not say so: no update and no log line follow. If all rewards
+    are equal, nothing is trained or compared, so each rollout has a probe."""
+    script, reward = tmp_path / "stale.py", tmp_path / "constant.py"
+    script.write_text(STALE)
+    reward.write_text("def compute_score(*arguments, **others):\n    return 1.0\n")
+    flags = [f"{reward}:compute_score" if flag == "constant" else flag for flag in flags]
+    if "--reward.function" not in flags:
+        flags += ["--reward.function", f"{REWARD}:compute_score"]
+    done = launch(
+        script, *tiny, "--run-dir", tmp_path, "--total-steps", "4", "--optim.lr", "1e-2", "--optim.weight-decay", "10",
+        "--save.hf", "never", "--rollout.max-probe-diff", "1e-6", *flags, warm=True, check=False,
+    )
+    assert (done.returncode != 0) == bool(found), done.stderr
+    assert f"{found}, above --rollout.max-probe-diff 1e-06: the engine does not hold" in done.stderr or not found
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == ([1, 2] if found else [1, 2, 3, 4])
+    probed = [row["step"] for row in rows if "sync/probe_prob_diff" in row]
+    assert probed == ([1, 2] if found == "on the probe" else [1])
 
 
 def test_skipping_constant_groups_changes_nothing(tiny, tmp_path):
