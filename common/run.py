@@ -171,7 +171,7 @@ class Run(Training):
             self.engine.wake(self.policy)
             metrics = evaluate(
                 self.engine, self.scoring, self.val_set, rows, args.rollout, args.eval_n, args.eval_temperature,
-                args.seed, stop=lambda: bool(self.watchdog.signal),
+                (args.seed, "val"), stop=lambda: bool(self.watchdog.signal),
                 record=lambda samples: write_validation(args.log, self.tracker.run_dir, step, self.tokenizer, samples),
             )
             self.engine.sleep()

@@ -186,11 +186,12 @@ class Engine:
         return metrics | {"timing_s/update_weights": time.perf_counter() - start}
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingConfig,
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: SamplingConfig,
         on_finish: Callable[[int, Response], None] | None = None, stop: Callable[[], bool] = lambda: False,
         begun: Sequence[Response] = (),
     ) -> list[Response]:
-        """One response per prompt (token ids), in order. All ranks of an engine pass the same prompts and seeds.
+        """One response per prompt (token ids), in order; a greedy one where the seed is None. All ranks of an engine
+        pass the same prompts and seeds.
 
         A prompt that follows an equal one is not computed again. `on_finish(i, response)` is called as response i ends.
         Once `stop()` is true, responses may be unfinished. `begun`: what earlier calls returned, perhaps unfinished; it
@@ -308,8 +309,8 @@ class Engine:
         tensors that were compared and the names of those that differ."""
         raise NotImplementedError
 
-    def add(self, request: int, prompt: Sequence[int], seed: int, sampling: SamplingConfig) -> None:
-        """Queue a request under this number. All ranks of an engine add the same in the same order."""
+    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:
+        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same in the same order."""
         raise NotImplementedError
 
     def has_unfinished(self) -> bool:

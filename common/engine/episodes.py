@@ -30,7 +30,7 @@ class Episode:
     """One episode, on every rank of its engine."""
 
     conversation: Conversation
-    seed: int
+    seed: int | None  # None: greedy
     num_turns: int = 0
     end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
     is_sampling: bool = False  # the model writes; else its process is busy
@@ -48,7 +48,7 @@ class Episodes:
     processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
     parse: Callable[[str, list[dict]], list[dict]] | None  # a reply with special tokens, the tools' schemas -> calls
 
-    def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int], sampling: RolloutConfig,
+    def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int | None], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
         """Run an episode for each sample. On the engine's first rank, `on_end(i, response, reply)` is called as episode
         i ends, with what its process sent last. Once `stop()` is true, those that are missing are given up."""
@@ -77,7 +77,7 @@ class Episodes:
         if self.processes is not None:
             self.processes.end_all()
 
-    def start(self, number: int, sample: Sample, seed: int, sampling: RolloutConfig) -> Episode:
+    def start(self, number: int, sample: Sample, seed: int | None, sampling: RolloutConfig) -> Episode:
         prompt = sample.prompt
         if self.processes is not None:
             start = {"row": prompt.row, "messages": prompt.messages, "tokens_left": sampling.max_response_length}
@@ -118,8 +118,9 @@ class Episodes:
         episode.limit = room
         episode.is_sampling = True
         max_tokens = min(room, message["max_tokens"] or room)
+        seed = None if episode.seed is None else seed_of(episode.seed, episode.num_turns)
         engine.add(
-            number, [*conversation.prompt, *conversation.tokens], seed_of(episode.seed, episode.num_turns),
+            number, [*conversation.prompt, *conversation.tokens], seed,
             replace(sampling, max_response_length=max_tokens),
         )
 

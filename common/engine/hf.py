@@ -30,7 +30,7 @@ class Queued(NamedTuple):
 
     number: int
     prompt: list[int]
-    seed: int
+    seed: int | None  # None: greedy
     sampling: SamplingConfig
 
 
@@ -55,7 +55,7 @@ class HFEngine(Engine):
         self.running: dict[int, Response] = {}
         """Unfinished responses of the group that is being sampled, by request."""
         self.generators: dict[int, torch.Generator] = {}
-        """One for each request of that group."""
+        """One for each request of that group that is not greedy."""
 
     @torch.no_grad()
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
@@ -68,8 +68,8 @@ class HFEngine(Engine):
         differing = {name for name in sent if checksum(own[name], self.dtype) != sent[name].checksum}
         return len(sent), differing
 
-    def add(self, request: int, prompt: Sequence[int], seed: int, sampling: SamplingConfig) -> None:
-        self.waiting.append(Queued(request, list(prompt), seed, sampling))
+    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:
+        self.waiting.append(Queued(request, list(prompt), seed if sampling.temperature else None, sampling))
 
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
@@ -93,7 +93,8 @@ class HFEngine(Engine):
         self.sampling = first.sampling
         requests = [queued.number for queued in group]
         self.running = {i: Response([], [], "length") for i in requests}
-        self.generators = {q.number: torch.Generator(self.world.device).manual_seed(q.seed) for q in group}
+        sampled = [queued for queued in group if queued.seed is not None]
+        self.generators = {q.number: torch.Generator(self.world.device).manual_seed(q.seed) for q in sampled}
         logits, prompt_cache = self._forward([first.prompt], None)
         self.blocks = []
         for start in range(0, len(requests), ROWS):
@@ -111,12 +112,11 @@ class HFEngine(Engine):
     def _sample(self, requests: list[int], logits: Tensor, sampling: SamplingConfig) -> Iterator[tuple[int, Response]]:
         """Sample one token for each of these requests [n], from `logits` [n, V]; yield the responses that end."""
         logp = filtered_logp(logits, sampling)  # [n, V]
-        if sampling.temperature == 0:
-            sampled = logp.argmax(-1)
-        else:  # argmax of p / Exp(1) draws from p
-            generators = [self.generators[request] for request in requests]
-            noise = torch.stack([torch.empty_like(logp[0]).exponential_(generator=g) for g in generators])
-            sampled = (logp.exp() / noise).argmax(-1)
+        noise = torch.ones_like(logp)
+        for row, request in zip(noise, requests):
+            if request in self.generators:  # argmax of p / Exp(1) draws from p
+                row.exponential_(generator=self.generators[request])
+        sampled = (logp.exp() / noise).argmax(-1)
         sampled_logp = logp.gather(1, sampled[:, None])[:, 0]
         stops = {*self.stop_token_ids, *sampling.stop_token_ids}
         for request, token, token_logp in zip(requests, sampled.tolist(), sampled_logp.tolist()):

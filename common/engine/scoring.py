@@ -48,20 +48,23 @@ class Scoring:
 
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                  sampling: RolloutConfig, seed: Sequence[int | str],
-                  stop: Callable[[], bool] = lambda: False) -> "PendingRollout":
+                  sampling: RolloutConfig, seed: Sequence[int | str], stop: Callable[[], bool] = lambda: False,
+                  with_greedy: bool = False) -> "PendingRollout":
     """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
 
     Engine e takes prompts e, e + engines, ...; a group never leaves its engine. A response's own seed depends on
     `seed`, its prompt's place in `rows` and its number in the group, and on nothing else. When `stop()` turns true,
-    sampling ends early; then the result must not be collected.
+    sampling ends early; then the result must not be collected. `with_greedy`: one more, numbered after all the others.
     """
     prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
-    samples = [
-        Sample(group * num_samples + number, group, rows[group], prompt)
-        for group, prompt in prompts.items() for number in range(num_samples)
-    ]
-    seeds = [seed_of(*seed, sample.group, sample.index % num_samples) for sample in samples]
+    samples, seeds = [], []
+    for group, prompt in prompts.items():
+        if with_greedy:
+            samples.append(Sample(len(rows) * num_samples + group, group, rows[group], prompt))
+            seeds.append(None)
+        for number in range(num_samples):
+            samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
+            seeds.append(seed_of(*seed, group, number))
     pending = PendingRollout(scoring, samples, sampling)
     if scoring.episodes is not None:
         scoring.episodes.run(engine, samples, seeds, sampling, on_end=pending.score, stop=stop)

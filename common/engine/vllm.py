@@ -171,12 +171,12 @@ class VLLMEngine(Engine):
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
         return {"sleep/used_gb": (total - free) / 2**30}
 
-    def add(self, request: int, prompt: Sequence[int], seed: int, sampling: SamplingConfig) -> None:
+    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=sampling.temperature,
+            temperature=0.0 if seed is None else sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,

@@ -22,23 +22,21 @@ def spread_rows(num_rows: int, limit: int) -> list[int]:
 
 
 def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, rows: Sequence[int], config: RolloutConfig,
-             num_samples: int, temperature: float, seed: int, stop: Callable[[], bool],
+             num_samples: int, temperature: float, seed: Sequence[int | str], stop: Callable[[], bool],
              record: Callable[[list[Sample]], None]) -> dict[str, float] | None:
     """Results on these rows with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a
-    prompt. None if `stop()` turned true on any rank: then samples are missing. `record` gets the sampled ones of this
-    rank, or the greedy ones if there are no others."""
-    metrics: dict[str, float] = {}
+    prompt, which run together. None if `stop()` turned true on any rank: then samples are missing. `record` gets the
+    sampled ones of this rank, or the greedy ones if there are no others."""
     meter = Meter()
-    settings = [(1, validation_sampling(config, temperature=0.0))]
-    if num_samples > 0:
-        settings.append((num_samples, validation_sampling(config, temperature)))
-    for number, sampling in settings:
-        pending = start_rollout(engine, scoring, prompts, rows, number, sampling, (seed, "val"), stop)
-        if all_max([stop()]).item():
-            return None
-        samples = pending.collect(meter).samples
-        metrics |= validation_metrics(samples, greedy=sampling.temperature == 0)
-    record(samples)
+    sampling = validation_sampling(config, temperature)
+    pending = start_rollout(engine, scoring, prompts, rows, num_samples, sampling, seed, stop, with_greedy=True)
+    if all_max([stop()]).item():
+        return None
+    samples = pending.collect(meter).samples
+    sampled = [sample for sample in samples if sample.index < len(rows) * num_samples]
+    greedy = [sample for sample in samples if sample.index >= len(rows) * num_samples]
+    metrics = validation_metrics(greedy, greedy=True) | validation_metrics(sampled, greedy=False)
+    record(sampled or greedy)
     return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
 
 

@@ -14,14 +14,14 @@ from transformers import LlamaConfig
 import dapo
 from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.engine import scoring
-from common.engine.base import Response, SamplingConfig
+from common.engine.base import Response, RolloutConfig, SamplingConfig
 from common.metrics import Meter
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.rollout import Rollout, Sample, check_skipped, gather_rollout, to_minibatches
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import constant_group_frac
-from common.tracking.validation import best_at, majority, validation_metrics
+from common.tracking.validation import best_at, evaluate, majority, validation_metrics
 from rewards.runtime.pool import Scores
 
 LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
@@ -79,6 +79,43 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
     assert seen["seeds"] == [seed_of(7, "x", group, number) for group in (1, 3) for number in range(3)]
     assert submitted[0] == (5, "source0", "text 5", "2", {"row": 2})
     assert [given[0] for given in submitted] == [i for i in (5, 4, 3, 2, 1, 0) if i % tp == tp - 1]
+    pending = scoring.start_rollout(engine, judge, DATA, [5, 4, 3, 2], 2, SamplingConfig(), (7, "x"), with_greedy=True)
+    assert [(s.index, s.group, s.row) for s in pending.samples] == [
+        (9, 1, 4), (2, 1, 4), (3, 1, 4), (11, 3, 2), (6, 3, 2), (7, 3, 2)]
+    sampled = [[seed_of(7, "x", group, number) for number in range(2)] for group in (1, 3)]
+    assert seen["seeds"] == [None, *sampled[0], None, *sampled[1]]
+
+
+@pytest.mark.parametrize("num_samples", [0, 2])
+def test_a_validation_is_one_call_of_the_engine(world, num_samples):
+    """Greedy answers are right on rows 4 and 2, sampled ones where the number is 1; a stop leaves no results."""
+    calls, recorded = [], []
+
+    def generate(prompts, seeds, sampling, on_finish, stop):
+        calls.append(sampling)
+        for i, seed in enumerate(seeds):
+            number = 2 if seed is None else [seed_of(7, "val", i // (1 + num_samples), n) for n in range(2)].index(seed)
+            on_finish(i, Response([number], [-0.5], "stop"))
+
+    answers = []
+    pool = SimpleNamespace(submit=lambda i, source, text, truth, info: answers.append((int(text), info["row"])),
+                           max_error_frac=0.5, results=lambda: Scores(
+                               [], [float(row in (4, 2) if number == 2 else number) for number, row in answers],
+                               [{} for _ in answers], [None for _ in answers]))
+    engine = SimpleNamespace(local_prompts=range, generate=generate, tp_rank=0, config=SimpleNamespace(tp=1))
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"{tokens[0]}")
+    judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None, model=None)
+    config = RolloutConfig(val_top_k=5, top_k=3)
+    given = engine, judge, DATA, [5, 4, 3, 2], config, num_samples, 0.7, (7, "val")
+    found = evaluate(*given, stop=lambda: False, record=recorded.extend)
+    assert [(call.temperature, call.top_k) for call in calls] == [(0.7, 5)]
+    by_source = {name: value for name, value in found.items() if name.startswith("val-core")}
+    greedy = {f"source{row % 2}": row in (4, 2) for row in (5, 4)}
+    assert {name: by_source[f"val-core/{name}/acc/greedy"] for name in greedy} == greedy
+    means = [value for name, value in by_source.items() if name.endswith("/acc/mean@2")]
+    assert means == [0.5, 0.5] if num_samples else len(by_source) == 2
+    assert {s.index for s in recorded} == set(range(8 if num_samples else 4))
+    assert evaluate(*given, stop=lambda: True, record=recorded.extend) is None
 
 
 def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):

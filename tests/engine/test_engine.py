@@ -289,9 +289,11 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 
-@pytest.mark.parametrize(("flags", "probed"), [({}, [0, 10]), ({"top_p": 0.9}, range(12)), ({"in_flight": 1.5}, range(12))])
+@pytest.mark.parametrize(("flags", "probed"), [
+    ({}, [0, 10]), ({"top_p": 0.9}, range(12)), ({"in_flight": 1.5}, range(12)),
+])
 def test_the_first_sleep_has_a_probe_and_then_every_tenth(tiny_llama, world, flags, probed):
-    """With a filter, or tokens of older weights, each one has: the step's log-probs are of another distribution then."""
+    """With a filter, or tokens of older weights, each one has: the step's own are of another distribution then."""
     model_config = ModelConfig(compute_dtype="float32")
     config = RolloutConfig(engine="hf", max_response_length=2, **flags)
     hf_config = read_config(tiny_llama, model_config)

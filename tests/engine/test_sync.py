@@ -245,6 +245,27 @@ def test_reported_log_probs_are_those_of_the_filtered_distribution(kind, request
 
 
 @pytest.mark.parametrize("kind", ["vllm", "hf"])
+def test_greedy_and_sampled_responses_together_are_those_of_two_calls(kind, request, world, tmp_path, monkeypatch):
+    """A seed of None is greedy. hf, which samples a group at a time, computes each prompt once for both."""
+    engine, policy = engine_of(kind, request, world, tmp_path)
+    engine.wake(policy)
+    prompts, seeds = [prompt for prompt in PROMPTS for _ in range(4)], [None, 1, 2, 3, None, 4, 5, 6, *range(12)]
+    alike = [i for i, seed in enumerate(seeds) if seed is not None]
+    greedy = engine.generate(PROMPTS, SEEDS, SamplingConfig(0.0, 16))
+    sampled = engine.generate([prompts[i] for i in alike], [seeds[i] for i in alike], SamplingConfig(0.7, 16))
+    first = []
+    if kind == "hf":
+        forward = engine._forward
+        monkeypatch.setattr(engine, "_forward", lambda tokens, cache: (first.append(cache), forward(tokens, cache))[1])
+    together = engine.generate(prompts, seeds, SamplingConfig(0.7, 16))
+    assert kind == "vllm" or first.count(None) == len(PROMPTS)
+    engine.sleep()
+    assert [together[i].tokens for i in alike] == [r.tokens for r in sampled]
+    assert [together[i].tokens for i in (0, 4)] == [r.tokens for r in greedy[:2]]
+    assert together[0].tokens not in [together[i].tokens for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "hf"])
 def test_a_response_is_its_own_whoever_is_there(kind, request, world, tmp_path):
     """float32: alone, in another order, among many: the same tokens."""
     engine, policy = engine_of(kind, request, world, tmp_path)
