@@ -17,8 +17,7 @@ from common.model.policy import ModelConfig
 from common.parallel.ranks import World
 from common.tracking.console import print_on_main
 
-VLLM_SUPPORTED = ">=0.26,<0.33"
-"""The tests run 0.32; back to 0.26 the calls made here are the same, but no test runs them."""
+VLLM_SUPPORTED = ">=0.32,<0.33"
 
 
 def check_rollout(

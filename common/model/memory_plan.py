@@ -15,7 +15,7 @@ from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
 from common.model.liger import choose_liger
-from common.model.loading import CAUSAL_LM, NO_ADAPTERS, SCORED, read_config, read_teacher
+from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
@@ -23,7 +23,6 @@ from common.model.reward_model import check_reward_model
 from common.model.sharding import shard_dim
 from common.parallel.ranks import all_max, num_shards
 
-GIB = 2**30
 MAX_TOKENS = 32768
 """The largest budget that is chosen: a micro-batch of this size keeps a GPU busy."""
 TOKENS_ON_CPU = 16384

@@ -410,8 +410,8 @@ def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
     old = types.SimpleNamespace(name="vllm", version="0.11.2")
     monkeypatch.setattr("importlib.metadata.distributions", lambda: [old])
-    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range >=0.26,<0.33"):
+    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range >=0.32,<0.33"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
     monkeypatch.setattr("importlib.metadata.distributions", lambda: [])
-    with pytest.raises(ValueError, match=r"vLLM is not installed: install vllm>=0.26,<0.33"):
+    with pytest.raises(ValueError, match=r"vLLM is not installed: install vllm>=0.32,<0.33"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
