@@ -93,9 +93,7 @@ def load_shared(store: Callable[[str], Loaded]) -> tuple[list[pa.RecordBatch], L
     """The batches that `store(path)` wrote, mapped to memory: what is not indexed is not read. In a process group,
     where all ranks must call this, local rank 0 of each node writes, the others wait and get the same rows or the same
     error."""
-    rank, local_rank = 0, 0
-    if dist.is_initialized():
-        rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     with ExitStack() as stack:
         def work() -> tuple[str, Loaded]:
             try:
