@@ -111,7 +111,5 @@ def differing(sent: dict[str, Sent], held: dict[str, Held]) -> set[str]:
 def check_difference(prob_diff: float, limit: float, where: str) -> None:
     """Raises RuntimeError where a mean |p_engine - p_trainer| is above the limit; 0: no limit."""
     if 0 < limit < prob_diff:
-        raise RuntimeError(
-            f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on {where}, above "
-            f"--rollout.max-probe-diff {limit}: the engine does not hold the trainer's weights"
-        )
+        raise RuntimeError(f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on {where}, above "
+                           f"--rollout.max-probe-diff {limit}: the engine does not hold the trainer's weights")
