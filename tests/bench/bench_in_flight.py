@@ -22,6 +22,7 @@ from common.parallel import ranks
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt, PromptSampler
 from tests.bench.record import report
+from tests.bench.simulate import InFlight
 from tests.engine.engine_models import make_model
 from tests.engine.in_flight_runs import NO_SCORERS
 
@@ -45,35 +46,38 @@ def main(args: Args) -> None:
     model = args.model or make_model("llama", True, Path(tempfile.mkdtemp()))
     data = [Prompt([5 + row // 100, 5 + row % 100, 17, 300], "", "", {}, []) for row in range(1000)]
     config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=2 * args.prompts * args.samples)
-    config.extra = "{}" if args.model else '{"skip_tokenizer_init": true}'
+    config.extra = "{}" if args.model else '{"skip_tokenizer_init": true, "generation_config": "vllm", "hf_overrides": {"eos_token_id": null}}'
     engine = make_engine(model, read_config(model, model_config), config, model_config, world, [data[0].tokens], [],
                          args.max_tokens + 8, 0)
     policy = load_policy(model, model_config, world)
-    add, step, continue_groups = engine.add, engine.step, engine.continue_groups
+    add, step = engine.add, engine.step
     num_decoded = 0
 
-    lengths = []  # of the responses that are asked for, whatever is sampled of them already
-
-    def continue_with_lengths(groups, sampling, on_end, stop):
-        lengths.clear()
-        for group in groups:
-            for k, response in enumerate(group.responses):
-                if not (response.finish_reason or group.is_complete):
-                    rng = np.random.default_rng(seed_of(*group.prompt, k))
-                    lengths.append(int(rng.lognormal(np.log(args.median), args.sigma)) + 1)
-        continue_groups(groups, sampling, on_end, stop)
+    def length_of(prompt, number):
+        """Tokens of the response with this number to this prompt, whatever they are."""
+        rng = np.random.default_rng(seed_of(*prompt, number % args.samples))
+        return min(int(rng.lognormal(np.log(args.median), args.sigma)) + 1, args.max_tokens)
 
     def add_with_length(request, prompt, seed, sampling):
-        num_sampled = len(prompt) - len(data[0].tokens)
-        limit = min(sampling.max_response_length, lengths[request] - num_sampled)
-        add(request, prompt, seed, replace(sampling, max_response_length=limit))
+        size = len(data[0].tokens)
+        limit = length_of(prompt[:size], request) - (len(prompt) - size)
+        add(request, prompt, seed, replace(sampling, max_response_length=min(sampling.max_response_length, limit)))
+
+    def predicted(in_flight):
+        """Decoding steps of each rollout by the simulator, with the same prompts and lengths."""
+        held, sampler = InFlight(), PromptSampler(len(data), "", 0)
+        for _ in range(args.steps):
+            taken = [data[row].tokens for row in sampler.take(round(in_flight * args.prompts) - len(held.age))]
+            lengths = np.array([[length_of(tokens, k) for k in range(args.samples)] for tokens in taken])
+            held.add(np.array([len(tokens) for tokens in taken]), lengths)
+            yield held.rollout(args.prompts, config.max_num_seqs, config.max_staleness)[-1]
 
     def counted_step():
         nonlocal num_decoded
         num_decoded += 1
         return step()
 
-    engine.step, engine.continue_groups = counted_step, continue_with_lengths
+    engine.step = counted_step
     rows = {}
     for in_flight in (1.0, 1.5, 2.0):
         sampling = replace(config, in_flight=in_flight)
@@ -99,6 +103,7 @@ def main(args: Args) -> None:
             engine.sleep()
         counted = slice(args.warm_up, None)
         rows[in_flight] = {"s": statistics.mean(seconds[counted]), "decoding_steps": statistics.mean(decoded[counted]),
+                           "predicted_steps": statistics.mean([*predicted(in_flight)][counted]),
                            "staleness": statistics.mean(ages[counted])}
         print(in_flight, rows[in_flight], flush=True)
     ratios = {f"ratio_{f:g}": rows[f]["s"] / rows[1.0]["s"] for f in (1.5, 2.0)}

@@ -135,8 +135,8 @@ def test_a_killed_run_continues_exactly(flags, start, in_one_go, tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "number", "saved"), [
-    ("rollout:183:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
-    ("forward:25:0:usr1", signal.SIGUSR1, 2),               # in its update, before an optimizer step: it is dropped
+    ("rollout:81:0:int", signal.SIGINT, 2),                 # while step 3 is sampled: it is dropped
+    ("forward:22:0:usr1", signal.SIGUSR1, 2),               # in its update, before an optimizer step: it is dropped
     ("optimizer after:5:0:term", signal.SIGTERM, 3),        # after the first of two optimizer steps: it is finished
     ("save:1:0:term", signal.SIGTERM, 2),                   # while step 2 is saved anyway
 ])
@@ -155,7 +155,7 @@ def test_a_run_stopped_in_its_last_validation_makes_up_for_it(flags, start, in_o
     """The step is saved at once, without its validation; the next start validates, and logs the step as a whole."""
     run, log = tmp_path / "run", tmp_path / "log"
     flags = [*flags, "--run-dir", run]
-    assert start(log, "rollout:268:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
+    assert start(log, "rollout:112:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
     assert f"stopped by SIGTERM after step {TOTAL}, which is saved" in log.read_text()
     assert [row["step"] for row in metrics(run)] == list(range(TOTAL)) and not (run / "model").exists()
     assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
@@ -212,7 +212,7 @@ def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, t
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "fault", "code", "script", "more"), [
-    (1, "reward:4:0:term", 128 + signal.SIGTERM, "grpo.py", []),
+    (1, "reward:3:0:term", 128 + signal.SIGTERM, "grpo.py", []),
     pytest.param(2, "log after:3:0:kill", -signal.SIGKILL, "dapo.py", ["--keep-surplus", "--max-gen-batches", "3"],
                  marks=pytest.mark.slow),
 ])
