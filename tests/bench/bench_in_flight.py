@@ -2,6 +2,7 @@
 tests.bench.bench_in_flight`. A response ends at a length drawn from a log-normal distribution, whatever its tokens are.
 """
 
+import json
 import statistics
 import tempfile
 import time
@@ -44,9 +45,11 @@ class Args:
 def main(args: Args) -> None:
     world, model_config = ranks.init(), ModelConfig()
     model = args.model or make_model("llama", True, Path(tempfile.mkdtemp()))
+    for file in () if args.model else Path(model).glob("*config.json"):         # no token ends a response
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
     data = [Prompt([5 + row // 100, 5 + row % 100, 17, 300], "", "", {}, []) for row in range(1000)]
     config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=2 * args.prompts * args.samples)
-    config.extra = "{}" if args.model else '{"skip_tokenizer_init": true, "generation_config": "vllm", "hf_overrides": {"eos_token_id": null}}'
+    config.extra = "{}" if args.model else '{"skip_tokenizer_init": true}'
     engine = make_engine(model, read_config(model, model_config), config, model_config, world, [data[0].tokens], [],
                          args.max_tokens + 8, 0)
     policy = load_policy(model, model_config, world)

@@ -298,7 +298,7 @@ def step_seconds(machine: Machine, shape: Shape, job: Job, in_flight: float = 1.
 
 
 def split_seconds(machine: Machine, shape: Shape, job: Job, samplers: int) -> dict[str, float]:
-    """A step of async_grpo.py: `samplers` ranks make the next rollout while the others train. The weights are gathered
+    """A step in which `samplers` ranks make the next rollout while the others train. The weights are gathered
     by the trainers and broadcast from the first of them."""
     room = memory(machine, shape, job, samplers)
     slots = num_slots(machine, shape, job, room)
