@@ -156,9 +156,9 @@ class Engine:
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
         self._has_compared_all = False
-        # what the step's own log-probs are of: a part of the distribution, or in part older weights
-        is_other = config.top_p < 1 or config.top_k > 0 or config.min_p > 0 or config.in_flight > 1
-        self.probe_every = 1 if is_other else 10
+        # where filters change the distribution, or older weights sampled some tokens, a step's own tokens are no probe
+        is_comparable = config.top_p == 1 and not config.top_k and not config.min_p and config.in_flight == 1
+        self.probe_every = 10 if is_comparable else 1
         self._sleeps_to_probe = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:

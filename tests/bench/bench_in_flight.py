@@ -85,7 +85,9 @@ def main(args: Args) -> None:
     for in_flight in (1.0, 1.5, 2.0):
         sampling = replace(config, in_flight=in_flight)
         carried, sampler = {}, PromptSampler(len(data), "", 0)
-        seconds, decoded, ages = [], [], []
+        seconds = []
+        decoded = []
+        ages = []
         for number in range(args.steps):
             policy.version += 1
             engine.wake(policy)

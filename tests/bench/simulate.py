@@ -240,7 +240,9 @@ def carried_seconds(machine: Machine, shape: Shape, job: Job, slots: int, in_fli
     groups = len(job.response_lengths) // job.samples // engines
     lengths = job.response_lengths.reshape(-1, job.samples)
     held = [InFlight() for _ in range(min(engines, 16))]
-    seconds, decoded, ages = [], [], []
+    seconds = []
+    decoded = []
+    ages = []
     for step in range(steps):
         of_engines = []
         for engine in held:

@@ -10,7 +10,10 @@ from tests.bench.simulate import InFlight, Job, Shape, decode_seconds, in_slots
 
 def by_token(lengths: list[int], slots: int, stop: int | None = None) -> tuple[list[int], list[int]]:
     """The step in which each sequence begins, and its tokens before step `stop`."""
-    start, left, done, step = [-1] * len(lengths), list(lengths), [0] * len(lengths), 0
+    start = [-1] * len(lengths)
+    left = list(lengths)
+    done = [0] * len(lengths)
+    step = 0
     while any(left) and step != stop:
         running = [i for i, x in enumerate(left) if x and start[i] >= 0]
         for i, x in enumerate(left):
@@ -46,12 +49,17 @@ def test_decode_seconds_are_those_of_every_step():
 @pytest.mark.parametrize("slots", [5, 64])
 def test_groups_in_flight(slots):
     """Every group is decoded once and whole; none is older than allowed; a step ends with its last group."""
-    rng, engine, given, ended = np.random.default_rng(2), InFlight(), 0, 0
+    rng = np.random.default_rng(2)
+    engine = InFlight()
+    given = 0
+    ended = 0
     for _ in range(30):
         lengths = np.minimum(rng.lognormal(3, 1, (9 - len(engine.age), 4)).astype(int) + 1, 200)
         engine.add(np.full(len(lengths), 7), lengths)
         given += lengths.sum()
-        before, age, flat = engine.done.sum(), engine.age.copy(), engine.left.flatten().tolist()
+        before = engine.done.sum()
+        age = engine.age.copy()
+        flat = engine.left.flatten().tolist()
         *_, stop = engine.rollout(6, slots, max_staleness=2)
         _, done = by_token(flat, slots, stop)
         assert len(engine.age) == 3 and engine.age.max() <= 2 and sorted(age)[-1] <= 2
