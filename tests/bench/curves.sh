@@ -5,7 +5,7 @@
 #   make seeds        docs/quickstart.png and docs/quickstart.md
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
-#   TASK=... tests/bench/curves.sh in_flight      docs/in_flight.png and docs/in_flight.md
+#   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
 # SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`.
@@ -100,19 +100,21 @@ adapters() {
     draw adapters "${runs[@]}"
 }
 
-# unfinished groups that continue in the next step, with the correction where there are any
+# unfinished groups that continue in the next step, with the correction and ("2.0 none") without it
 in_flight() {
     STEPS="--total-steps 12 --eval-every 6 --eval-prompts 48 --eval-n 2 --save.every 0 --save.hf never"
-    local flags runs=()
-    for number in ${IN_FLIGHT:-1.0 1.5 2.0}; do
-        flags=(--rollout.in-flight "$number" --rollout.max-num-seqs 128)
-        [ "$number" = 1.0 ] || flags+=(--correction.preset decoupled-token-is)
-        for seed in ${SEEDS:-1 2 3}; do
-            train grpo.py --run-dir "runs/in_flight/$number.seed$seed" --seed "$seed" "${flags[@]}"
-            runs+=("runs/in_flight/$number.seed$seed")
-        done
+    local number preset runs=()
+    for seed in ${SEEDS:-1 2 3}; do
+        while read -r number preset; do
+            train grpo.py --run-dir "runs/in_flight/$number.$preset.seed$seed" --seed "$seed" \
+                --rollout.max-num-seqs 128 --rollout.in-flight "$number" --correction.preset "$preset"
+            runs+=("runs/in_flight/$number.$preset.seed$seed")
+        done <<<"${IN_FLIGHT:-1.0 disabled
+1.5 decoupled-token-is
+2.0 decoupled-token-is
+2.0 disabled}"
     done
-    draw in_flight "${runs[@]}"
+    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
 }
 
 # The model learns the form of a conversation with the calculator from conversations half of which are wrong; then it is
