@@ -80,7 +80,8 @@ class _LinearLogp(torch.autograd.Function):
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         temperature, softcap, logit_scale, with_entropy_grad, _, tile = ctx.settings
         want_hidden, want_weight = ctx.needs_input_grad[:2]
-        dtype = _accumulate_dtype(hidden)
+        dtype, slope_of_z = _accumulate_dtype(hidden), logit_scale / temperature
+        grad_logp, grad_entropy = grad_logp * slope_of_z, grad_entropy * slope_of_z     # [N]: cheaper than on tiles
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if want_hidden else None
         grad_weight = torch.empty_like(weight) if want_weight else None
         with _matmul(hidden, weight) as mm:
@@ -101,7 +102,7 @@ class _LinearLogp(torch.autograd.Function):
                     g.scatter_add_(1, column[:, None], (grad_logp[rows] * here)[:, None])
                     if softcap:
                         g *= slope
-                    g = mm.operand(g.mul_(logit_scale / temperature))
+                    g = mm.operand(g)
                     if want_hidden:
                         mm.add(grad_hidden[rows], g, head)
                     if want_weight:
@@ -148,7 +149,7 @@ class _Matmul:
 
     def add(self, out: Tensor, a: Tensor, b: Tensor) -> None:
         if self.fused:
-            out += self(a, b)
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         else:
             out.addmm_(a, b)
 

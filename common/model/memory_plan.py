@@ -88,7 +88,7 @@ class Model:
         shape = tile_shape(torch.empty(tokens, hidden, device="meta"), torch.empty(vocab, hidden, device="meta"))
         rows, columns = shape[0], min(shape[1], vocab)
         logits, weights = 4 * rows * columns, 4 * columns * hidden
-        return 2 * logits, 1.5 * logits + weights + max(weights, 4 * rows * hidden) + 4 * tokens * hidden
+        return 2 * logits, 1.5 * logits + weights + 4 * tokens * hidden
 
     def update(self, tokens: int, keys: float) -> dict[str, float]:
         """Bytes of a forward and backward pass at its fullest moment, by part."""

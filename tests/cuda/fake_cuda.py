@@ -25,6 +25,7 @@ import threading
 import types
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,6 +224,8 @@ def _check_matrix_products(device: "Device", func, args: tuple) -> None:
         from_16_bits = args[0].dtype in (torch.float16, torch.bfloat16) and args[2] == torch.float32
         if args[2] != args[0].dtype and not from_16_bits:
             raise KernelRefuses(f"{func}: out_dtype {args[2]} of {args[0].dtype} operands")
+    if func is aten.addmm.dtype_out and not (args[1].dtype == args[2].dtype and args[0].dtype == args[3]):
+        raise KernelRefuses(f"{func}: operands of one dtype, and a sum of out_dtype {args[3]}, not {args[0].dtype}")
 
 
 def _check_fp8(device: "Device", func, args: tuple) -> None:
@@ -338,6 +341,7 @@ def _kernels() -> dict:
         attention._varlen_attn.default: _varlen_forward,
         attention._varlen_attn_backward.default: _varlen_backward,
         aten.mm.dtype: _mm_into,
+        aten.addmm.dtype_out: lambda x, a, b, dtype, out: out.addmm_(a.to(dtype), b.to(dtype)),
         aten.histc.default: lambda x, *args, **kwargs: aten.histc(x.double(), *args, **kwargs).to(x.dtype),
         aten._fused_sdp_choice.default: lambda *_, **__: 0,             # the one of plain products and softmax
         c10d._allgather_base_.default: _all_gather,
@@ -384,6 +388,8 @@ class Device(TorchDispatchMode):
         """Bytes that went through collectives, by operation and ranks of the group: the larger of what goes in and what
         comes out."""
         self.num_operations = 0
+        self.heard: Callable = lambda func, args, out: None
+        """Is told of every operation that ran on the device."""
         self.kernels = _kernels()
         self.memory: dict[int, Held] = {}                               # by the address of a storage
 
@@ -522,7 +528,9 @@ class Device(TorchDispatchMode):
             self.reads[_place()] += 1                                   # the size of the result is read
         if to_host:                                                     # empty_like(x, device="cpu"): real memory
             return func(*pytree.tree_map(self.numbers, args), **kwargs)
-        return self._run(func, args, kwargs)
+        out = self._run(func, args, kwargs)
+        self.heard(func, args, out)
+        return out
 
     def _run(self, func, args: tuple, kwargs: dict):
         """Shapes, dtypes and devices first, because they may be refused; then the numbers."""
