@@ -107,7 +107,7 @@ in_flight() {
     for seed in ${SEEDS:-1 2 3}; do
         while read -r number preset; do
             train grpo.py --run-dir "runs/in_flight/$number.$preset.seed$seed" --seed "$seed" \
-                --rollout.max-num-seqs 128 --rollout.in-flight "$number" --correction.preset "$preset"
+                --rollout.max-num-seqs 128 --rollout.in-flight "$number" --correction.preset "$preset" </dev/null
             runs+=("runs/in_flight/$number.$preset.seed$seed")
         done <<<"${IN_FLIGHT:-1.0 disabled
 1.5 decoupled-token-is
