@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from common.batch import Batch
 from common.checkpoint.export import export, hf_files
-from common.checkpoint.manager import Checkpoints, SaveConfig, validation_score
+from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
@@ -245,7 +245,6 @@ class Training:
             self.metrics |= results
             self.tracker.log(done, self.metrics, step_line(done, self.total_steps, self.metrics))
         state["tracker"] = self.tracker.state_dict(done)
-        state["score"] = validation_score(self.metrics, args.save.best_metric)
         self.checkpoints.after_step(state)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:

@@ -21,7 +21,7 @@ from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
 from common.parallel.ranks import make_mesh
 
-STATE = {"step": 2, "total_steps": 2, "score": None, "sampler": {"epoch": 1, "position": 5},
+STATE = {"step": 2, "total_steps": 2, "sampler": {"epoch": 1, "position": 5},
          "tracker": {"step": 2, "wandb_id": None}}
 
 

@@ -108,8 +108,7 @@ class Checkpoints:
 
     def after_step(self, state: dict[str, Any]) -> None:
         """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, plain JSON
-        with "step", "total_steps", and the "score" that `validation_score` gives. Saves when it is time to, obeys
-        signals."""
+        with "step" and "total_steps". Saves when it is time to, obeys signals."""
         self.state = json.loads(json.dumps(state))
         self.dirty = False
         is_last = state["step"] == state["total_steps"]
@@ -201,15 +200,3 @@ class Checkpoints:
                 f"with --save.resume {how}, choose another --run-dir or remove them"
             )
         return [] if how == "none" else [find(how)]
-
-
-def validation_score(metrics: dict[str, float], best_metric: str) -> float | None:
-    """The metric of a step that `--save.best-metric` names; None if the step had no validation. Raises ValueError if it
-    had one without that metric."""
-    results = sorted(name for name in metrics if name.startswith("val-core/"))
-    if not results:
-        return None
-    name = best_metric or min(results, key=lambda result: "/mean@" not in result)  # the first in alphabetical order
-    if name not in metrics:
-        raise ValueError(f"--save.best-metric {name} must be one that validation gives: {', '.join(results)}")
-    return metrics[name]

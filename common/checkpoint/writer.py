@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.export import write_files
-from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, sync, write_manifest
+from common.checkpoint.files import complete_checkpoints, crc32, sync, write_manifest
 from common.parallel.ranks import World, collective_timeout, together
 
 
@@ -23,11 +23,6 @@ class SaveConfig:
     """Steps between checkpoints; the last step is saved in any case. 0: only that."""
     keep: int = 2
     """Newest checkpoints that stay on disk."""
-    keep_best: int = 1
-    """Checkpoints with the best validation scores that stay as well, of those steps that were validated."""
-    best_metric: str = ""
-    """Metric of the validation that ranks them, higher is better, such as val-core/gsm8k/acc/greedy. Default: the first
-    val-core/.../mean@N in alphabetical order; with --eval-n 0, which has none, the first val-core/.../greedy."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"
@@ -45,10 +40,10 @@ class SaveConfig:
     end. 0: any."""
 
     def __post_init__(self):
-        if self.every < 0 or self.keep < 1 or self.keep_best < 0 or self.timeout_s < 0:
+        if self.every < 0 or self.keep < 1 or self.timeout_s < 0:
             raise ValueError(
-                f"--save.every {self.every}, --save.keep-best {self.keep_best} and --save.timeout-s "
-                f"{self.timeout_s:g} must be at least 0, --save.keep {self.keep} at least 1"
+                f"--save.every {self.every} and --save.timeout-s {self.timeout_s:g} must be at least 0, "
+                f"--save.keep {self.keep} at least 1"
             )
 
 
@@ -111,14 +106,5 @@ class Writer:
             sync(folder)
         partial.rename(final)
         sync(self.root)
-        self._delete_old()
-
-    def _delete_old(self) -> None:
-        """Keeps the newest checkpoints and those with the best scores; of equal scores the newer ones."""
-        found = complete_checkpoints(self.root.parent)
-        scores = {folder: read_manifest(folder)["state"]["score"] for folder in found}
-        ranked = sorted((score, folder) for folder, score in scores.items() if score is not None)
-        best = [folder for _, folder in ranked[len(ranked) - self.config.keep_best :]]
-        for old in found[: -self.config.keep]:
-            if old not in best:
-                shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))
+        for old in complete_checkpoints(self.root.parent)[: -self.config.keep]:
+            shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))

@@ -59,13 +59,13 @@ def main(args: Args) -> None:
     seconds: dict[str, list[float]] = {}
     runs = {}
     for name, in_background in (("in the foreground", False), ("in the background", True)):
-        config = SaveConfig(async_=in_background, keep=1, keep_best=0)
+        config = SaveConfig(async_=in_background, keep=1)
         runs[name] = Checkpoints(Flags(config, run_dir=str(folder / name)), world, parts, {"config.json": b"{}"}, watch)
     for step in range(1, args.repeats + 1):
         seconds.setdefault("torch.save", []).append(plain_save(tensors, folder / "plain.pt"))
         for name, run in runs.items():
             start = time.perf_counter()
-            run.after_step({"step": step, "total_steps": step, "score": None})
+            run.after_step({"step": step, "total_steps": step})
             kind = f"{name}, first" if step == 1 and run.config.async_ else name
             seconds.setdefault(f"save {kind}: blocks", []).append(run.metrics()["timing_s/save_checkpoint"])
             run.wait()

@@ -47,10 +47,10 @@ def trained(model, world):
 
 @pytest.fixture
 def save(trained, world, watch, tmp_path):
-    """save(step, score): one more checkpoint of a run in `tmp_path`; flags as in SaveConfig."""
-    def save(step: int, score: float | None = None, **flags):
+    """save(step): one more checkpoint of a run in `tmp_path`; flags as in SaveConfig."""
+    def save(step: int, **flags):
         run = checkpoints_of(tmp_path, world, *trained, watch, **flags)
-        run.after_step(STATE | {"step": step, "score": score})
+        run.after_step(STATE | {"step": step})
         run.close()
     return save
 
@@ -191,30 +191,6 @@ def test_only_the_newest_are_kept(four, save):
     assert sorted(path.name for path in four.iterdir()) == ["step_000004", "step_000005"]
     with pytest.raises(ValueError, match=r"--save.keep 0 at least 1"):
         manager.SaveConfig(keep=0)
-
-
-def test_the_best_are_kept_too(save, tmp_path):
-    for step, score in enumerate([0.5, 0.9, 0.7, None, 0.7, 0.1, 0.2], start=1):
-        save(step, score, keep=1, keep_best=2)
-    assert names(tmp_path) == ["step_000002", "step_000005", "step_000007"]     # of equal scores the newer one
-    assert [files.read_manifest(f)["state"]["score"] for f in files.complete_checkpoints(tmp_path)] == [0.9, 0.7, 0.2]
-    save(8, 0.3, keep=1, keep_best=0)
-    assert names(tmp_path) == ["step_000008"]
-
-
-def test_the_score_is_one_named_metric():
-    metrics = {
-        "val-core/b/acc/mean@4": 0.5, "val-core/a/acc/greedy": 0.25, "val-core/a/acc/best@4/mean": 1.0,
-        "val-core/a/acc/mean@4": 0.75, "val-aux/a/reward/mean@4": 3.0, "critic/rewards/mean": 9.0,
-    }
-    assert manager.validation_score(metrics, "") == 0.75
-    assert manager.validation_score(metrics, "val-core/b/acc/mean@4") == 0.5
-    assert manager.validation_score(metrics, "val-aux/a/reward/mean@4") == 3.0
-    assert manager.validation_score({"val-core/b/acc/greedy": 0.1, "val-core/a/acc/greedy": 0.2}, "") == 0.2
-    assert manager.validation_score({"critic/rewards/mean": 9.0}, "val-core/b/acc/mean@4") is None
-    said = r"--save.best-metric acc must be one that validation gives: val-core/a/acc/best@4/mean, val-core/a/acc/g"
-    with pytest.raises(ValueError, match=said):
-        manager.validation_score(metrics, "acc")
 
 
 def test_what_a_kill_leaves_is_removed(four, save, model, world, watch):

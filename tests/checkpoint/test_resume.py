@@ -95,8 +95,6 @@ def test_the_run_learns_something(in_one_go, tiny_llama):
     start = AutoModelForCausalLM.from_pretrained(tiny_llama).state_dict()["model.embed_tokens.weight"]
     end = AutoModelForCausalLM.from_pretrained(in_one_go / "model").state_dict()["model.embed_tokens.weight"]
     assert (start - end.float()).abs().max() > 0.005
-    state = files.read_manifest(in_one_go / "checkpoints/step_000004")["state"]
-    assert state["score"] == rows[-1]["val-core/sums/acc/mean@1"]
 
 
 def test_what_takes_long_before_the_first_step_is_a_phase_of_its_own(in_one_go):

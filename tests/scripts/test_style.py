@@ -187,8 +187,8 @@ def test_a_flag_that_nobody_reads_is_found():
     assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.run_dir"]
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
-    sources = {file: text.replace("args.save.best_metric", "0") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint/writer.py SaveConfig.best_metric"]
+    sources = {file: text.replace("args.save.dtype", "0") for file, text in SOURCES.items()}
+    assert Flags(sources).unread() == ["common/checkpoint/writer.py SaveConfig.dtype"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]
