@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 
 from common.batch import Batch
 from common.checkpoint.export import export, hf_files
+from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
-from common.checkpoint.run_folder import finished, open_run_folder
+from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
 from common.model.flops import update_flops
@@ -171,7 +172,9 @@ class Training:
             yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
+        self.checkpoints.wait()
         if self.world.is_main:  # the other ranks may not see the last line yet
+            write_manifest(self.tracker.run_dir / FINISHED, self.checkpoints.flags)
             print(summary(self.tracker.run_dir), flush=True)
 
     @contextmanager

@@ -6,11 +6,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.files import complete_checkpoints, read_manifest
+from common.checkpoint.files import read_manifest
 from common.checkpoint.state import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects, on_main
 
 LOCK = ".lock"
+FINISHED = "finished"
 
 
 def open_run_folder(run_dir: str, world: World) -> None:
@@ -53,16 +54,10 @@ def lock(run_dir: str) -> str:
 
 
 def finished(args: Any) -> str:
-    """What to say of a run with these flags that has nothing left to do in its folder, before anything heavy starts or
-    is written; empty for any other. Where it exports its model at the end, RUN_DIR/model must be there."""
-    checkpoints = complete_checkpoints(args.run_dir)
-    is_exported = args.save.hf == "never" or (Path(args.run_dir) / "model/config.json").is_file()
-    if not checkpoints or args.save.resume != "auto" or not is_exported:
+    """What to say of a run that has reached its end in this folder and has nothing left to do, before anything heavy
+    starts or is written; empty for any other. A run's end leaves its flags in RUN_DIR/finished."""
+    changed = differences(read_manifest(Path(args.run_dir) / FINISHED), flags_of(args))
+    if any(text.startswith("--total-") for text in changed):
         return ""
-    manifest = read_manifest(checkpoints[-1])
-    changed, state = differences(manifest["flags"], flags_of(args)), manifest["state"]
-    has_other_length = any(text.startswith("--total-") for text in changed)
-    if state["step"] < state["total_steps"] or has_other_length or "not_validated" in state:    # its last validation
-        return ""
-    return (f"{args.run_dir} is finished: {checkpoints[-1].name} is its last checkpoint, of {state['total_steps']} "
-            f"steps. Nothing was changed{'; other flags now: ' if changed else ''}{'; '.join(changed)}")
+    said = f"{args.run_dir} is finished. Nothing was changed"
+    return f"{said}; other flags now: {'; '.join(changed)}" if changed else said

@@ -9,16 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from common.checkpoint import files, run_folder
+from common.checkpoint import files, run_folder, state
 from common.checkpoint.manager import SaveConfig
 from common.tracking.logger import LogConfig, Tracker
 from tests.checkpoint.faulty import server
-from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_faults import note
 from tests.conftest import ROOT
-from tests.rank_worker import STATE, Flags
-
-# ruff: noqa: F811  (fixtures that are imported)
+from tests.rank_worker import Flags
 
 HOLDER = """
 import sys, time
@@ -67,25 +64,21 @@ def test_a_second_run_ends_before_it_loads_anything(holder, tiny_llama, tmp_path
     assert not (tmp_path / "config.json").exists()
 
 
-def test_a_finished_run_is_known_without_its_model(save, tmp_path):
+def test_a_finished_run_is_known_without_its_model(tmp_path):
     finished = run_folder.finished
-    flags = Flags(SaveConfig(keep=4, every=1), run_dir=str(tmp_path))
+    flags = Flags(SaveConfig(), run_dir=str(tmp_path))
     assert finished(flags) == ""                                        # nothing there yet
-    save(2, keep=4)
-    assert finished(replace(flags, total_steps=3)) == ""                # --total-steps was raised
-    assert finished(flags) == ""                                        # killed before the model was written
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    assert finished(replace(flags, save=SaveConfig(resume="none"))) == ""
-    said = f"{tmp_path} is finished: step_000002 is its last checkpoint, of 2 steps. Nothing was changed"
+    manifest = tmp_path / "finished/manifest.json"
+    files.write_manifest(manifest.parent, state.flags_of(flags))
+    said = f"{tmp_path} is finished. Nothing was changed"
     assert finished(flags) == said
+    assert finished(replace(flags, total_steps=3)) == ""                # --total-steps was raised
     assert finished(replace(flags, total_epochs=0.5)) == ""             # other lengths
     text = finished(replace(flags, lr=0.5))
     assert text == f"{said}; other flags now: --lr was 0.01, is 0.5"
     note("a finished run, started again", text)
-    folder = tmp_path / "checkpoints/step_000002"
-    files.write_manifest(folder, files.read_manifest(folder) | {"state": STATE | {"not_validated": {"x": 1.0}}})
-    assert finished(flags) == ""                                        # stopped in its last validation
+    manifest.write_text(manifest.read_text()[:100])                     # killed while it was written
+    assert finished(flags) == ""
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 3, "re', b"\0" * 512 + b"\n", b'\xff\xfe\n', b"[]\n"])
