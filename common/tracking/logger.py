@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from common.checkpoint.files import sync
@@ -19,8 +18,6 @@ from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
 from common.tracking.start import record_start
-
-TABLE_COLUMNS = ["group", "prompt", "response", "ground_truth", "score", "reward"]
 
 
 @dataclass
@@ -92,11 +89,6 @@ class Tracker:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         sync(self.jsonl)                                                    # before a checkpoint knows this step
         if self.wandb is not None:
-            import wandb
-            for file in (self.run_dir / "rollouts").glob(f"*_{step:06d}.parquet"):
-                rows = pq.read_table(file, columns=TABLE_COLUMNS).to_pylist()
-                table = wandb.Table(columns=TABLE_COLUMNS, data=[[*row.values()] for row in rows])
-                metrics = metrics | {f"rollouts/{file.stem.partition('_')[0]}": table}          # step or val
             self.wandb.log(metrics, step=step)
 
     @contextmanager
