@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -71,7 +70,7 @@ def summary(run_dir: Path) -> str:
         lines.insert(0, "validation, before -> after")
     steps = [row for row in rows if "timing_s/step" in row]
     seconds = sum(row["timing_s/step"] for row in steps)
-    peaks = [value for row in steps for name, value in row.items() if re.match(r"perf/.*memory.*peak.*_gb", name)]
+    peaks = [row.get("perf/max_memory_reserved_gb", row["perf/cpu_memory_peak_gb"]) for row in steps]   # of GPU, CPU
     lines.append(f"{len(steps)} steps in {seconds:.0f} s, peak memory of a rank {max(peaks, default=0.0):.1f} GiB")
     lines.append(f"run folder {run_dir.resolve().as_uri()}, report: python -m tools.report {run_dir}")
     return "\n".join(lines)

@@ -59,6 +59,9 @@ def test_the_last_words_of_a_run(tmp_path):
         "2 steps in 6 s, peak memory of a rank 3.5 GiB",
         f"run folder file://{tmp_path}, report: python -m tools.report {tmp_path}",
     ]
+    on_gpu = {"step": 3, "timing_s/step": 1.0, "perf/cpu_memory_peak_gb": 9.0, "perf/max_memory_reserved_gb": 70.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(on_gpu))
+    assert summary(tmp_path).startswith("1 steps in 1 s, peak memory of a rank 70.0 GiB\n")      # not the host's
 
 
 def test_validation_rows_are_spread():
