@@ -42,10 +42,9 @@ class ConversationConfig(TemplateConfig):
 class ConversationSet:
     """Rows of `per_row` sequences each. Sequence i of row r has the number r * per_row + i."""
 
-    def __init__(self, batches: list[pa.RecordBatch], loaded: Loaded, per_row: int):
+    def __init__(self, table: pa.Table, loaded: Loaded, per_row: int):
         self.loaded, self.per_row = loaded, per_row
-        self.tokens = pa.chunked_array([batch.column("tokens").values for batch in batches])  # by number
-        self.mask = pa.chunked_array([batch.column("mask").values for batch in batches])
+        self.tokens, self.mask = (pc.list_flatten(column) for column in table.columns)      # by number
         self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
         loaded.min_length, loaded.max_length = int(self.lengths.min()), int(self.lengths.max())
 
@@ -81,7 +80,7 @@ def load_conversations(
         raise ValueError(f"--data.max-length {config.max_length} must be at least 2")
     template = template_arguments(tokenizer, config)
     return ConversationSet(*load_shared(lambda path: store_rows(
-        path, files, config, f"--data.max-length {config.max_length}", columns, SCHEMA,
+        path, files, config, f"--data.max-length {config.max_length}", SCHEMA,
         choose=lambda file, names: {ours: name for ours, name in columns.items() if name in names},
         encode=lambda row, loaded: cut_to_length(
             [encode(x, tokenizer, template, stops) for x in parse(row, tokenizer, template)], config, loaded

@@ -1,13 +1,12 @@
-"""Reads the rows of parquet and JSON lines files as a stream of small batches: a file may be larger than memory.
+"""Reads the rows of parquet and JSON lines files as a stream: a file may be larger than memory.
 
-`find_files` turns what the user names into files, `read_json_lines` and `read_parquet` give a file's batches of Arrow
-rows, and `rows_of` turns a batch into Python values. Files that cannot be read, or lack a column, raise ValueError.
+`find_files` turns what the user names into files, `read_rows` gives a file's rows, and `row_of` turns one of them into
+Python values. What cannot be read, or lacks a column, raises ValueError.
 """
 
 import glob
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from common.prompts import DataConfig
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-OPTIONAL = ("extra_info", "images", "videos")
 BATCH_ROWS = 512  # read and stored together
+Choose = Callable[[Path, list[str]], dict[str, str]]
+"""A file, and the names of its columns (of a JSON line: of its fields) -> {our name: name in the file}."""
 
 
 def find_files(entries: Sequence[str]) -> list[Path]:
@@ -45,81 +45,62 @@ def find_files(entries: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_batches(file: Path, choose: Callable[[Path, list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
-    """Rows in batches, by the kind of file."""
+def read_rows(file: Path, choose: Choose) -> Iterator[bytes | pa.StructScalar]:
+    """The rows of a file as it has them, for `row_of`: JSON lines that are not blank, or parquet's chosen columns."""
     return read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, choose)
 
 
-def read_json_lines(file: Path) -> Iterator[pa.RecordBatch]:
-    """The lines that are not blank, as they are, in one column `json`, in batches."""
+def read_json_lines(file: Path) -> Iterator[bytes]:
     try:
         with open(file, "rb") as text:
-            lines = (line for line in text if line.strip())
-            while rows := list(islice(lines, BATCH_ROWS)):
-                yield pa.record_batch([pa.array(rows, pa.binary())], names=["json"])
+            yield from (line for line in text if line.strip())
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
 
 
-def read_parquet(file: Path, choose: Callable[[Path, list[str]], dict[str, str]]) -> Iterator[pa.RecordBatch]:
-    """Columns under our names, in batches. `choose`: from the names in the file to {our name: name in the file}."""
+def read_parquet(file: Path, choose: Choose) -> Iterator[pa.StructScalar]:
     num_rows = 0
     try:
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
             columns = choose(file, parquet.schema_arrow.names)
             for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())):
-                yield pa.record_batch([batch.column(name) for name in columns.values()], names=list(columns))
+                yield from pa.StructArray.from_arrays([batch.column(name) for name in columns.values()], list(columns))
                 num_rows += batch.num_rows
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         raise ValueError(f"{file} cannot be read as parquet from row {num_rows} on (counted from 0): {error}") from None
 
 
+def row_of(found: bytes | pa.StructScalar, file: Path, choose: Choose) -> dict[str, Any]:
+    """A row of `read_rows` as Python values, under our names. Raises ValueError for what is no text or no JSON object,
+    or lacks a column."""
+    if isinstance(found, pa.StructScalar):
+        return found.as_py()
+    try:
+        row = json.loads(found)
+        json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the line must be a JSON object ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"the line must be a JSON object, not {type(row).__name__}")
+    return {ours: row[name] for ours, name in choose(file, list(row)).items()}
+
+
 def find_columns(file: Path, names: list[str], config: DataConfig, all_columns: bool) -> dict[str, str]:
     """Our name -> the file's name, of the columns to read. `all_columns`: those that only episodes look at, too."""
-    wanted = our_columns(config)
-    missing = [name for key, name in wanted.items() if name not in names and key not in OPTIONAL]
+    wanted = {"prompt": config.prompt_column}
+    if not config.data_source:
+        wanted["data_source"] = config.data_source_column
+    if config.ground_truth_column:
+        wanted["ground_truth"] = config.ground_truth_column
+    else:
+        wanted["reward_model"] = config.reward_model_column
+    missing = [name for name in wanted.values() if name not in names]
     if missing:
         raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}; verl's columns "
                          f"are needed, and other names can be given, e.g. --data.prompt-column NAME; plain columns "
                          f"need --data.ground-truth-column NAME and --data.data-source NAME")
-    columns = {key: name for key, name in wanted.items() if name in names}
+    wanted |= {"extra_info": config.extra_info_column, "images": "images", "videos": "videos"}
+    columns = {ours: name for ours, name in wanted.items() if name in names}
     if all_columns:
         columns |= {name: name for name in names if name not in {*columns, *columns.values()}}
     return columns
-
-
-def our_columns(config: DataConfig) -> dict[str, str]:
-    """Our name -> the name in the files, of all columns that are read. The last three may be absent."""
-    columns = {"prompt": config.prompt_column}
-    if not config.data_source:
-        columns["data_source"] = config.data_source_column
-    if config.ground_truth_column:
-        columns["ground_truth"] = config.ground_truth_column
-    else:
-        columns["reward_model"] = config.reward_model_column
-    return columns | {"extra_info": config.extra_info_column, "images": "images", "videos": "videos"}
-
-
-def rows_of(batch: pa.RecordBatch, columns: dict[str, str]) -> list[dict[str, Any] | ValueError]:
-    """The rows of a batch as Python values. A row that has none (broken JSON, bytes that are not UTF-8) becomes the
-    error. `columns`: our name -> the name in the files."""
-    if "json" in batch.schema.names:
-        return [parse_json(line, columns) for line in batch.column("json").to_pylist()]
-    try:
-        return batch.to_pylist()
-    except ValueError as error:
-        if len(batch) == 1:
-            return [ValueError(f"a value cannot be read: {error}")]
-        return [row for i in range(len(batch)) for row in rows_of(batch.slice(i, 1), columns)]
-
-
-def parse_json(line: bytes, columns: dict[str, str]) -> dict[str, Any] | ValueError:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"the line must be a JSON object ({error})")
-    if not isinstance(row, dict):
-        return ValueError(f"the line must be a JSON object, not {type(row).__name__}")
-    others = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
-    return others | {key: row[name] for key, name in columns.items() if name in row}

@@ -1,7 +1,7 @@
 """Keeps the rows of a run, checked and tokenised, in a temporary Arrow file that all ranks of a node map to memory.
 
-A data set may be larger than memory: one process a node streams it once and appends rows and token ids to the file, and
-a row is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
+A data set may be larger than memory: one process a node streams it once and appends token ids and rows (as JSON) to the
+file, and a row is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
 """
 
 import hashlib
@@ -11,19 +11,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
 
-from common.dataset.reading import find_columns, find_files, our_columns, read_batches, rows_of
+from common.dataset.reading import BATCH_ROWS, Choose, find_columns, find_files, read_rows, row_of
 from common.dataset.template import encode, template_arguments
 from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 
-SCHEMA = pa.schema({"tokens": pa.list_(pa.int32())})
+SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "row": pa.large_string()})
 
 
 @dataclass
@@ -52,26 +52,22 @@ class Loaded:
 
 
 class PromptSet(Sequence):
-    """The prompts in file order, read from the stored `batches`; `loaded` says what was left out."""
+    """The prompts in file order, read from the stored `table`; `loaded` says what was left out."""
 
-    def __init__(self, batches: list[pa.RecordBatch], loaded: Loaded, config: DataConfig):
-        self.batches = batches
+    def __init__(self, table: pa.Table, loaded: Loaded, config: DataConfig):
+        self.table = table
         self.loaded = loaded
         self.config = config
-        self.kept = [np.flatnonzero(batch.column("tokens").is_valid()) for batch in batches]  # rows
-        self.ends = np.cumsum([len(rows) for rows in self.kept])
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return len(self.table)
 
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # negative ones; IndexError
-        number = np.searchsorted(self.ends, index, side="right")
-        row = self.batches[number].slice(int(self.kept[number][index - self.ends[number]]), 1)
-        prompt = parse_row(rows_of(row, our_columns(self.config))[0], self.config)
-        prompt.tokens = row.column("tokens")[0].as_py()
+        tokens, row = (column[index].as_py() for column in self.table.columns)
+        prompt = parse_row(json.loads(row), self.config)
+        prompt.tokens = tokens
         return prompt
 
 
@@ -83,14 +79,14 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
         raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
     template = template_arguments(tokenizer, config)
     return PromptSet(*load_shared(lambda path: store_rows(
-        path, files, config, f"--data.max-prompt-length {config.max_prompt_length}", our_columns(config), SCHEMA,
+        path, files, config, f"--data.max-prompt-length {config.max_prompt_length}", SCHEMA,
         choose=lambda file, names: find_columns(file, names, config, all_columns),
         encode=lambda row, loaded: read_prompt(row, tokenizer, template, config, loaded),
     )), config)
 
 
-def load_shared(store: Callable[[str], Loaded]) -> tuple[list[pa.RecordBatch], Loaded]:
-    """The batches that `store(path)` wrote, mapped to memory: what is not indexed is not read. In a process group,
+def load_shared(store: Callable[[str], Loaded]) -> tuple[pa.Table, Loaded]:
+    """The table that `store(path)` wrote, mapped to memory: what is not indexed is not read. In a process group,
     where all ranks must call this, local rank 0 of each node writes, the others wait and get the same rows or the same
     error."""
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
@@ -104,53 +100,39 @@ def load_shared(store: Callable[[str], Loaded]) -> tuple[list[pa.RecordBatch], L
 
         results = together(lambda: work() if local_rank == 0 else None, ValueError)
         path, loaded = results[rank - local_rank]  # torchrun: the ranks of a node are consecutive
-        batches: list[pa.RecordBatch] = []
         with pa.memory_map(path) as arrow:
-            while arrow.tell() < arrow.size():
-                batches += pa.ipc.open_stream(arrow)
+            table = pa.ipc.open_stream(arrow).read_all()
         if dist.is_initialized():
             dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
-    return batches, loaded
+    return table, loaded
 
 
-def store_rows(
-    path: str, files: Sequence[str], config: TemplateConfig, limit: str, columns: dict[str, str], schema: pa.Schema,
-    choose: Callable[[Path, list[str]], dict[str, str]],
-    encode: Callable[[dict[str, Any], Loaded], dict[str, Any] | None],
-) -> Loaded:
-    """Stream `files` into the Arrow file `path`: every batch as an Arrow stream of its own, as files differ in columns,
-    with the further columns of `schema`. These are null for a row that is left out: one for which `encode` returns None
-    or, if it breaks a rule, raises ValueError. Raises ValueError if no row is left, and for a bad row that is not to be
-    skipped. `limit`: the flag of the longest length, and its value."""
+def store_rows(path: str, files: Sequence[str], config: TemplateConfig, limit: str, schema: pa.Schema, choose: Choose,
+               encode: Callable[[dict[str, Any], Loaded], dict[str, Any] | None]) -> Loaded:
+    """Stream `files` into the Arrow file `path`: of each row what `encode` makes of it, in the columns of `schema`. A
+    row is left out if that is None or, if the row breaks a rule, raises ValueError. Raises ValueError if no row is
+    left, and for a bad row that is not to be skipped. `limit`: the flag of the longest length, and its value."""
     found = find_files(files)
     loaded = Loaded([str(file) for file in found])
     data_hash = hashlib.sha256()
-    with open(path, "wb") as arrow:
+    with open(path, "wb") as arrow, pa.ipc.new_stream(arrow, schema) as stream:
         for file in found:
-            first_row = loaded.num_rows
-            for batch in read_batches(file, choose):
-                encoded: list[dict[str, Any]] = []
-                for row in rows_of(batch, columns):
-                    number = loaded.num_rows - first_row
-                    loaded.num_rows += 1
+            rows = enumerate(read_rows(file, choose))
+            while batch := list(islice(rows, BATCH_ROWS)):
+                encoded: list[dict[str, Any] | None] = []
+                for number, row in batch:
                     try:
-                        if isinstance(row, ValueError):
-                            raise row
-                        encoded.append(encode(row, loaded) or {})
+                        encoded.append(encode(row_of(row, file, choose), loaded))
                     except ValueError as error:
                         if config.on_bad_row == "error":
                             raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
                                              f"leaves such rows out") from None
-                        encoded.append({})
                         loaded.bad_rows.append({"file": str(file), "row": number, "rule": str(error)})
-                    if encoded[-1]:
-                        loaded.num_kept += 1
-                        data_hash.update(repr(encoded[-1]).encode())
-                for name in schema.names:
-                    values = pa.array([of_row.get(name) for of_row in encoded], schema.field(name).type)
-                    batch = batch.append_column(name, values)
-                with pa.ipc.new_stream(arrow, batch.schema) as stream:
-                    stream.write_batch(batch)
+                kept = [row for row in encoded if row is not None]
+                loaded.num_rows += len(batch)
+                loaded.num_kept += len(kept)
+                data_hash.update(repr(kept).encode())
+                stream.write_batch(pa.RecordBatch.from_pylist(kept, schema))
     bad = loaded.bad_rows
     if not loaded.num_kept:
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
@@ -162,8 +144,8 @@ def store_rows(
 
 def read_prompt(row: dict[str, Any], tokenizer, template: dict[str, Any] | None, config: DataConfig,
                 loaded: Loaded) -> dict[str, Any] | None:
-    """What is in a row's prompt, checked and tokenised, its tokens cut to the limit if the flags say so; None if it is
-    left out. Counts in `loaded` what was done. Raises ValueError if the row breaks a rule."""
+    """A row, checked, and the tokens of its prompt, cut to the limit if the flags say so; None if it is left out.
+    Counts in `loaded` what was done. Raises ValueError if the row breaks a rule."""
     prompt = parse_row(row, config)
     tokens = encode(prompt.messages, tokenizer, template)
     if not tokens:
@@ -183,4 +165,4 @@ def read_prompt(row: dict[str, Any], tokenizer, template: dict[str, Any] | None,
     loaded.min_length = min(len(tokens), loaded.min_length or len(tokens))
     loaded.max_length = max(len(tokens), loaded.max_length)
     loaded.data_sources.add(prompt.data_source)
-    return vars(prompt) | {"tokens": tokens}
+    return {"tokens": tokens, "row": json.dumps(row, default=str)}

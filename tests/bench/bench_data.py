@@ -72,7 +72,7 @@ def main() -> None:
         seconds = time.perf_counter() - start
         stop.set()
         watcher.join()
-        arrow_mb = sum(batch.nbytes for batch in prompts.batches) / 1e6
+        arrow_mb = prompts.table.nbytes / 1e6
         print(prompts.loaded.summary())
         print(f"file {path.stat().st_size / 1e6:.0f} MB in {pq.ParquetFile(path).num_row_groups} row group(s); "
               f"Arrow file {arrow_mb:.0f} MB")

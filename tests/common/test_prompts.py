@@ -4,6 +4,8 @@ import json
 import random
 import tracemalloc
 from collections import Counter
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -88,6 +90,18 @@ def test_plain_questions_and_answers(tokenizer, tmp_path, file):
     empty = write(tmp_path / "d.parquet", [rows[0], {"question": "x", "answer": None}])
     with pytest.raises(ValueError, match=r"row 1 .*answer is .*; it must have a ground_truth"):
         load_prompts([empty], tokenizer, config)
+
+
+def test_what_json_has_no_type_for_becomes_text(tokenizer, tmp_path):
+    """And in JSON lines everything is what it says: numbers of any size, text that looks like a date, other fields."""
+    info = {"made": datetime(2020, 1, 2), "price": Decimal("1.50"), "image": b"\0", "seconds": 0.1, "big": 2**62}
+    (prompt,) = load_prompts([write(tmp_path / "a.parquet", [row(extra_info=info)])], tokenizer, DataConfig())
+    assert prompt.extra_info == info | {"made": "2020-01-02 00:00:00", "price": "1.50", "image": r"b'\x00'"}
+    rows = [row(truth="2020-01-02"), row(truth=10**30, more=[1, "a"]), row(truth=["4", 5])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = load_prompts([str(tmp_path / "a.jsonl")], tokenizer, DataConfig(), all_columns=True)
+    assert [prompt.ground_truth for prompt in prompts] == ["2020-01-02", 10**30, ["4", 5]]
+    assert [prompt.row.get("more") for prompt in prompts] == [None, [1, "a"], None]
 
 
 def test_keys_that_only_parquet_adds_are_left_out(tokenizer, tmp_path):
@@ -185,7 +199,7 @@ def test_a_large_file_is_streamed(tmp_path, suffix):
     prompts = load_prompts([str(path)], tokenizer := Counting(), DataConfig())
     python_peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(prompts) == 10_000 and sum(batch.nbytes for batch in prompts.batches) > 60e6
+    assert len(prompts) == 10_000 and prompts.table.nbytes > 60e6
     assert python_peak < 20e6 and tokenizer.arrow_bytes - before < 20e6
     assert pa.total_allocated_bytes() - before < 1e6
     assert prompts[7777].extra_info == {"index": 7777}
