@@ -115,9 +115,8 @@ def list_checkpoints(run: Positional[str]) -> None:
     for folder in sorted((Path(run).resolve() / "checkpoints").glob("*step_*")):
         manifest, damage = read_manifest(folder), "; ".join(check_files(folder))
         gb = sum(entry["size"] for entry in manifest.get("files", {}).values()) / 2**30
-        ranks, score = manifest.get("world_size"), manifest.get("state", {}).get("score")
-        print(f"{folder.name}  {gb:.2f} GiB  {ranks} rank(s)  score {score}  "
-              f"{f'damaged: {damage}' if damage else 'complete'}")
+        state = f"damaged: {damage}" if damage else "complete"
+        print(f"{folder.name}  {gb:.2f} GiB  {manifest.get('world_size')} rank(s)  {state}")
 
 
 if __name__ == "__main__":
