@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from common.prompts import DataConfig
 
 PARQUET = (".parquet", ".pq")
-JSON_LINES = (".jsonl", ".ndjson", ".json")
+SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 BATCH_ROWS = 512  # read and stored together
 Choose = Callable[[Path, list[str]], dict[str, str]]
 """A file, and the names of its columns (of a JSON line: of its fields) -> {our name: name in the file}."""
@@ -30,44 +30,37 @@ def find_files(entries: Sequence[str]) -> list[Path]:
     for entry in entries:
         path = Path(entry)
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in PARQUET + JSON_LINES and file.is_file())
-        elif path.exists():
-            found = [path]
+            found = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
         else:
-            found = sorted(Path(name) for name in glob.glob(entry, recursive=True))
+            found = [path] if path.exists() else [Path(name) for name in glob.glob(entry, recursive=True)]
         if not found:
             raise ValueError(f"data file {entry} does not exist, or the folder or glob matches no "
-                             f"{'/'.join(PARQUET + JSON_LINES)} file")
+                             f"{'/'.join(SUFFIXES)} file")
         for file in found:
-            if file.suffix not in PARQUET + JSON_LINES:
-                raise ValueError(f"data file {file} must end in one of {', '.join(PARQUET + JSON_LINES)}")
-        files += found
+            if file.suffix not in SUFFIXES:
+                raise ValueError(f"data file {file} must end in one of {', '.join(SUFFIXES)}")
+        files += sorted(found)
     return files
 
 
 def read_rows(file: Path, choose: Choose) -> Iterator[bytes | pa.StructScalar]:
     """The rows of a file as it has them, for `row_of`: JSON lines that are not blank, or parquet's chosen columns."""
-    return read_json_lines(file) if file.suffix in JSON_LINES else read_parquet(file, choose)
-
-
-def read_json_lines(file: Path) -> Iterator[bytes]:
-    try:
-        with open(file, "rb") as text:
-            yield from (line for line in text if line.strip())
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-
-
-def read_parquet(file: Path, choose: Choose) -> Iterator[pa.StructScalar]:
     num_rows = 0
     try:
+        if file.suffix not in PARQUET:
+            with open(file, "rb") as text:
+                for line in filter(bytes.strip, text):
+                    yield line
+                    num_rows += 1
+            return
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
             columns = choose(file, parquet.schema_arrow.names)
             for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())):
                 yield from pa.StructArray.from_arrays([batch.column(name) for name in columns.values()], list(columns))
                 num_rows += batch.num_rows
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
-        raise ValueError(f"{file} cannot be read as parquet from row {num_rows} on (counted from 0): {error}") from None
+        kind = "parquet" if file.suffix in PARQUET else "JSON lines"
+        raise ValueError(f"{file} cannot be read as {kind} from row {num_rows} on (counted from 0): {error}") from None
 
 
 def row_of(found: bytes | pa.StructScalar, file: Path, choose: Choose) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -90,11 +89,10 @@ def load_shared(store: Callable[[str], Loaded]) -> tuple[pa.Table, Loaded]:
     where all ranks must call this, local rank 0 of each node writes, the others wait and get the same rows or the same
     error."""
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory("-prompts") as folder:  # it stays empty where another rank writes
         def work() -> tuple[str, Loaded]:
             try:
-                path = stack.enter_context(tempfile.TemporaryDirectory("-prompts")) + "/rows.arrow"
-                return path, store(path)
+                return f"{folder}/rows.arrow", store(f"{folder}/rows.arrow")
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
