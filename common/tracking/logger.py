@@ -1,4 +1,4 @@
-"""What a run reports: a meter that averages over all ranks, timers, and the places the numbers go to."""
+"""Where the numbers of a run go: the console, metrics.jsonl and wandb."""
 
 import dataclasses
 import importlib.util

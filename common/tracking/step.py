@@ -28,8 +28,11 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
     meter.max("global_seqlen/balanced_max", here)
     meter.min("global_seqlen/balanced_min", here)
-    for name, value in memory(world).items():
-        meter.max(name, torch.tensor(value))
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss                        # Linux counts in KiB
+    meter.max("perf/cpu_memory_peak_gb", torch.tensor(resident / 2**30))
+    if world.device.type == "cuda":
+        meter.max("perf/max_memory_allocated_gb", torch.tensor(torch.cuda.max_memory_allocated() / 2**30))
+        meter.max("perf/max_memory_reserved_gb", torch.tensor(torch.cuda.max_memory_reserved() / 2**30))
     metrics = meter.reduce() | timer.metrics()
     as_sampled = [int(part.sum()) for part in np.array_split(lengths, world.size)]              # tokens by rank
     metrics |= {
@@ -74,13 +77,3 @@ def constant_group_frac(scores: Tensor, group: Tensor) -> float:
     """The share of groups in which no two scores [S] differ, lost ones (NaN) left out."""
     constant = is_constant(scores, group)
     return len(group[constant].unique()) / max(len(group.unique()), 1)
-
-
-def memory(world: World) -> dict[str, float]:
-    """Peak memory of this rank in GiB."""
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss                            # Linux counts in KiB
-    metrics = {"perf/cpu_memory_peak_gb": peak / 2**30}
-    if world.device.type == "cuda":
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
-    return metrics
