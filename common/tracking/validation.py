@@ -48,7 +48,7 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     scores of 0 and 1 the unbiased pass@k (Chen et al. 2021, sec. 2.1). maj@N is the acc of the most frequent "pred" of
     the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
     """
-    rows = [(s.prompt.data_source, s.group, accuracy(s), answer(s)) for s in samples]
+    rows = [(sample.prompt.data_source, sample.group, *acc_and_vote(sample)) for sample in samples]
     groups: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
     for source, group, acc, vote in sorted(chain(*all_gather_objects(rows)), key=lambda row: row[:3]):
         groups[source][group].append((acc, vote))
@@ -68,18 +68,12 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     return metrics
 
 
-def accuracy(sample: Sample) -> float:
-    """The reward dict's "acc" where it is a finite number, else the score; 0 without a score."""
-    acc = sample.extras.get("acc")
-    if isinstance(acc, int | float) and math.isfinite(acc):
-        return float(acc)
-    return float(np.nan_to_num(sample.score))
-
-
-def answer(sample: Sample) -> str | None:
-    """The reward dict's "pred" as text, for the vote of the majority; None: no vote."""
-    pred = sample.extras.get("pred")
-    return None if pred is None or math.isnan(sample.score) else str(pred)
+def acc_and_vote(sample: Sample) -> tuple[float, str | None]:
+    """A sample's acc, and its "pred" as text; None: no vote."""
+    acc, pred = sample.extras.get("acc"), sample.extras.get("pred")
+    if not isinstance(acc, int | float) or not math.isfinite(acc):
+        acc = np.nan_to_num(sample.score)
+    return float(acc), None if pred is None or math.isnan(sample.score) else str(pred)
 
 
 def best_at(accs: np.ndarray, k: int) -> np.ndarray:
