@@ -31,7 +31,6 @@ def encode(messages: list[dict], tokenizer, template: dict[str, Any] | None) -> 
     if template is None:
         return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     try:
-        # return_dict on purpose: the default return type differs between transformers 4 and 5
         return tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
     except (jinja2.TemplateError, RecursionError) as error:
