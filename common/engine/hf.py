@@ -1,19 +1,18 @@
-"""transformers' own forward, cache and attention as the engine: no vLLM, and an independent check of it.
+"""transformers' own model and `generate` as the engine: no vLLM, and an independent check of it.
 
-Groups are sampled one after the other. A prompt is computed alone and once; its cache is repeated for blocks of `ROWS`
-responses, which are decoded in lock step: all rows have the same length, so there is no padding. A response depends on
-its prompt, its seed and the weights only: matrix products always have the same number of rows (their rounding depends
-on that number, not on the other rows).
+Responses to a prompt are sampled in blocks of `ROWS` rows, one block after the other. A response depends on its prompt,
+its seed and the weights only: matrix products always have the same number of rows (their rounding depends on that
+number, not on the other rows).
 """
 
 import copy
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
@@ -22,16 +21,17 @@ from common.model.policy import ModelConfig, saved_buffers
 from common.parallel.ranks import World
 
 ROWS = 8
-"""Number of responses of a group that one forward decodes."""
+"""Number of rows of a block. One without a response computes what nobody reads."""
 
 
-class Queued(NamedTuple):
-    """A request that waits for its turn."""
+class Request(NamedTuple):
+    """A response, while it is not complete."""
 
     number: int
     prompt: list[int]
-    seed: int | None  # None: greedy
     sampling: SamplingConfig
+    generator: torch.Generator | None  # None: greedy
+    response: Response
 
 
 class HFEngine(Engine):
@@ -51,11 +51,10 @@ class HFEngine(Engine):
                 trust_remote_code=model_config.trust_remote_code,
             )
         self.model.eval().requires_grad_(False)
-        self.waiting: list[Queued] = []
-        self.running: dict[int, Response] = {}
-        """Unfinished responses of the group that is being sampled, by request."""
-        self.generators: dict[int, torch.Generator] = {}
-        """One for each request of that group that is not greedy."""
+        self.model.generation_config = GenerationConfig()  # config.json may have penalties and a temperature
+        self.waiting: list[Request] = []
+        self.block: list[Request] = []
+        """The first ones of those that wait: they are sampled together."""
 
     @torch.no_grad()
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
@@ -69,72 +68,64 @@ class HFEngine(Engine):
         return len(sent), differing
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:
-        self.waiting.append(Queued(request, list(prompt), seed if sampling.temperature else None, sampling))
+        generator = None
+        if seed is not None and sampling.temperature:
+            generator = torch.Generator(self.world.device).manual_seed(seed)
+        self.waiting.append(Request(request, list(prompt), sampling, generator, Response([], [], "")))
 
     def has_unfinished(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.waiting)
 
     @torch.no_grad()
     def step(self) -> Iterator[tuple[int, Response]]:
-        """The first token of the next group, or one more token of every response of the group that is sampled."""
-        if self.running:
-            for block, cache in self.blocks:
-                rows = [row for row, request in enumerate(block) if request in self.running]
-                tokens = [[0]] * ROWS  # a row without a running request computes something that nobody reads
-                for row in rows:
-                    tokens[row] = self.running[block[row]].tokens[-1:]
-                if rows:
-                    logits, _ = self._forward(tokens, cache)
-                    yield from self._sample([block[row] for row in rows], logits[rows], self.sampling)
-            return
-        first = self.waiting[0]
-        group = list(takewhile(lambda q: (q.prompt, q.sampling) == (first.prompt, first.sampling), self.waiting))
-        del self.waiting[: len(group)]
-        self.sampling = first.sampling
-        requests = [queued.number for queued in group]
-        self.running = {i: Response([], [], "length") for i in requests}
-        sampled = [queued for queued in group if queued.seed is not None]
-        self.generators = {q.number: torch.Generator(self.world.device).manual_seed(q.seed) for q in sampled}
-        logits, prompt_cache = self._forward([first.prompt], None)
-        self.blocks = []
-        for start in range(0, len(requests), ROWS):
-            cache = copy.deepcopy(prompt_cache)
+        """All tokens of a block: responses to the same prompt, sampled in the same way."""
+        prompt, sampling = self.waiting[0].prompt, self.waiting[0].sampling
+        alike = takewhile(lambda request: (request.prompt, request.sampling) == (prompt, sampling), self.waiting)
+        self.block = [*islice(alike, ROWS)]
+        ids = torch.tensor([prompt] * ROWS, device=self.world.device)  # [ROWS, L]
+        cache = None
+        if len(prompt) > 1:  # all but its last token, which `generate` adds, is computed once and not for each row
+            cache = self.model(ids[:1, :-1], use_cache=True, logits_to_keep=1).past_key_values
             cache.batch_repeat_interleave(ROWS)
-            self.blocks.append((requests[start : start + ROWS], cache))
-        yield from self._sample(requests, logits.expand(len(requests), -1), self.sampling)
+        self.model.generate(
+            ids,
+            GenerationConfig(max_new_tokens=sampling.max_response_length),
+            logits_processor=[self._sample],
+            stopping_criteria=[lambda *_: self.stop() or all(r.response.finish_reason for r in self.block)],
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+        )
+        for request in self.block:
+            if request.response.finish_reason:
+                self.waiting.remove(request)
+                yield request.number, request.response
 
-    def _forward(self, tokens: list[list[int]], cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Logits of each row's last token, float32 [rows, V], and the cache, which has all tokens then."""
-        ids = torch.tensor(tokens, device=self.world.device)  # [rows, L]
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1].float(), out.past_key_values
-
-    def _sample(self, requests: list[int], logits: Tensor, sampling: SamplingConfig) -> Iterator[tuple[int, Response]]:
-        """Sample one token for each of these requests [n], from `logits` [n, V]; yield the responses that end."""
-        logp = filtered_logp(logits, sampling)  # [n, V]
+    def _sample(self, _: Tensor, logits: Tensor) -> Tensor:
+        """Sample a token for each unfinished response of the block. Returns `logits` [ROWS, V] with infinity at the
+        sampled tokens, as `generate` takes the largest one of each row."""
+        rows = [row for row, request in enumerate(self.block) if not request.response.finish_reason]
+        logp = filtered_logp(logits[rows], self.block[0].sampling)  # [n, V]
         noise = torch.ones_like(logp)
-        for row, request in zip(noise, requests):
-            if request in self.generators:  # argmax of p / Exp(1) draws from p
-                row.exponential_(generator=self.generators[request])
+        for numbers, row in zip(noise, rows):
+            if self.block[row].generator is not None:  # argmax of p / Exp(1) draws from p
+                numbers.exponential_(generator=self.block[row].generator)
         sampled = (logp.exp() / noise).argmax(-1)
         sampled_logp = logp.gather(1, sampled[:, None])[:, 0]
-        stops = {*self.stop_token_ids, *sampling.stop_token_ids}
-        for request, token, token_logp in zip(requests, sampled.tolist(), sampled_logp.tolist()):
-            if request not in self.running:
-                continue  # aborted when an earlier one of these ended
-            response = self.running[request]
+        for row, token, token_logp in zip(rows, sampled.tolist(), sampled_logp.tolist()):
+            sampling, response = self.block[row].sampling, self.block[row].response
             response.tokens.append(token)
             response.logp.append(token_logp)
-            if token in stops:
+            if token in self.stop_token_ids or token in sampling.stop_token_ids:
                 response.finish_reason = "stop"
-            elif len(response.tokens) < sampling.max_response_length:
-                continue
-            del self.running[request]
-            yield request, response
+            elif len(response.tokens) == sampling.max_response_length:
+                response.finish_reason = "length"
+        logits[rows, sampled] = torch.inf
+        return logits
 
     def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
-        self.waiting = [queued for queued in self.waiting if queued.number not in requests]
-        return [(request, self.running.pop(request)) for request in requests & self.running.keys()]
+        aborted = [request for request in self.waiting if request.number in requests]
+        self.waiting = [request for request in self.waiting if request.number not in requests]
+        return [(request.number, request.response) for request in aborted]
 
 
 def filtered_logp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
