@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.engine.sync import Sent, check_difference, checksum
+from common.engine.sync import Checksum, check_difference, checksum
 from common.metrics import Meter
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, PackedModel, Policy
@@ -249,14 +249,14 @@ class Engine:
         """Load the trainer's weights and compare checksums: of all tensors the first time, then of those outside the
         layers and those of one layer, another one at each version. Returns how many were compared."""
         layer = policy.version % policy.lm.config.num_hidden_layers
-        sent: dict[str, Sent] = {}
+        sent: dict[str, Checksum] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
             for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None):
                 number = re.search(r"\.layers\.(\d+)\.", name)
                 if not self._has_compared_all or number is None or int(number[1]) == layer:
-                    sent[name] = Sent(checksum(tensor, self.dtype), tensor.shape)
+                    sent[name] = checksum(tensor, self.dtype)
                 yield name, tensor
 
         num_compared, differing = self._load(tensors(), sent)
@@ -304,7 +304,7 @@ class Engine:
     def _sleep(self) -> dict[str, float]:
         return {}
 
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         """Load all `tensors`. `sent`: what is to be compared, filled while `tensors` is read. Returns the number of
         tensors that were compared and the names of those that differ."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
-from common.engine.sync import Sent, checksum
+from common.engine.sync import Checksum, checksum
 from common.model.policy import ModelConfig, saved_buffers
 from common.parallel.ranks import World
 
@@ -57,14 +57,14 @@ class HFEngine(Engine):
         """The first ones of those that wait: they are sampled together."""
 
     @torch.no_grad()
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         own = dict(self.model.named_parameters()) | saved_buffers(self.model)
         missing = set(own)
         for name, tensor in tensors:
             own[name].copy_(tensor)
             missing.remove(name)
         assert not missing, f"weights that the trainer did not send: {sorted(missing)}"
-        differing = {name for name in sent if checksum(own[name], self.dtype) != sent[name].checksum}
+        differing = {name for name in sent if checksum(own[name], self.dtype) != sent[name]}
         return len(sent), differing
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
-from common.engine.sync import Held, Sent, differing, held_checksums
+from common.engine.sync import Checksum, differing, held_checksums
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names, seed_of
 from rewards import json_object
@@ -98,8 +98,8 @@ class VLLMEngine(Engine):
         torch.cuda.empty_cache()  # before waking: vLLM's allocator cannot use torch's cached blocks
         self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
-        held: dict[str, Held] = {}
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
+        held: dict[str, Checksum] = {}
         fused = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
 
         def add_checksums(module: nn.Module, prefix: str) -> None:

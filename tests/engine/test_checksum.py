@@ -1,72 +1,102 @@
-"""Checksums against their definition in Python's integers."""
+"""Checksums against sums of numpy's integers."""
 
+import types
+
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from common.engine import sync
-from common.engine.sync import checksum
+from common.engine.sync import Checksum, checksum, differing, held_checksums
 
 
-def checksum_by_hand(matrix: torch.Tensor) -> int:
-    """The definition, one word of 16 bits at a time in Python's integers."""
-    words = matrix.view(torch.int16).tolist()
-    row_weights = random_by_hand(len(words))
-    column_weights = [x >> 48 for x in random_by_hand(len(words[0]))]
-    rows = [sum(word * weight for word, weight in zip(row, column_weights)) for row in words]
-    return signed(sum(row * weight for row, weight in zip(rows, row_weights)))
-
-
-def signed(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def random_by_hand(count: int) -> list[int]:
-    return [(x := signed(i * 0x9E3779B97F4A7C15)) ^ (x >> 32) for i in range(1, count + 1)]
+def words(tensor: torch.Tensor) -> np.ndarray:
+    return np.frombuffer(tensor.contiguous().view(torch.int16).numpy().tobytes(), dtype=np.int16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 1), (35, 1), (1, 35), (30, 70)])
+@pytest.mark.parametrize("shape", [(1,), (35,), (30, 70), (3, 5, 7)])
 @pytest.mark.parametrize("block", [1 << 20, 100])
-def test_checksum_weights_each_word_by_its_place(dtype, shape, block, monkeypatch):
+def test_a_checksum_is_the_sum_of_the_words(dtype, shape, block, monkeypatch):
     monkeypatch.setattr(sync, "BLOCK", block)
-    some = torch.randint(-(2**15), 2**15, (shape[0], shape[1] * dtype.itemsize // 2), dtype=torch.int16)
+    some = torch.randint(-(2**15), 2**15, (*shape[:-1], shape[-1] * dtype.itemsize // 2), dtype=torch.int16)
     for data in (some, torch.full_like(some, -(2**15)), torch.full_like(some, 2**15 - 1)):
-        matrix = data.view(dtype)
-        whole = checksum(matrix, dtype)
-        assert whole == checksum_by_hand(matrix)
-        above, below = matrix.split([len(matrix) // 3, len(matrix) - len(matrix) // 3])
-        assert whole == signed(checksum(above, dtype) + checksum(below, dtype, first_row=len(above)))
-        if shape[1] == 1:
-            assert whole == checksum(matrix[:, 0], dtype)
-        else:
-            left, right = matrix[:, :17], matrix[:, 17:]
-            assert whole == signed(checksum(left, dtype) + checksum(right, dtype, first_column=17))
+        tensor = data.view(dtype)
+        expected = sum(words(tensor).tolist())
+        assert expected and checksum(tensor, dtype) == Checksum(expected, tensor.numel())
+        assert checksum(tensor.movedim(0, -1), dtype) == checksum(tensor, dtype)
+        parts = [checksum(part, dtype) for part in tensor.tensor_split(3)]
+        assert (sum(part.total for part in parts), sum(part.num_elements for part in parts)) == checksum(tensor, dtype)
 
 
-def test_long_rows_are_exact():
-    """2**20 columns with the largest words: what is added in float64 stays below 2**53."""
-    matrix = torch.full((1, 1 << 20), -(2**15), dtype=torch.int16).view(torch.bfloat16)
-    assert checksum(matrix, torch.bfloat16) == checksum_by_hand(matrix)
-    assert 2**15 * 2**15 * 2**23 <= 2**53
+def test_what_is_summed_is_cast():
+    values = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    assert checksum(values, torch.bfloat16) == checksum(values.bfloat16(), torch.bfloat16)
+    assert checksum(values, torch.bfloat16).total == words(values.bfloat16()).astype(np.int64).sum()
+    assert checksum(values.bfloat16(), torch.float32).total == words(values.bfloat16().float()).astype(np.int64).sum()
 
 
-def test_one_step_of_one_element_is_found():
-    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+def test_many_large_words_are_exact():
+    """2**24 words of -2**15 and one of 1: float32 would lose the one."""
+    data = torch.full((1 << 24,), -(2**15), dtype=torch.int16)
+    data[77] = 1
+    assert checksum(data.view(torch.bfloat16), torch.bfloat16).total == 1 - 2**15 * (2**24 - 1)
+
+
+def test_one_bit_and_one_step_of_one_element_are_found():
+    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = checksum(values, torch.bfloat16)
-    for row, column in torch.randint(1024, (20, 2), generator=torch.Generator().manual_seed(1)).tolist():
+    for row, column in torch.randint(64, (20, 2), generator=torch.Generator().manual_seed(1)).tolist():
         values.view(torch.int16)[row, column] += 1
         assert checksum(values, torch.bfloat16) != expected
         values.view(torch.int16)[row, column] -= 1
-    assert checksum(values, torch.bfloat16) == expected
-
-
-def test_checksum_sees_one_bit_and_every_other_order():
-    values = torch.randn(40, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    gate, up = values.chunk(2)
-    others = [values.t(), values.flip(0), values.flip(1), values.roll(1, 0), values.roll(1, 1), torch.cat([up, gate]),
-              torch.cat([values[:1], values[2:3], values[1:2], values[3:]]), values.where(values < 1, torch.nan)]
+    others = [values.where(values < 1, torch.nan), values * 1.01, -values]
     for bit in range(16):
         others.append(values.clone())
         others[-1].view(torch.int16)[2, 2] ^= 1 << bit if bit < 15 else -(1 << 15)
-    sums = {checksum(other, torch.bfloat16) for other in others}
-    assert len(sums) == len(others) and checksum(values, torch.bfloat16) not in sums
+    assert expected not in [checksum(other, torch.bfloat16) for other in others]
+
+
+def test_parts_on_several_ranks_add_up_to_what_was_sent(monkeypatch):
+    """Four ranks with two heads of keys: each is on two ranks. Rows of padding are 0, norms are on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        "a.q_proj.weight": torch.randn(16, 12, generator=generator),
+        "a.k_proj.weight": torch.randn(4, 12, generator=generator),
+        "o_proj.weight": torch.randn(12, 16, generator=generator),
+        "norm.weight": torch.randn(12, generator=generator),
+        "embed.weight": torch.randn(30, 12, generator=generator),
+    }
+    sent = {name: checksum(tensor, torch.float32) for name, tensor in whole.items()}
+    padded = torch.cat([whole["embed.weight"], torch.zeros(2, 12)])
+
+    def module(name: str, weight: torch.Tensor, *sizes: int) -> tuple[str, nn.Module]:
+        layer = nn.Module()
+        layer.weight = nn.Parameter(weight.clone())
+        layer.output_partition_sizes = sizes
+        return name, layer
+
+    def held(rank: int) -> dict[str, Checksum]:
+        q, k = whole["a.q_proj.weight"].chunk(4)[rank], whole["a.k_proj.weight"].chunk(2)[rank // 2]
+        layers = [
+            module("a.qk_proj", torch.cat([q, k]), 4, 2), module("norm", whole["norm.weight"]),
+            module("o_proj", whole["o_proj.weight"].chunk(4, dim=1)[rank]), module("embed", padded.chunk(4)[rank]),
+        ]
+        fused = {"qk_proj": ["q_proj", "k_proj"]}
+        return dict(pair for name, layer in layers for pair in held_checksums(layer, name, sent, fused, torch.float32))
+
+    ranks = [held(rank) for rank in range(4)]
+    assert all(found.keys() == sent.keys() for found in ranks)
+
+    def all_reduce(sums: torch.Tensor, group: None) -> None:
+        sums.copy_(torch.stack([torch.tensor([found[name] for name in sorted(found)]) for found in ranks]).sum(0))
+
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: types.SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(sync.dist, "all_reduce", all_reduce)
+    assert differing(sent, ranks[0]) == set()
+    for name, spoiled in (("a.k_proj.weight", 2), ("norm.weight", 3), ("embed.weight", 0)):
+        right = ranks[spoiled][name]
+        ranks[spoiled][name] = Checksum(right.total + 1, right.num_elements)
+        assert differing(sent, ranks[0]) == {name}
+        ranks[spoiled][name] = right
