@@ -70,10 +70,8 @@ class Command:
     def phases(self) -> dict[str, dict[str, float]]:
         """Phase -> part -> GiB."""
         plan, policy, rollout = self.plan, self.plan.policy, self.args.rollout
-        outside = policy.head + policy.embedding
-        fp8 = 1 if rollout.quantization == "fp8" else policy.itemsize
         engine = {
-            "engine's weights": ((policy.all - outside) * fp8 + outside * policy.itemsize) / rollout.tp / GIB,
+            "engine's weights": policy.all * policy.itemsize / rollout.tp / GIB,
             "engine's activations": ENGINE_TOKENS * in_forward(policy) / rollout.tp / GIB,
             f"engine's cache, {AT_A_TIME} sequences": AT_A_TIME * plan.longest * self.cache_gb_per_token(),
         }

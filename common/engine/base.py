@@ -72,9 +72,6 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Size of the key-value cache of one vLLM engine in GiB, on CPUs."""
     enforce_eager: bool = False
     """On GPUs, do not use CUDA graphs: the start is faster, decoding slower. CPUs always run eagerly."""
-    quantization: Literal["none", "fp8"] = "none"
-    """On GPUs, fp8 keeps the engine's weights in 8 bits and quantises them again at every sync. Use it with the engine
-    correction."""
     max_probe_diff: float = 0.1
     """Stop when mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
     extra: str = "{}"

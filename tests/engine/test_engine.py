@@ -1,6 +1,5 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
-import contextlib
 import json
 import types
 from dataclasses import asdict, fields
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.batch import Batch
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
-from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
+from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
@@ -367,7 +366,6 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
         ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a filtered distribution"),
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
-        ({"quantization": "fp8"}, r"--rollout.quantization needs a GPU"),
         ({"in_flight": 0.9}, r"--rollout.in-flight 0.9 must be from 1 to 2"),
         ({"in_flight": 2.5}, r"--rollout.in-flight 2.5 must be from 1 to 2"),
         ({"in_flight": 1.5, "max_staleness": 0}, r"--rollout.max-staleness 0 at least 1"),
@@ -382,20 +380,6 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
     config = RolloutConfig(**({"max_response_length": 40} | flags))
     with pytest.raises(ValueError, match=message):
         check_rollout(config, read_config(smollm, ModelConfig()), world, 200)
-
-
-@pytest.mark.parametrize(
-    ("flags", "capability", "message"),
-    [
-        ({"quantization": "fp8"}, (8, 6), r"fp8 needs compute capability 8.9 or newer, this GPU has \(8, 6\)"),
-        ({"quantization": "fp8"}, (8, 9), None),
-    ],
-)
-def test_what_a_gpu_is_too_old_for_is_refused(flags, capability, message, monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    world = types.SimpleNamespace(device=torch.device("cuda"), size=1)
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        check_vllm(RolloutConfig(**flags), world)
 
 
 @pytest.mark.parametrize("has_correction", [False, True])

@@ -1,7 +1,6 @@
 """The engine's code for GPUs where there is none: vLLM and CUDA are stood in for, what they are asked for is compared
 with the order that sleep mode needs. Kernels and memory are for tests/gpu."""
 
-import contextlib
 import types
 
 import numpy as np
@@ -163,19 +162,6 @@ def test_weights_come_back(start):
     engine.sleep()
     assert engine._loaded is None
     assert metrics["sync/num_checksums"] == 12
-
-
-def test_fp8_is_loaded_by_reloads(start, monkeypatch):
-    reload = "vllm.model_executor.model_loader.reload"
-    monkeypatch.setattr(f"{reload}.initialize_layerwise_reload", lambda model: StandIn.log.append("begin"))
-    monkeypatch.setattr(f"{reload}.finalize_layerwise_reload", lambda model, config: StandIn.log.append("end"))
-    monkeypatch.setattr("vllm.config.set_current_vllm_config", contextlib.nullcontext)
-    engine, policy = start(quantization="fp8")
-    assert engine.llm.options["quantization"] == "fp8_per_tensor"
-    for _ in range(2):
-        took(engine)
-        cycle(engine, policy)
-        assert took(engine)[1:4] == ["begin", "load", "end"]
 
 
 def test_what_the_trainer_leaves(start):
