@@ -5,7 +5,6 @@ Two engines stand behind the three verbs: vLLM inside the training process (`vll
 the compute dtype.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,7 +151,6 @@ class Engine:
         """Moves trainer tensors to the host while the engine is awake. Set it once the optimizer exists."""
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
-        self._has_compared_all = False
         # where filters change the distribution, or older weights sampled some tokens, a step's own tokens are no probe
         is_comparable = config.top_p == 1 and not config.top_k and not config.min_p and config.in_flight == 1
         self.probe_every = 10 if is_comparable else 1
@@ -243,17 +241,13 @@ class Engine:
         """Shut the engine down, before the process group is destroyed: vLLM's groups are part of it."""
 
     def _sync(self, policy: Policy) -> int:
-        """Load the trainer's weights and compare checksums: of all tensors the first time, then of those outside the
-        layers and those of one layer, another one at each version. Returns how many were compared."""
-        layer = policy.version % policy.lm.config.num_hidden_layers
+        """Load the trainer's weights and compare checksums. Returns how many were compared."""
         sent: dict[str, Checksum] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
             for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None):
-                number = re.search(r"\.layers\.(\d+)\.", name)
-                if not self._has_compared_all or number is None or int(number[1]) == layer:
-                    sent[name] = checksum(tensor, self.dtype)
+                sent[name] = checksum(tensor, self.dtype)
                 yield name, tensor
 
         num_compared, differing = self._load(tensors(), sent)
@@ -263,7 +257,6 @@ class Engine:
                 f"weight sync: checksums differ, the engine does not hold the trainer's weights in {len(differing)} "
                 f"tensors: {', '.join(differing[:5])}"
             )
-        self._has_compared_all = True
         return num_compared
 
     def _sample_probe(self) -> Batch:
@@ -302,8 +295,8 @@ class Engine:
         return {}
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        """Load all `tensors`. `sent`: what is to be compared, filled while `tensors` is read. Returns the number of
-        tensors that were compared and the names of those that differ."""
+        """Load all `tensors`. `sent`: their checksums, filled while `tensors` is read. Returns the number of tensors
+        that were compared and the names of those that differ."""
         raise NotImplementedError
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:

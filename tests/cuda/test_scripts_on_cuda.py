@@ -132,8 +132,7 @@ def test_a_resumed_run_is_the_same_run(runs):
     """Saved from the device and loaded onto it: the second step, with new weights and moments, is that of one run."""
     assert "resumed after step 1" in (runs / "said.txt").read_text()
     ours, theirs = metrics_of(runs, "resumed")[1], metrics_of(runs, "grpo")[1]
-    assert ours.pop("sync/num_checksums") > theirs.pop("sync/num_checksums")   # a new process compares all weights
-    for name in ("sync/probe_prob_diff", "sync/probe_logp_diff"):       # and has a probe
+    for name in ("sync/probe_prob_diff", "sync/probe_logp_diff"):       # a new process has a probe
         del ours[name]
     assert ours == theirs
 

@@ -161,7 +161,7 @@ def test_weights_come_back(start):
         assert torch.equal(parameter, mine[name])
     engine.sleep()
     assert engine._loaded is None
-    assert metrics["sync/num_checksums"] == 12
+    assert metrics["sync/num_checksums"] == 21
 
 
 def test_what_the_trainer_leaves(start):
