@@ -51,7 +51,7 @@ class HFEngine(Engine):
                 trust_remote_code=model_config.trust_remote_code,
             )
         self.model.eval().requires_grad_(False)
-        self.model.generation_config = GenerationConfig()  # config.json may have penalties and a temperature
+        self.model.generation_config = GenerationConfig()  # config.json may have other end tokens
         self.waiting: list[Request] = []
         self.block: list[Request] = []
         """The first ones of those that wait: they are sampled together."""

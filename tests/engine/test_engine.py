@@ -1,6 +1,7 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
 import json
+import shutil
 import types
 from dataclasses import asdict, fields
 
@@ -342,6 +343,24 @@ def test_the_hf_engine_stops_between_tokens(tiny_llama, world):
     assert [(len(r.tokens), r.finish_reason) for r in whole] == [(40, "length")] * 2
     assert [r.tokens for r in stopped] == [r.tokens[:3] for r in whole]
     engine.sleep()
+
+
+def test_the_hf_engine_has_the_end_tokens_that_it_is_given(tiny_llama, world, tmp_path):
+    """generate() would take those of config.json. One of the prompts is a single token, which has no cache."""
+    prompts, found = [[5], [7] * 9], []
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"eos_token_id": [*range(3, 2000)]}
+    (model / "config.json").write_text(json.dumps(config))
+    for path in (tiny_llama, str(model)):
+        engine = start("hf", path, world, prompts, "float32")
+        engine.wake(load_policy(path, ModelConfig(compute_dtype="float32"), world))
+        found.append(engine.generate(prompts, [0, 1], SamplingConfig(1.0, 30)))
+        engine.sleep()
+    assert found[0] == found[1]
+    lm = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    for prompt, response in zip(prompts, found[0]):
+        expected = reference_logp(lm, prompt, response.tokens)
+        assert torch.allclose(torch.tensor(response.logp, dtype=torch.float64), expected, rtol=0, atol=2e-5)
 
 
 def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
