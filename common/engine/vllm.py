@@ -81,7 +81,7 @@ class VLLMEngine(Engine):
             from vllm import LLM
 
             if self.on_cpu and config.tp > 1:
-                stack.enter_context(vllm_cpu.own_segment_name())
+                stack.enter_context(vllm_cpu.no_shared_memory())
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = {} if self.on_cpu else {"moe_backend": "triton"}
             extra |= json_object("--rollout.extra", config.extra)

@@ -1,13 +1,11 @@
-"""Additions to vLLM's CPU build: packed weights follow a sync, and each job's shared memory has its own name.
+"""Changes to vLLM's CPU build: packed weights follow a sync, and a job is independent of others on the machine.
 Written for vLLM 0.32, whose internals it names."""
 
-import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from torch import nn
 
 
@@ -37,15 +35,9 @@ def pack_rest(model: nn.Module) -> None:
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
-def own_segment_name() -> AbstractContextManager:
+def no_shared_memory() -> AbstractContextManager:
     """vLLM names the shared memory of a group after its ranks alone, so that a second job on the machine, or what a
-    killed job left behind, stops the start. Add a name that the ranks of this job share and no other job has."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    killed job left behind, stops the start. Without it, tensor-parallel ranks use the process group."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    name = [uuid.uuid4().hex[:12]]
-    dist.broadcast_object_list(name, src=0)
-
-    def with_name(communicator: Any) -> str:
-        return f"{name[0]}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}-cpushm"
-
-    return mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(with_name))
+    return mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False)
