@@ -107,7 +107,10 @@ class VLLMEngine(Engine):
             for prefix, module in model.named_modules():
                 add_checksums(module, prefix)
 
-        with vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix)):  # which GPUs do not do
+        before_packing = contextlib.nullcontext()
+        if self.on_cpu:
+            before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
+        with before_packing:
             loaded = self._load_by_vllm(tensors)
         if loaded is not None:
             self._check_all_loaded(loaded)
