@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from common.model.policy import PackedModel
+from common.model.sharding import by_mesh, total_norm
 
 
 @dataclass
@@ -49,7 +49,8 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.AdamW
     """AdamW in float32 over the shards; no weight decay on vectors (norms, biases)."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": part, "weight_decay": config.weight_decay} for part in by_mesh(decayed)]
+    groups += [{"params": part, "weight_decay": 0.0} for part in by_mesh(others)]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
@@ -68,12 +69,12 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
 
     A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    parts = by_mesh(p for p in model.parameters() if p.grad is not None)
+    norm = total_norm(parts)
     if norm.isfinite():
         if config.max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
+            for part in parts:
+                nn.utils.clip_grads_with_norm_(part, config.max_grad_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

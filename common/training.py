@@ -86,7 +86,8 @@ class Training:
         """Join the ranks, check the flags, take the run folder."""
         args = self.args
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
-        self.world = ranks.init(args.save.timeout_s, args.policy.replicas, args.policy.sequence_parallel)
+        policy = args.policy
+        self.world = ranks.init(args.save.timeout_s, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
         if said := ranks.on_main(self.world, lambda: finished(args)):
             print_on_main(self.world, said)
             ranks.shutdown()

@@ -53,12 +53,17 @@ class Model:
         self.largest, self.num_blocks = max(blocks, key=count), len(blocks)
         # numbers of weights: of all, and of what FSDP2 gathers together: a block, an untied embedding, head and rest
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.all, self.block = count(model), count(self.largest)
+        # with expert parallel a rank gathers its own experts
+        divided = sum(p.numel() for p in self.largest.parameters() if p.ndim == 3)
+        self.all = count(model)
+        self.block = count(self.largest) - divided + divided // config.expert_parallel
         self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)
         self.head = self.all - sum(map(count, blocks)) - self.embedding
         # one dimension of each is cut into equal chunks, the last ones shorter
         cut = {p: p.shape[shard_dim(p.shape, ranks)] for p in model.parameters()}
         rows = {p: -(-size // ranks) * (p.numel() // size) for p, size in cut.items()}
+        if config.expert_parallel > 1:                                  # experts are sharded over all ranks
+            rows |= {p: p.numel() // (ranks * config.replicas) for p in rows if p.ndim == 3}
         self.trained_shard = sum(numbers for p, numbers in rows.items() if p.requires_grad)
         self.frozen_shard = sum(rows.values()) - self.trained_shard
         # with adapters, the largest matrix is made in float32 twice, and in the compute dtype
@@ -128,7 +133,7 @@ class MemoryPlan:
         folder."""
         self.offload, self.longest, self.ranks = OffloadConfig(), longest, ranks
         self.sequence_parallel = args.policy.sequence_parallel
-        ranks = num_shards(ranks, args.policy.replicas, self.sequence_parallel)
+        ranks = num_shards(ranks, args.policy.replicas, self.sequence_parallel, args.policy.expert_parallel)
         self.smallest = -(-longest // self.sequence_parallel)
         """The smallest budget: this rank's share of the longest sequence."""
         self.policy = Model(hf_config, args.policy, ranks, lora=args.lora)

@@ -34,6 +34,8 @@ class ModelConfig:
     sequence_parallel: int = 1
     """Ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit one GPU.
     They hold as many times the token budget. Not with --policy.attention flash_attention_2."""
+    expert_parallel: int = 1
+    """Ranks over which the experts of a mixture are divided: tokens travel to them in the place of weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 

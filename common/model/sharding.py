@@ -1,32 +1,71 @@
 """FSDP2: how the weights of a model are divided over the ranks."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
 from common.model.policy import Critic, ModelConfig, PackedModel
 from common.parallel.ranks import World
 
 
-def shard_dim(shape: torch.Size, num_shards: int) -> int:
+def shard_dim(shape: torch.Size, num_shards: int, first: int = 0) -> int:
     """The dimension along which a weight is divided: the first. The experts of a mixture are one tensor of three; where
     their number does not divide by the shards, some ranks would have one more, or none: another that divides."""
-    if len(shape) == 3 and shape[0] % num_shards:
-        return next((dim for dim in (1, 2) if shape[dim] % num_shards == 0), 0)
-    return 0
+    if len(shape) == 3 and shape[first] % num_shards:
+        return next((dim for dim in range(first + 1, 3) if shape[dim] % num_shards == 0), first)
+    return first
 
 
 def shard_slice(weight: Tensor) -> tuple[slice, ...]:
-    """The part of a weight that this rank holds: equal chunks along one dimension, the last ones shorter or empty."""
+    """The part of a weight that this rank holds: equal chunks along one dimension, the last ones shorter or empty, or
+    along two."""
     index = [slice(0, size) for size in weight.shape]
-    if isinstance(weight, DTensor):
-        dim, mesh = weight.placements[-1].dim, weight.device_mesh
-        chunk = -(-weight.shape[dim] // mesh.size(-1))
-        start = min(chunk * mesh.get_local_rank(-1), weight.shape[dim])
-        index[dim] = slice(start, start + weight.to_local().shape[dim])
+    for mesh_dim, placement in enumerate(weight.placements if isinstance(weight, DTensor) else ()):
+        if isinstance(placement, Shard):
+            dim, mesh = placement.dim, weight.device_mesh
+            chunk = -(-weight.shape[dim] // mesh.size(mesh_dim))
+            start = min(chunk * mesh.get_local_rank(mesh_dim), weight.shape[dim])
+            index[dim] = slice(start, start + weight.to_local().shape[dim])
     return tuple(index)
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in lists of those that one operation can take: sharded over the same ranks in the same way."""
+    found: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(found.values())
+
+
+def total_norm(parts: list[list[nn.Parameter]]) -> Tensor:
+    """Of the gradients of all parameters, over all ranks. `parts`: by mesh."""
+    norms = [nn.utils.get_total_norm([p.grad for p in part]) for part in parts]
+    return reduce(torch.hypot, [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+
+
+def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPrecisionPolicy) -> None:
+    """Expert parallel: ranks that follow each other have other experts each, and tokens travel to them and back, by
+    transformers' functions. The ranks that have the same experts shard them along another dimension."""
+    shards, experts = world.experts["shard"], world.experts["expert"]
+    try:
+        if "ep_dispatch_experts" not in transformer.ep_plan.values():
+            raise ValueError(f"transformers has no plan for {transformer.config.model_type}")
+        apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)
+    except ValueError as error:
+        raise ValueError(f"--policy.expert-parallel {experts.size()}: {error}") from error
+    for module in transformer.modules():
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            fully_shard(module, mesh=shards, mp_policy=replace(precision, cast_forward_inputs=False),
+                        shard_placement_fn=lambda weight: Shard(shard_dim(weight.shape, shards.size(), first=1)))
+            # an expert's gradient is of the tokens of all ranks, and FSDP2 divides by those of `shards` alone
+            module.set_all_reduce_hook(lambda grad: grad.div_(experts.size()))
 
 
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
@@ -41,6 +80,9 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     if frozen:
         model.requires_grad_(False)
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
+    has_plan = "ep_dispatch_experts" in transformer.ep_plan.values()
+    if world.experts is not None and (has_plan or not frozen):  # a teacher or reward model may have no experts
+        shard_experts(transformer, world, precision)
     num_shards = world.mesh.size(-1)
     is_divided = num_shards > 1
     for module in transformer.modules():

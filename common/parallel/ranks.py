@@ -27,13 +27,14 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     sequence: dist.ProcessGroup | None = None  # the ranks that run a micro-batch together
+    experts: DeviceMesh | None = None  # [shard, expert] over all ranks; None: experts are sharded as all weights are
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 1) -> World:
+def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
     collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
 
@@ -43,7 +44,7 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    num_shards(size, replicas, sequence_parallel)  # before the ranks wait for each other
+    num_shards(size, replicas, sequence_parallel, expert_parallel)  # before the ranks wait for each other
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
@@ -65,7 +66,8 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     timeout = collective_timeout(timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     mesh = make_mesh(device.type, replicas, timeout)
-    return World(rank, size, device, mesh, make_sequence_group(sequence_parallel, timeout))
+    group = make_sequence_group(sequence_parallel, timeout)
+    return World(rank, size, device, mesh, group, make_expert_mesh(device.type, expert_parallel, timeout))
 
 
 def _check_no_gpu() -> None:
@@ -84,9 +86,10 @@ def collective_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s + 300) if timeout_s else timedelta(days=24)
 
 
-def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1) -> int:
+def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> int:
     """Over how many ranks each copy of the model is sharded. Raises ValueError where the ranks cannot be divided so."""
-    for flag, value in {"replicas": replicas, "sequence-parallel": sequence_parallel}.items():
+    sizes = {"replicas": replicas, "sequence-parallel": sequence_parallel, "expert-parallel": expert_parallel}
+    for flag, value in sizes.items():
         if value < 1 or num_ranks % value:
             raise ValueError(f"--policy.{flag} {value} must be at least 1 and divide the {num_ranks} ranks evenly")
     return num_ranks // replicas
@@ -96,11 +99,23 @@ def make_mesh(device_type: str, replicas: int, timeout: timedelta) -> DeviceMesh
     """The mesh for `fully_shard`: [shard], or [replicate, shard] where there are several copies. Ranks that follow each
     other hold one copy, because they are on one machine, where links are fast. Collectives wait for `timeout`."""
     size = dist.get_world_size()
-    ranks = torch.arange(size).view(replicas, num_shards(size, replicas))
     if replicas == 1:
         return init_device_mesh(device_type, (size,))
+    return _make_grid(device_type, num_shards(size, replicas), timeout, ("replicate", "shard"))
+
+
+def make_expert_mesh(device_type: str, expert_parallel: int, timeout: timedelta) -> DeviceMesh | None:
+    """The mesh of a mixture's experts: ranks that follow each other have other experts each, and send them tokens."""
+    if expert_parallel == 1:
+        return None
+    return _make_grid(device_type, expert_parallel, timeout, ("shard", "expert"))
+
+
+def _make_grid(device_type: str, width: int, timeout: timedelta, names: tuple[str, str]) -> DeviceMesh:
+    """All ranks in rows of `width` ranks that follow each other."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, width)
     groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def make_sequence_group(sequence_parallel: int, timeout: timedelta) -> dist.ProcessGroup | None:

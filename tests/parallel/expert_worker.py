@@ -1,0 +1,89 @@
+"""Run by test_expert_parallel.py: gradients, norms, steps and checkpoints in float64 where ranks have other experts."""
+
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from common.checkpoint.state import make_optimizer_state, tensors_of
+from common.model.loading import load_policy, read_config
+from common.model.policy import Policy
+from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.parallel import ranks
+from common.parallel.ranks import make_expert_mesh
+from tests.parallel import sequence_worker
+from tests.parallel.layout_worker import Step, gradient
+from tests.parallel.sequence_worker import config_of, in_float64
+
+OPTIM = OptimConfig(max_grad_norm=0.5, weight_decay=0.1)
+
+
+class Case(NamedTuple):
+    expert_parallel: int
+    sequence_parallel: int = 1
+    replicas: int = 1
+    recompute: bool = False
+    share_prompt: bool = False
+    model: str = "mixture"
+    undivided: bool = False
+    """Gradients of experts are divided by the ranks that have the same ones, not by all."""
+
+
+def place(world: ranks.World, case: Case) -> ranks.World:
+    world = sequence_worker.place(world, case)
+    return replace(world, experts=make_expert_mesh("cpu", case.expert_parallel, ranks.collective_timeout(60)))
+
+
+def whole(parts: dict) -> dict[str, Tensor]:
+    return {name: tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+            for name, tensor in tensors_of(parts).items()}
+
+
+def run(case: Case, folder: str, step: Step, world: ranks.World, saved: Path | None = None) -> dict:
+    """The gradient, its norm, and weights and moments after a clipped step. `saved`: they are saved there, and loaded
+    by a model whose experts are not divided among ranks, and by one whose are."""
+    config, here = config_of(case), place(world, case)
+    with mock.patch.object(FSDPModule, "set_all_reduce_hook") if case.undivided else contextlib.nullcontext():
+        policy = load_policy(folder, config, here)
+    found = {"loaded": weights_of(policy)}
+    order = list(range(len(step.prompts)))
+    found["gradient"], *_ = gradient(policy, here, read_config(folder, config), step, order, 20, "token-mean")
+    found["local"] = {name: tuple(p.to_local().shape) for name, p in policy.lm.named_parameters()}
+    parts = {"policy": (policy, make_optimizer(policy, OPTIM))}
+    found["norm"] = optimizer_step(policy, parts["policy"][1], 0.01, OPTIM)
+    found |= {"stepped": weights_of(policy), "state": whole(parts)}
+    if saved is not None:
+        dcp.save(tensors_of(parts), checkpoint_id=saved)
+        for loader in (world, here):
+            again = load_policy(folder, config, loader)
+            parts = {"policy": (again, make_optimizer(again, OPTIM))}
+            make_optimizer_state(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata)
+            dcp.load(tensors_of(parts), checkpoint_id=saved)
+            found.setdefault("restored", []).append(whole(parts))
+    return found
+
+
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.full_tensors(None)}
+
+
+def main(folder: Path) -> None:
+    world = ranks.init()
+    todo = torch.load(folder / "todo.pt", weights_only=False)
+    with in_float64():
+        found = {case: run(case, todo["models"][case.model], todo["step"], world,
+                           folder / f"saved_{world.size}_{i}" if i == 0 else None)
+                 for i, case in enumerate(todo["cases"])}
+    torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
+    ranks.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

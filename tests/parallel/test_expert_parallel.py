@@ -1,0 +1,112 @@
+"""Expert parallel: ranks that have other experts each give the gradient, the norm and the step of one rank, in float64.
+
+The oracle is one rank that has all experts. The ranks run tests/parallel/expert_worker.py."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+from common.model.loading import load_policy
+from common.model.memory_plan import MemoryPlan
+from common.model.policy import ModelConfig
+from common.parallel.ranks import num_shards
+from common.run import RunArgs
+from tests.conftest import launch
+from tests.parallel.expert_worker import OPTIM, Case, in_float64, run
+from tests.parallel.test_sequence_parallel import MODELS, make_step, relative_error
+
+EIGHT = copy.deepcopy(MODELS["mixture"])
+EIGHT.num_experts = 8
+CASES = {
+    2: [Case(2), Case(2, undivided=True)],
+    4: [Case(4, model="eight"), Case(2), Case(2, 4, 2, recompute=True, share_prompt=True)],
+}
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("expert_parallel")
+
+
+@pytest.fixture(scope="module")
+def models(folder) -> dict[str, str]:
+    for name, config in {"mixture": MODELS["mixture"], "eight": EIGHT}.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return {name: str(folder / name) for name in ("mixture", "eight")}
+
+
+@pytest.fixture(scope="module")
+def expected(models, world) -> dict[str, dict]:
+    """Of one rank."""
+    with in_float64():
+        return {name: run(Case(1, model=name), path, make_step(), world) for name, path in models.items()}
+
+
+@pytest.fixture(scope="module")
+def found(models, folder) -> dict[int, list[dict]]:
+    for ranks, cases in CASES.items():
+        torch.save({"models": models, "step": make_step(), "cases": cases}, folder / "todo.pt")
+        launch("tests/parallel/expert_worker.py", folder, ranks=ranks, warm=True)
+    return {ranks: [torch.load(folder / f"found_{ranks}_{rank}.pt", weights_only=False) for rank in range(ranks)]
+            for ranks in CASES}
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in CASES for case in CASES[ranks]])
+def test_a_step_is_that_of_one_rank(ranks, case, found, expected):
+    """Gradient, its norm over both meshes, weights after a clipped step (what the engine is sent) and moments."""
+    want = expected[case.model]
+    assert want["norm"] > 2 * OPTIM.max_grad_norm
+    for ours in (of_rank[case] for of_rank in found[ranks]):
+        assert all(torch.equal(ours["loaded"][name], x) for name, x in want["loaded"].items())
+        error, of_norm = relative_error(ours["gradient"], want["gradient"]), abs(ours["norm"] / want["norm"] - 1)
+        if case.undivided:                                              # it is seen
+            assert error > 0.1 and of_norm > 1e-3
+            continue
+        assert error < TOLERANCE and of_norm < TOLERANCE, (error, of_norm)
+        assert relative_error(ours["stepped"], want["stepped"]) < TOLERANCE
+        moments = [{name: x.double() for name, x in side["state"].items()} for side in (ours, want)]
+        assert relative_error(*moments) < TOLERANCE
+        assert relative_error(want["stepped"], want["loaded"]) > 1e-3
+
+
+def test_ranks_have_whole_experts_or_a_part_of_their_rows(found):
+    for ranks, case, shape in ((2, Case(2), (3, 16, 24)), (4, Case(4, model="eight"), (2, 16, 24)),
+                               (4, Case(2), (3, 8, 24))):
+        local = found[ranks][0][case]["local"]
+        assert local["model.layers.0.mlp.experts.gate_up_proj"] == shape
+
+
+def test_a_checkpoint_fits_models_whose_experts_are_divided_or_not(found):
+    for of_ranks in found.values():
+        for ours in (next(iter(of_rank.values())) for of_rank in of_ranks):
+            assert len(ours["restored"]) == 2
+            for restored in ours["restored"]:
+                assert restored.keys() == ours["state"].keys()
+                assert all(torch.equal(restored[name], x) for name, x in ours["state"].items())
+
+
+def test_the_plan_of_memory_has_a_ranks_experts():
+    """Shards are of all ranks as without; what is gathered for a block are a fourth of its experts."""
+    def plan(n: int) -> MemoryPlan:
+        args = RunArgs(model="", train_data=(), policy=ModelConfig(expert_parallel=n))
+        return MemoryPlan(args, EIGHT, 8, longest=100)
+
+    experts = 8 * 3 * 24 * 8                                            # gate, up and down
+    assert plan(4).policy.trained_shard == plan(1).policy.trained_shard
+    assert plan(1).policy.block - plan(4).policy.block == experts * 3 // 4
+
+
+def test_what_cannot_be_divided_is_refused(tiny_llama, world):
+    here = replace(world, experts=init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "expert")))
+    with pytest.raises(ValueError, match=r"--policy\.expert-parallel 1: transformers has no plan for llama"):
+        load_policy(tiny_llama, ModelConfig(), here)
+    load_policy(tiny_llama, ModelConfig(), here, frozen=True)           # a teacher
+    with pytest.raises(ValueError, match=r"--policy\.expert-parallel 3 must be at least 1 and divide the 8 ranks"):
+        num_shards(8, 1, 1, 3)
