@@ -24,6 +24,7 @@ LONGEST_FILES = (
     "engine/test_sync.py", "cuda/test_scripts_on_cuda.py", "checkpoint/test_faults.py", "engine/test_engine.py",
     "scripts/test_online_dpo.py", "parallel/test_layout.py", "cuda/test_memory_plan.py", "cuda/test_memory.py",
     "parallel/test_sequence_parallel.py", "parallel/test_exchange.py", "scripts/test_supervised.py",
+    "parallel/test_expert_parallel.py",
     "cuda/test_many_ranks.py", "cuda/test_step_on_cuda.py", "model/test_liger.py",
     "scripts/test_any_script.py", "scripts/test_distillation.py", "common/test_correction.py",
     "model/test_packing_check.py", "engine/test_engine_cuda.py", "checkpoint/test_chaos.py",

@@ -142,8 +142,8 @@ NEEDLESS = {  # patterns of keys -> why they need no flag here
     "actor_rollout_ref.hybrid_engine": "always so",
 }
 WITHOUT = {  # patterns of keys -> why there is no equivalent
-    "*.megatron.*": "FSDP2 is the only training backend: no tensor, pipeline, context or expert parallelism",
-    "*.veomni.*": "FSDP2 is the only training backend: no tensor, pipeline, context or expert parallelism",
+    "*.megatron.*": "FSDP2 is the only training backend: no tensor or pipeline parallelism (--policy.expert-parallel)",
+    "*.veomni.*": "FSDP2 is the only training backend: no tensor or pipeline parallelism (--policy.expert-parallel)",
     "*.mindspeed.*": "FSDP2 is the only training backend, on NVIDIA GPUs or CPUs",
     "*.torchtitan.*": "FSDP2 is the only training backend",
     "*.actor.engine.*": "FSDP2 is the only training backend",

@@ -53,8 +53,7 @@ class Model:
         self.largest, self.num_blocks = max(blocks, key=count), len(blocks)
         # numbers of weights: of all, and of what FSDP2 gathers together: a block, an untied embedding, head and rest
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        # with expert parallel a rank gathers its own experts
-        divided = sum(p.numel() for p in self.largest.parameters() if p.ndim == 3)
+        divided = sum(p.numel() for p in self.largest.parameters() if p.ndim == 3)      # a rank gathers its own experts
         self.all = count(model)
         self.block = count(self.largest) - divided + divided // config.expert_parallel
         self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)

@@ -54,12 +54,10 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
     """Expert parallel: ranks that follow each other have other experts each, and tokens travel to them and back, by
     transformers' functions. The ranks that have the same experts shard them along another dimension."""
     shards, experts = world.experts["shard"], world.experts["expert"]
-    try:
-        if "ep_dispatch_experts" not in transformer.ep_plan.values():
-            raise ValueError(f"transformers has no plan for {transformer.config.model_type}")
-        apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)
-    except ValueError as error:
-        raise ValueError(f"--policy.expert-parallel {experts.size()}: {error}") from error
+    if "ep_dispatch_experts" not in transformer.ep_plan.values():
+        raise ValueError(f"--policy.expert-parallel {experts.size()}: transformers cannot divide the experts of a "
+                         f"{transformer.config.model_type}, if it has any: set it to 1")
+    apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)  # ValueError where experts do not divide
     for module in transformer.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             fully_shard(module, mesh=shards, mp_policy=replace(precision, cast_forward_inputs=False),

@@ -79,9 +79,9 @@ def main(folder: Path) -> None:
     todo = torch.load(folder / "todo.pt", weights_only=False)
     with in_float64():
         found = {case: run(case, todo["models"][case.model], todo["step"], world,
-                           folder / f"saved_{world.size}_{i}" if i == 0 else None)
+                           folder / "saved" if i == 0 else None)
                  for i, case in enumerate(todo["cases"])}
-    torch.save(found, folder / f"found_{world.size}_{world.rank}.pt")
+    torch.save(found, folder / f"found_{world.rank}.pt")
     ranks.shutdown()
 
 
