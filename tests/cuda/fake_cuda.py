@@ -309,10 +309,10 @@ def _reduce_scatter(output, whole, *_):
     output.copy_(whole.flatten().split(output.numel())[dist.get_rank()].view(output.shape))
 
 
-def _all_to_all(output, message, _, sizes_out, sizes_in, *__):
-    size = sizes_in or len(message) // dist.get_world_size()
-    to_me = message.split(size)[dist.get_rank()]                        # what this rank sends to itself, all send
-    output.copy_(torch.cat([to_me] * dist.get_world_size()))
+def _all_to_all(output, message, group, sizes_out, sizes_in, *_):
+    group = dist.ProcessGroup.unbox(group)
+    to_me = message.split(sizes_in or len(message) // group.size())[group.rank()]       # what it sends itself, all send
+    output.copy_(torch.cat([to_me] * group.size()))
 
 
 def _nothing(*_):
@@ -323,6 +323,7 @@ OPERATIONS = {
     "c10d::_allgather_base_": "gather", "c10d::_reduce_scatter_base_": "reduce-scatter", "c10d::allreduce_": "sum",
     "c10d::broadcast_": "broadcast", "c10d::alltoall_base_": "exchange", "_c10d_functional::all_reduce": "sum",
     "_c10d_functional::all_gather_into_tensor": "gather", "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional::all_to_all_single": "exchange",
 }
 
 
@@ -571,6 +572,8 @@ class Device(TorchDispatchMode):
             x for argument, x in zip(func._schema.arguments, args)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        if func is torch.ops.c10d.alltoall_base_.default:               # its schema does not say so
+            written = [args[0]]
         results = [x for x in pytree.tree_leaves((out, written)) if isinstance(x, FakeTensor)]
         if all(map(self.is_known, inputs)) and any(not x.is_floating_point() for x in results):
             return True

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 import ppo
 from common import losses
@@ -279,7 +280,15 @@ def nothing_read() -> Iterator[None]:
         "_make_other_buffers": lambda *_: None,
         "check_packing": lambda *_: None,
     }
-    with mock.patch.multiple(loading, **stand_ins), mock.patch.multiple(base, checksum=lambda *_: 0):
+    dispatch = EpDispatchExpertsParallel._dispatch_tokens
+
+    def spread(self, hidden, chosen, experts_here, group, size):
+        """What the router chooses has no numbers: here as many tokens choose each expert."""
+        chosen = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % (experts_here * size)
+        return dispatch(self, hidden, chosen, experts_here, group, size)
+
+    with mock.patch.multiple(loading, **stand_ins), mock.patch.multiple(base, checksum=lambda *_: 0), \
+            mock.patch.object(EpDispatchExpertsParallel, "_dispatch_tokens", spread):
         yield
 
 

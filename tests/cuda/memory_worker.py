@@ -33,7 +33,8 @@ from tests.cuda.memory import PHASES, Case, Peak, nothing_read, run
 
 def join(case: Case) -> ranks.World:
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(case.gpus), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(case.gpus)}
-    return ranks.init(replicas=case.policy.replicas, sequence_parallel=case.policy.sequence_parallel)
+    policy = case.policy
+    return ranks.init(3600.0, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
 
 
 @contextlib.contextmanager

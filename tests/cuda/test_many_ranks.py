@@ -1,5 +1,5 @@
-"""Sequence parallel and copies of the model (HSDP) on 8 and 64 GPUs: one rank of them on the stand-in for CUDA runs a
-step, what goes through its collectives is counted by hand, and its memory is that of the plan."""
+"""Sequence parallel, copies of the model (HSDP) and expert parallel on 8 and 64 GPUs: one rank of them on the stand-in
+for CUDA runs a step, what goes through its collectives is counted by hand, and its memory is that of the plan."""
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from tests.cuda.test_memory_plan import MIXTURE, UNTIED, plan_of
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-def case(model: dict, gpus: int, sequence_parallel: int, copies: int, recomputes: bool = False) -> Case:
-    policy = ModelConfig(gradient_checkpointing=recomputes, sequence_parallel=sequence_parallel, replicas=copies)
+def case(model: dict, gpus: int, sequence_parallel: int, copies: int, recomputes: bool = False,
+         expert_parallel: int = 1) -> Case:
+    policy = ModelConfig(gradient_checkpointing=recomputes, sequence_parallel=sequence_parallel, replicas=copies,
+                         expert_parallel=expert_parallel)
     return Case(model, gpus, tokens=8192, policy=policy)
 
 
@@ -23,6 +25,7 @@ CASES = {                                                               # groups
     "copies": case(UNTIED, 8, 1, 2),
     "both": case(UNTIED, 64, 4, 2, recomputes=True),
     "both, a mixture": case(MIXTURE, 64, 2, 4),                         # 8 experts on 16 shards
+    "experts": case(MIXTURE, 64, 1, 2, recomputes=True, expert_parallel=4),     # 16 ranks have the same two
 }
 
 
@@ -38,20 +41,22 @@ def test_memory_is_that_of_the_plan(name, simulated):
     peak = max(peaks[phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
     assert sum(plan_of(one).update(one.tokens).values()) == pytest.approx(peak, rel=0.1)
     shards = one.gpus // one.policy.replicas
-    at_rest = 12 * sum(numbers(one.model, shards)) / shards
+    *others, experts = numbers(one.model, shards)
+    at_rest = 12 * sum(others) / shards + 12 * experts / (one.gpus if one.policy.expert_parallel > 1 else shards)
     of_batches = 128 * one.tokens * one.num_microbatches                # at most
     assert 0 <= peaks["save"].after_gb * 2**30 - at_rest < of_batches
 
 
-def numbers(model: dict, shards: int) -> tuple[int, int]:
-    """Weights of the blocks and the embedding, and of the rest, in equal shards: rows are padded, and experts cut along
-    a dimension that divides."""
+def numbers(model: dict, shards: int) -> tuple[int, int, int]:
+    """Weights of the blocks and the embedding, of the rest, and of experts, in equal shards: rows are padded, and
+    experts cut along a dimension that divides."""
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
     padded = {name: p.numel() if p.ndim == 3 else -(-len(p) // shards) * shards * p[0].numel()
               for name, p in lm.named_parameters()}
     rest = sum(padded[name] for name in ("lm_head.weight", "model.norm.weight"))
-    return sum(padded.values()) - rest, rest
+    experts = sum(size for name, size in padded.items() if ".experts." in name)
+    return sum(padded.values()) - rest - experts, rest, experts
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,7 +68,9 @@ def test_what_is_moved_by_hand(name, simulated):
     one, moved = CASES[name], {phase: dict(peak.moved) for phase, peak in simulated[name].items()}
     n, copies, times = one.policy.sequence_parallel, one.policy.replicas, one.num_microbatches
     shards, tokens = one.gpus // copies, n * one.tokens
-    inside, rest = numbers(one.model, shards)
+    inside, rest, experts = numbers(one.model, shards)
+    e, same = one.policy.expert_parallel, one.gpus // one.policy.expert_parallel
+    inside += experts if e == 1 else 0
     keys = one.model["num_hidden_layers"] * tokens * 2 * 2 * one.model["num_key_value_heads"] * 64
     forward = {f"gather over {shards}": 2 * (inside + rest)}
     backward = {f"gather over {shards}": 2 * inside, f"reduce-scatter over {shards}": 4 * (inside + rest)}
@@ -74,8 +81,17 @@ def test_what_is_moved_by_hand(name, simulated):
         backward |= {f"reduce-scatter over {n}": keys, f"sum over {n}": 4 * tokens}
         if one.policy.gradient_checkpointing:                           # a layer's pass is made again
             backward[f"gather over {n}"] = keys
+    if e > 1:                                               # counts of tokens, then 16-bit tokens, and their outputs
+        sent = one.model["num_experts_per_tok"] * one.tokens * one.model["hidden_size"] * 2
+        there_and_back, sizes = (one.model["num_hidden_layers"] * x for x in (2 * sent, 8 * one.model["num_experts"]))
+        forward |= {f"gather over {same}": 2 * experts // e, f"exchange over {e}": there_and_back + sizes}
+        backward |= {f"gather over {same}": 2 * experts // e, f"reduce-scatter over {same}": 4 * experts // e}
+        backward[f"exchange over {e}"] = 2 * there_and_back + sizes     # a layer's pass is made again
     assert moved["forward"] == moved["log-probs"] == {key: times * size for key, size in forward.items()}
     assert moved["backward"] == {key: times * size for key, size in backward.items()}
-    assert moved["save"] == {f"gather over {shards}": 2 * (inside + rest)}
-    assert moved["optimizer"].keys() == {f"sum over {shards}"}          # of squares, a number for each weight's tensor
-    assert moved["optimizer"][f"sum over {shards}"] < 200
+    saved, norms = {f"gather over {shards}": 2 * (inside + rest)}, {f"sum over {shards}"}
+    if e > 1:
+        saved |= {f"gather over {e}": 2 * experts // same, f"gather over {same}": 2 * experts}
+        norms |= {f"sum over {e}", f"sum over {same}"}
+    assert moved["save"] == saved
+    assert moved["optimizer"].keys() == norms and max(moved["optimizer"].values()) < 200    # a number for each weight
