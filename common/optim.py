@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from common.model.policy import PackedModel
-from common.model.sharding import by_mesh, total_norm
+from common.model.sharding import by_mesh, clip_gradients
 
 
 @dataclass
@@ -69,12 +68,8 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
 
     A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError.
     """
-    parts = by_mesh(p for p in model.parameters() if p.grad is not None)
-    norm = total_norm(parts)
+    norm = clip_gradients(model.parameters(), config.max_grad_norm)
     if norm.isfinite():
-        if config.max_grad_norm > 0:
-            for part in parts:
-                nn.utils.clip_grads_with_norm_(part, config.max_grad_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -53,7 +53,8 @@ class Plan:
 
 def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world_size: int, max_tokens: int,
               seed: int, trained: np.ndarray | None = None, groups: np.ndarray | None = None,
-              prompt_lengths: np.ndarray | None = None, responses: np.ndarray | None = None) -> Plan:
+              prompt_lengths: np.ndarray | None = None, responses: np.ndarray | None = None, group_size: int = 1,
+              ) -> Plan:
     """Deal a step's responses to mini-batches, ranks and micro-batches; depends on nothing but its arguments.
 
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one (the caller checks that they do
@@ -63,7 +64,9 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
     With `groups` and `prompt_lengths` [S], a group's responses stay together as far as they fit, and their prompt is
     counted once (--policy.share-prompt). Responses where `trained` [S] is False keep their place in a mini-batch, but
     no rank runs them (rank -1). With `responses` [N], everything that is [S] here is about sequences [N], and those of
-    one response are in the same mini-batch."""
+    one response are in the same mini-batch. `group_size` ranks that follow each other run a micro-batch together and
+    hold as many times `max_tokens`; each brings some of its responses (--policy.sequence-parallel)."""
+    max_tokens *= group_size
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
     responses = np.arange(len(lengths)) if responses is None else np.asarray(responses)
     num_responses = int(responses.max()) + 1
@@ -79,19 +82,21 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
         units = _units(members, lengths, groups, prompt_lengths, max_tokens)                    # what stays together
         tokens = np.array([count for count, _ in units], dtype=np.int64)
         cost = np.array([costs[unit].sum() * count / lengths[unit].sum() for count, unit in units])
-        shares = partition(cost, world_size)                                                    # [rank] -> units
+        shares = partition(cost, world_size // group_size)                                      # [group] -> units
         # at least each unit that is too long by itself, and as few as the tokens of the others allow
         count = max(1, *(math.ceil(np.minimum(tokens[share], max_tokens).sum() / max_tokens) for share in shares))
-        packed = [_pack(tokens[share], cost[share], count, max_tokens) for share in shares]     # [rank][micro-batch]
+        packed = [_pack(tokens[share], cost[share], count, max_tokens) for share in shares]     # [group][micro-batch]
         most = max(map(len, packed))
         if most > count:                                        # first-fit needed more; all ranks fit in `most`
             packed = [_pack(tokens[share], cost[share], most, max_tokens) for share in shares]
-        planned = [[np.sort(np.concatenate([members[:0], *(units[number][1] for number in share[items])]))
-                    for share, items in zip(shares, row)] for row in zip(*packed)]
-        for row in planned:
-            for rank, sequences in enumerate(row):
+        minibatches.append([])
+        for row in zip(*packed):
+            of_groups = [np.sort(np.concatenate([members[:0], *(units[number][1] for number in share[items])]))
+                         for share, items in zip(shares, row)]
+            of_ranks = [group[part] for group in of_groups for part in partition(costs[group], group_size)]
+            for rank, sequences in enumerate(of_ranks):
                 rank_of[sequences] = rank
-        minibatches.append(planned)
+            minibatches[-1].append(of_ranks)
     return Plan(rank_of, minibatches, idle)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.batch import Batch
 from common.engine.base import Response
 from common.model.flops import sequence_cost
-from common.model.sequence_parallel import plan_groups
+from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers
 from common.parallel.ranks import World, all_sum
 from common.prompts import Prompt
@@ -136,10 +136,10 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
     index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences
     index, lengths = index.long(), lengths.long().numpy()
     runs = in_update[index].numpy()
-    plan = plan_groups(
-        lengths, sequence_cost(lengths, hf_config), num_minibatches, world, max_tokens, seed, trained=runs,
+    plan = plan_step(
+        lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, trained=runs,
         responses=index.numpy(), groups=rollout.group[index].numpy() if share_prompt else None,
-        prompt_lengths=prompt_lengths.numpy(),
+        prompt_lengths=prompt_lengths.numpy(), group_size=world.group_size,
     )
     batch = batch.select(torch.from_numpy(np.flatnonzero(runs[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])

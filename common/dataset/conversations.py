@@ -19,7 +19,7 @@ from common.dataset.store import Loaded, load_shared, store_rows
 from common.dataset.template import template_arguments
 from common.engine.base import Response
 from common.model.flops import sequence_cost
-from common.model.sequence_parallel import plan_groups
+from common.packing import plan_step
 from common.parallel.ranks import World
 from common.prompts import TemplateConfig
 from common.rollout import Minibatch, Rollout, gather_rollout
@@ -60,7 +60,8 @@ class ConversationSet:
         place in `sequences(rows)`."""
         numbers = self.sequences(rows)
         lengths = self.lengths[numbers]
-        plan = plan_groups(lengths, sequence_cost(lengths, hf_config), 1, world, max_tokens, seed=0)
+        costs = sequence_cost(lengths, hf_config)
+        plan = plan_step(lengths, costs, 1, world.size, max_tokens, seed=0, group_size=world.group_size)
         mine = np.flatnonzero(plan.rank == world.rank).tolist()
         tokens, masks = ([array[numbers[i]].as_py() for i in mine] for array in (self.tokens, self.mask))
         first, rest, masks = [x[:1] for x in tokens], [x[1:] for x in tokens], [x[1:] for x in masks]

@@ -148,19 +148,9 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     return critic
 
 
-def _disable_dropout(config: PretrainedConfig) -> None:
-    """Set every rate of dropout to 0, in nested configs too: with dropout the ratio would differ from 1 on policy."""
-    for name, value in list(vars(config).items()):
-        if isinstance(value, PretrainedConfig):
-            _disable_dropout(value)
-        elif isinstance(value, float) and "drop" in name:     # residual_dropout, embd_pdrop, layerdrop, ...
-            setattr(config, name, 0.0)
-
-
 def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World, frozen: bool,
            lora: LoRAConfig) -> PreTrainedModel:
-    """The model without dropout, and without memory for its weights."""
-    _disable_dropout(hf_config)
+    """The model, without memory for its weights."""
     attention, _ = choose_attention(world.device, hf_config, config)
     attention = attention if world.sequence is None else PREFIX + attention
     dtype = getattr(torch, config.compute_dtype) if frozen or lora.rank else torch.float32

@@ -53,13 +53,8 @@ class OffloadedTensors:
         """Copy the storages to host memory and free them, if they are not there already."""
         if self.offloaded:
             return
-        storages = {}
-        for tensor in self.tensors():
-            if isinstance(tensor, Tensor) and tensor.numel() > 1:                   # Adam's step counts stay
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                storage = local.untyped_storage()
-                storages[storage._cdata] = storage                                  # each storage once
-        storages = list(storages.values())
+        sharded = [tensor for tensor in self.tensors() if isinstance(tensor, DTensor)]         # Adam's step counts stay
+        storages = [tensor.to_local().untyped_storage() for tensor in sharded]
         if [len(buffer) for buffer in self.host] != [storage.nbytes() for storage in storages]:
             pin = any(storage.device.type == "cuda" for storage in storages)
             self.host = [torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin) for storage in storages]

@@ -19,7 +19,6 @@ from torch.distributed.nn.functional import all_reduce
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.batch import Batch, offsets
-from common.packing import Plan, partition, plan_step
 from common.parallel.ranks import all_gather_objects
 
 PREFIX = "gathered_"
@@ -131,22 +130,3 @@ for name in ("packed_sdpa", "packed_varlen"):
 def _ranges(starts: np.ndarray, stops: np.ndarray) -> Tensor:
     """start, start + 1, ..., stop - 1 of each, one after the other."""
     return torch.from_numpy(np.concatenate([np.arange(0), *map(np.arange, starts, stops)]))
-
-
-def plan_groups(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world: Any, max_tokens: int, seed: int,
-                **options: Any) -> Plan:
-    """`plan_step` for the groups of ranks that run a micro-batch together, which hold as many times `max_tokens`. The
-    responses of a micro-batch are dealt to the group's ranks."""
-    n = 1 if world.sequence is None else dist.get_world_size(world.sequence)
-    plan = plan_step(lengths, costs, num_minibatches, world.size // n, n * max_tokens, seed, **options)
-    if n == 1:
-        return plan
-    rank_of = np.full_like(plan.rank, -1)
-    minibatches = []
-    for planned in plan.minibatches:
-        dealt = [[share[part] for share in shares for part in partition(costs[share], n)] for shares in planned]
-        for shares in dealt:
-            for rank, responses in enumerate(shares):
-                rank_of[responses] = rank
-        minibatches.append(dealt)
-    return Plan(rank_of, minibatches, plan.idle)

@@ -6,8 +6,10 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
@@ -24,16 +26,11 @@ def shard_dim(shape: torch.Size, num_shards: int, first: int = 0) -> int:
 
 
 def shard_slice(weight: Tensor) -> tuple[slice, ...]:
-    """The part of a weight that this rank holds: equal chunks along one dimension, the last ones shorter or empty, or
-    along two."""
-    index = [slice(0, size) for size in weight.shape]
-    for mesh_dim, placement in enumerate(weight.placements if isinstance(weight, DTensor) else ()):
-        if isinstance(placement, Shard):
-            dim, mesh = placement.dim, weight.device_mesh
-            chunk = -(-weight.shape[dim] // mesh.size(mesh_dim))
-            start = min(chunk * mesh.get_local_rank(mesh_dim), weight.shape[dim])
-            index[dim] = slice(start, start + weight.to_local().shape[dim])
-    return tuple(index)
+    """The part of a weight that this rank holds."""
+    size, start = weight.shape, (0,) * weight.dim()
+    if isinstance(weight, DTensor):
+        size, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return tuple(slice(first, first + length) for first, length in zip(start, size))
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -44,10 +41,14 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
-def total_norm(parts: list[list[nn.Parameter]]) -> Tensor:
-    """Of the gradients of all parameters, over all ranks. `parts`: by mesh."""
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients down to this norm, over all ranks (0: not at all). Returns the norm before."""
+    parts = by_mesh(p for p in parameters if p.grad is not None)
     norms = [nn.utils.get_total_norm([p.grad for p in part]) for part in parts]
-    return reduce(torch.hypot, [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    norm = reduce(torch.hypot, [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    for part in parts if max_norm > 0 else ():
+        nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+    return norm
 
 
 def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPrecisionPolicy) -> None:
@@ -69,12 +70,11 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
     """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
 
-    A critic's head computes in float32."""
-    model.train()
+    A critic's head computes in float32. Nothing is random: with dropout the ratio would differ from 1 on policy."""
+    model.eval()
     model.share_prompt, model.sequence_group = config.share_prompt, world.sequence
     is_large = transformer.num_parameters() > 1e9
-    if config.gradient_checkpointing or (config.gradient_checkpointing is None and is_large):
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recomputes = is_large if config.gradient_checkpointing is None else config.gradient_checkpointing
     if frozen:
         model.requires_grad_(False)
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
@@ -85,6 +85,8 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     is_divided = num_shards > 1
     for module in transformer.modules():
         if type(module).__name__ in transformer._no_split_modules:
+            if recomputes:
+                checkpoint(module, preserve_rng_state=False)
             fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided,
                         shard_placement_fn=lambda weight: Shard(shard_dim(weight.shape, num_shards)))
     embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()

@@ -27,11 +27,17 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     sequence: dist.ProcessGroup | None = None  # the ranks that run a micro-batch together
-    experts: DeviceMesh | None = None  # [shard, expert] over all ranks; None: experts are sharded as all weights are
+    experts: DeviceMesh | None = None
+    """[shard, expert] over all ranks: the ranks of a row have other experts each. None: sharded as all weights are."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that run a micro-batch together."""
+        return 1 if self.sequence is None else self.sequence.size()
 
 
 def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1) -> World:
@@ -67,7 +73,8 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     mesh = make_mesh(device.type, replicas, timeout)
     group = make_sequence_group(sequence_parallel, timeout)
-    return World(rank, size, device, mesh, group, make_expert_mesh(device.type, expert_parallel, timeout))
+    experts = None if expert_parallel == 1 else make_grid(device.type, ("shard", "expert"), expert_parallel, timeout)
+    return World(rank, size, device, mesh, group, experts)
 
 
 def _check_no_gpu() -> None:
@@ -101,17 +108,10 @@ def make_mesh(device_type: str, replicas: int, timeout: timedelta) -> DeviceMesh
     size = dist.get_world_size()
     if replicas == 1:
         return init_device_mesh(device_type, (size,))
-    return _make_grid(device_type, num_shards(size, replicas), timeout, ("replicate", "shard"))
+    return make_grid(device_type, ("replicate", "shard"), num_shards(size, replicas), timeout)
 
 
-def make_expert_mesh(device_type: str, expert_parallel: int, timeout: timedelta) -> DeviceMesh | None:
-    """The mesh of a mixture's experts: ranks that follow each other have other experts each, and send them tokens."""
-    if expert_parallel == 1:
-        return None
-    return _make_grid(device_type, expert_parallel, timeout, ("shard", "expert"))
-
-
-def _make_grid(device_type: str, width: int, timeout: timedelta, names: tuple[str, str]) -> DeviceMesh:
+def make_grid(device_type: str, names: tuple[str, str], width: int, timeout: timedelta) -> DeviceMesh:
     """All ranks in rows of `width` ranks that follow each other."""
     ranks = torch.arange(dist.get_world_size()).view(-1, width)
     groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]

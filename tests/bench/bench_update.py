@@ -73,6 +73,7 @@ def set_up(policy: Policy, packed: bool = True, checkpointing: bool = False, sha
     policy.hidden_before = packed_hidden if packed else padded_hidden
     policy.lm.set_attn_implementation("packed_sdpa" if packed else "sdpa")
     policy.share_prompt = shared
+    policy.lm.train(checkpointing)                              # transformers recomputes in this mode alone
     if checkpointing:
         policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:

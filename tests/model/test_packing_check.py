@@ -7,7 +7,6 @@ from transformers import (
     BambaConfig,
     FalconConfig,
     FalconH1Config,
-    Gemma3Config,
     Gemma3nTextConfig,
     GPT2Config,
     JambaConfig,
@@ -23,7 +22,7 @@ from transformers import (
 
 from common.batch import Batch
 from common.model import packing_check
-from common.model.loading import _disable_dropout, load_critic, load_policy
+from common.model.loading import load_critic, load_policy
 from common.model.policy import ModelConfig
 from tests.conftest import launch
 
@@ -103,22 +102,10 @@ def test_widths_that_cannot_be_counted_are_refused_in_words(tmp_path, world):
 @pytest.mark.parametrize("family", DROPOUT)
 def test_dropout_is_off_whatever_its_name(family, share_prompt, tmp_path, world):
     folder = save(DROPOUT[family], tmp_path)
-    policy = load_policy(folder, ModelConfig(compute_dtype="float32", share_prompt=share_prompt), world)
+    config = ModelConfig(compute_dtype="float32", share_prompt=share_prompt, gradient_checkpointing=share_prompt)
+    policy = load_policy(folder, config, world)
     batch = Batch.build([[5, 6]], [[7, 8, 9]])
-    assert policy.training
     assert torch.equal(policy(batch, 1.0)[0], policy(batch, 1.0)[0])
-
-
-def test_dropout_in_a_nested_config_is_off():
-    config = Gemma3Config(text_config={"attention_dropout": 0.3, "hidden_size": 32})
-    _disable_dropout(config)
-    assert config.text_config.attention_dropout == 0.0 and config.text_config.hidden_size == 32
-
-
-def test_what_differs_between_two_calls_is_called_dropout(tmp_path, world, monkeypatch):
-    monkeypatch.setattr("common.model.loading._disable_dropout", lambda config: None)
-    with pytest.raises(ValueError, match="holds a seed_oss model that gives other numbers when it is called twice"):
-        load_policy(save(DROPOUT["seed_oss"], tmp_path), ModelConfig(compute_dtype="float32"), world)
 
 
 def test_the_check_changes_nothing(tmp_path, world):

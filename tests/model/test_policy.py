@@ -232,13 +232,6 @@ def test_loading_restores_buffers_that_no_checkpoint_has(policy, tiny_llama):
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-def test_dropout_is_off(world, tmp_path):
-    folder = save_model(LlamaConfig(**SIZES, attention_dropout=0.5), tmp_path / "model")
-    policy, batch = load_policy(folder, FLOAT32, world), make_batch(53)
-    assert policy.training
-    assert torch.equal(policy(batch, 1.0)[0], policy(batch, 1.0)[0])
-
-
 def test_frozen_has_no_gradient_and_no_masters(tiny_llama, world, policy):
     frozen, batch = load_policy(tiny_llama, ModelConfig(), world, frozen=True), make_batch(VOCAB)
     assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}

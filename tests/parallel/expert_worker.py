@@ -17,7 +17,6 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
-from common.parallel.ranks import make_expert_mesh
 from tests.parallel import sequence_worker
 from tests.parallel.layout_worker import Step, gradient
 from tests.parallel.sequence_worker import config_of, in_float64
@@ -38,7 +37,10 @@ class Case(NamedTuple):
 
 def place(world: ranks.World, case: Case) -> ranks.World:
     world = sequence_worker.place(world, case)
-    return replace(world, experts=make_expert_mesh("cpu", case.expert_parallel, ranks.collective_timeout(60)))
+    if case.expert_parallel == 1:
+        return world
+    timeout = ranks.collective_timeout(60)
+    return replace(world, experts=ranks.make_grid("cpu", ("shard", "expert"), case.expert_parallel, timeout))
 
 
 def whole(parts: dict) -> dict[str, Tensor]:

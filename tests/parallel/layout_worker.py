@@ -19,8 +19,8 @@ from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig, Policy
-from common.model.sequence_parallel import plan_groups
 from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.packing import plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
 from common.parallel.ranks import make_mesh
@@ -75,8 +75,9 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
     groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
-    plan = plan_groups(lengths, sequence_cost(lengths, hf_config), 1, world, budget, seed=1, trained=trained,
-                       groups=groups, prompt_lengths=prompt_lengths.numpy(), responses=response_of.numpy())
+    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained,
+                     groups=groups, prompt_lengths=prompt_lengths.numpy(), responses=response_of.numpy(),
+                     group_size=world.group_size)
     batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
     microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
