@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from common.checkpoint.secrets import redacted
-from common.model.lora import saved_parameters
 from common.model.policy import saved_buffers
 
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
@@ -27,8 +26,9 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
     found = {}
     for part, (module, optimizer) in parts.items():
         optimizer.state_dict()                                  # its hook brings back moments that are offloaded
-        for name, parameter in saved_parameters(module):
-            found[f"{part}.model.{name}"] = parameter.detach()
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                found[f"{part}.model.{name}"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{part}.optim.{name}.{key}"] = value
         for name, buffer in saved_buffers(module).items():

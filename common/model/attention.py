@@ -1,6 +1,7 @@
 """Attention over packed sequences: one row of tokens, cut by `cu_seq_lens` into sequences that never see each other."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -9,6 +10,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from common.model.flops import head_dim
 from common.model.policy import ModelConfig
+from common.model.sequence_parallel import gather_keys
 
 # Tokens. For shorter sequences the backward of sdpa on CPUs takes up to 4x as long in bfloat16 as in float32 (measured)
 CPU_UPCAST_BELOW = 160
@@ -17,16 +19,12 @@ CPU_UPCAST_BELOW = 160
 def packed_sdpa(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None, key_rows: Tensor | None = None, **kwargs,
+    cu_seq_lens_k: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
-
-    `key_rows` [K]: sequence i's keys and values are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`, its
-    queries the last of them (a response that goes on after a prompt which others share)."""
-    _check_packed("packed_sdpa", query, cu_seq_lens_q, kwargs)
-    lengths = lengths_k = cu_seq_lens_q.diff().tolist()
-    if key_rows is not None:
-        key, value, lengths_k = key[:, :, key_rows], value[:, :, key_rows], cu_seq_lens_k.diff().tolist()
+    `kwargs`: where its keys are, see `_take_keys`."""
+    key, value = _take_keys("packed_sdpa", query, key, value, cu_seq_lens_q, **kwargs)
+    lengths, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in (cu_seq_lens_q, cu_seq_lens_k))
     gqa, dtype = query.shape[1] != key.shape[1], query.dtype
     low = dtype == torch.bfloat16 and query.device.type == "cpu"
     if low and max(lengths_k) < CPU_UPCAST_BELOW:               # cast all at once: thousands of small casts cost more
@@ -59,30 +57,37 @@ def packed_sdpa(
 def packed_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None,
-    key_rows: Tensor | None = None, **kwargs,
+    cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None, **kwargs,
 ) -> tuple[Tensor, None]:
     """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
-    _check_packed("packed_varlen", query, cu_seq_lens_q, kwargs)
+    key, value = _take_keys("packed_varlen", query, key, value, cu_seq_lens_q, **kwargs)
     if softcap is not None:
         raise ValueError("packed_varlen has no soft-cap: use packed_sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [T, heads, D]
-    if key_rows is not None:
-        k, v = k[key_rows], v[key_rows]                                                 # [K, kv_heads, D]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
     out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), scale=scaling,
                       window_size=window, enable_gqa=True)
     return out[None], None
 
 
-def _check_packed(name: str, query: Tensor, cu_seqlens: Tensor | None, kwargs: dict) -> None:
+def _take_keys(
+    name: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, key_rows: Tensor | None = None,
+    sequence_group: dist.ProcessGroup | None = None, num_rows: int = 0, s_aux: Tensor | None = None, **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """The keys and values that the queries see. With a `sequence_group` those of all its ranks, `num_rows` of each.
+
+    `key_rows` [K]: sequence i's are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`, its queries the last
+    of them (a response that goes on after a prompt which others share)."""
     if cu_seqlens is None or query.shape[0] != 1:
         raise ValueError(f"{name} needs one packed row with its cu_seq_lens_q, got a batch of {query.shape[0]}: packed "
                          "sequences would see each other")
-    if kwargs.get("s_aux") is not None:
+    if s_aux is not None:
         raise ValueError(f"{name} has no attention sinks: this model needs another attention function")
+    if sequence_group is not None:
+        key, value = gather_keys(key, value, sequence_group, num_rows)
+    return (key, value) if key_rows is None else (key[:, :, key_rows], value[:, :, key_rows])
 
 
 # transformers knows both functions by these names. They register no mask function, so transformers builds no mask.

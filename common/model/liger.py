@@ -10,6 +10,7 @@ import importlib.util
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.integrations.liger import apply_liger_kernel
 
 from common.model.attention import choose_attention
 from common.model.policy import ModelConfig
@@ -36,12 +37,8 @@ def choose_liger(device: torch.device, hf_config: PretrainedConfig, config: Mode
 def use_liger(transformer: nn.Module) -> None:
     """Put the kernels in the place of the modules' own forward. The rotary embedding is a function of the family's
     module in transformers, so it changes for all models of the family in this process."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[transformer.config.model_type]
-    apply(
-        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=transformer
-    )
+    others = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    apply_liger_kernel(transformer, {"rope": True, "rms_norm": True, "swiglu": True} | others)
 
 
 def kernels_in_words(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> str:

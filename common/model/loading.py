@@ -19,9 +19,8 @@ from common.model.flops import sequence_cost
 from common.model.liger import choose_liger, use_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
-from common.model.policy import Critic, ModelConfig, PackedModel, Policy, saved_buffers
-from common.model.sequence_parallel import PREFIX
-from common.model.sharding import shard, shard_slice
+from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.sharding import kept_tensors, shard, shard_slice
 from common.model.stored import Experts, open_folder, weights_of
 from common.parallel.ranks import World, all_max, all_sum
 from common.tracking.console import print_on_main
@@ -93,18 +92,16 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     Weights that are trained are float32. The others have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
     lm = _build(AutoModelForCausalLM, path, hf_config, config, world, frozen, lora)
-    lm.tie_weights()
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
-    weights = weights_of(lm, path, open_folder(path)) if like is None else {}
     policy = Policy(lm)
     shard(policy, lm, config, world, frozen)
     if like is None:
-        _read_in_turns(path, [(lm, weights | new_adapters(lm))], world)
+        weights = weights_of(lm, path, open_folder(path)) | new_adapters(lm)
+        _read_in_turns(path, [(lm, weights)], world)
     else:
-        for own, theirs in zip(_kept(lm).values(), _kept(like.lm).values(), strict=True):
+        for own, theirs in zip(kept_tensors(lm).values(), kept_tensors(like.lm).values(), strict=True):
             own.detach().copy_(theirs.detach())
-    _make_other_buffers(lm)
     check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
 
@@ -128,18 +125,15 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     A causal LM gets a head of zeros, so every value starts at 0. A reward model (a *ForSequenceClassification with one
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
-    with torch.device("meta"):
-        critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora))
+    critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora))
     stored = open_folder(path)
-    weights = weights_of(critic.backbone, path, stored)
-    parts = [(critic.backbone, weights | new_adapters(critic.backbone))]
+    parts = [(critic.backbone, weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone))]
     if is_scored(hf_config):
         if "score.weight" not in stored:                        # classifiers of encoders have other heads
             raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
         parts.append((critic.head, {"weight": stored["score.weight"]}))
     shard(critic, critic.backbone, config, world, frozen)
     _read_in_turns(path, parts, world)
-    _make_other_buffers(critic.backbone)
     head = critic.head.weight.detach().to_local()
     kept = head.clone() if is_scored(hf_config) else torch.zeros_like(head)
     head.copy_(torch.linspace(-1, 1, hf_config.hidden_size))    # with a head of zeros, no value could differ
@@ -152,7 +146,6 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
            lora: LoRAConfig) -> PreTrainedModel:
     """The model, without memory for its weights."""
     attention, _ = choose_attention(world.device, hf_config, config)
-    attention = attention if world.sequence is None else PREFIX + attention
     dtype = getattr(torch, config.compute_dtype) if frozen or lora.rank else torch.float32
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
@@ -165,18 +158,13 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     return model
 
 
-def _kept(module: nn.Module) -> dict[str, Tensor]:
-    """The weights and buffers that a model's files hold, tied ones once."""
-    return dict(module.named_parameters()) | saved_buffers(module)
-
-
 @torch.no_grad()
 def _read_in_turns(path: str, parts: list[tuple[nn.Module, dict[str, Tensor | Experts]]], world: World) -> None:
     """Fill the shards of modules from tensors by name, on READERS ranks of a machine at a time. Say what it took."""
     own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
     for turn in range(int(all_max([own_turn])) + 1):
         for module, tensors in parts if turn == own_turn else ():
-            for name, target in _kept(module).items():
+            for name, target in kept_tensors(module).items():
                 local = target.to_local() if isinstance(target, DTensor) else target
                 if local.numel():
                     part = tensors[name][shard_slice(target)]
@@ -189,13 +177,3 @@ def _read_in_turns(path: str, parts: list[tuple[nn.Module, dict[str, Tensor | Ex
         world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank; peak of a rank's host memory so far "
         f"{peak:.2f} GiB"
     )
-
-
-def _make_other_buffers(model: PreTrainedModel) -> None:
-    """Fill the buffers that are in no file (rotary frequencies), which allocating the shards left undefined, as
-    `from_pretrained` does: transformers' initialisation passes over all that is marked."""
-    for tensor in _kept(model).values():
-        tensor._is_hf_initialized = True
-    for module in model.modules():
-        module._is_hf_initialized = False
-    model.initialize_weights()

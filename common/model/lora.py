@@ -64,15 +64,17 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 class LoRALinear(nn.Linear):
     """A linear layer whose weight is frozen, with an adapter. It is made without memory, as the model is."""
 
+    are_on = True  # all adapters, but while the reference scores
+
     def __init__(self, linear: nn.Linear, rank: int, scale: float):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
         self.requires_grad_(False)
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device="meta"))                # float32
         self.lora_B = nn.Parameter(torch.empty(linear.out_features, rank, device="meta"))
-        self.scale, self.is_on = scale, True
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_on:
+        if not self.are_on:
             return F.linear(x, self.weight, self.bias)
         return _Adapted.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
@@ -85,8 +87,9 @@ class LoRALinear(nn.Linear):
 def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Freeze a model on the meta device and give its linear layers adapters. Raises ValueError for a wrong target."""
     blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-    inside = {name for block in blocks for name, module in block.named_modules() if type(module) is nn.Linear}
-    possible = {name.rpartition(".")[2] for name in inside} - ROUTERS
+    linears = [(block, name, module) for block in blocks for name, module in block.named_modules()
+               if type(module) is nn.Linear]
+    possible = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
     for target in config.targets:
         if target not in possible:
             raise ValueError(
@@ -95,10 +98,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
                 f"input, and the experts of a mixture are one tensor, not a linear layer each"
             )
     model.requires_grad_(False)
-    for block in blocks:
-        for name, module in list(block.named_modules()):
-            if type(module) is nn.Linear and name.rpartition(".")[2] in (config.targets or possible):
-                block.set_submodule(name, LoRALinear(module, config.rank, config.alpha / config.rank))
+    for block, name, linear in linears:
+        if name.rpartition(".")[2] in (config.targets or possible):
+            block.set_submodule(name, LoRALinear(linear, config.rank, config.alpha / config.rank))
 
 
 def new_adapters(model: nn.Module) -> dict[str, Tensor]:
@@ -127,12 +129,6 @@ def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tupl
             yield name, parameter.to(dtype or parameter.dtype).full_tensor()
 
 
-def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a checkpoint holds: of a model with adapters those that are trained, else all."""
-    has_adapters = any(isinstance(module, LoRALinear) for module in model.modules())
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad or not has_adapters)
-
-
 class Reference:
     """A policy as it was before training: its adapters are off while it scores. It has no weights of its own."""
 
@@ -140,12 +136,9 @@ class Reference:
         self.policy = policy
 
     def score(self, *args: Any, **kwargs: Any) -> Tensor:
-        layers = [module for module in self.policy.modules() if isinstance(module, LoRALinear)]
-        for layer in layers:
-            layer.is_on = False
+        LoRALinear.are_on = False
         logp = self.policy.score(*args, **kwargs)
-        for layer in layers:
-            layer.is_on = True
+        LoRALinear.are_on = True
         return logp
 
 

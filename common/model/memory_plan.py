@@ -107,15 +107,13 @@ class Model:
         one, two = (self.all - head, self.all - head) if self.ranks == 1 else (block, 2 * block)
         at_end = size * (head + 2 * (self.embedding or head)) + 4 * max(block, self.embedding)
         tiles, backward_tiles = self.tiles(tokens)
+        grads = 0 if self.merging else 1                                # of the large matrices
         moments = [                                                     # unsharded weights, activations, tiles
             (size * (head + one) + self.merging, of_head, tiles),
-            (size * (2 * head + one), of_head, backward_tiles),
-            (size * (2 * head + two + block / 3) + 4 * block, of_block, 0),
-            (at_end, 2 * tokens * hidden, 0),
+            (size * (head + one + grads * head), of_head, backward_tiles),
+            (size * (head + two + grads * (head + block / 3)) + grads * 4 * block + self.merging, of_block, 0),
+            (grads * at_end, 2 * tokens * hidden, 0),
         ]
-        if self.merging:                                                # the large matrices have no gradients
-            in_block = size * (head + two) + self.merging
-            moments[1:] = [(size * (head + one), of_head, backward_tiles), (in_block, of_block, 0)]
         return dict(zip(IN_PASSES, max(moments, key=sum)))
 
 
@@ -130,7 +128,7 @@ class MemoryPlan:
                  critic: str = ""):
         """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest sequence; `critic`: its
         folder."""
-        self.offload, self.longest, self.ranks = OffloadConfig(), longest, ranks
+        self.offload, self.longest = OffloadConfig(), longest
         self.sequence_parallel = args.policy.sequence_parallel
         ranks = num_shards(ranks, args.policy.replicas, self.sequence_parallel, args.policy.expert_parallel)
         self.smallest = -(-longest // self.sequence_parallel)

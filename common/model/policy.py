@@ -132,7 +132,7 @@ class Critic(PackedModel):
     def __init__(self, backbone: nn.Module):
         super().__init__()
         self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, 1, bias=False, dtype=torch.float32)
+        self.head = nn.Linear(backbone.config.hidden_size, 1, bias=False, device=backbone.device, dtype=torch.float32)
 
     def forward(self, batch: Batch) -> Tensor:
         """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""

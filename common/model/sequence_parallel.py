@@ -16,13 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single, wait_tensor
 from torch.distributed.nn.functional import all_reduce
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects
-
-PREFIX = "gathered_"
-"""Before the name of an attention function: the one that gathers keys and values first."""
 
 
 @dataclass
@@ -112,19 +108,12 @@ def zigzag(ends: np.ndarray, n: int, rank: int) -> np.ndarray:
     return both[:, both[0] < both[1]]
 
 
-def attend_gathered(module, query: Tensor, key: Tensor, value: Tensor, *args: Any,
-                    sequence_group: dist.ProcessGroup, num_rows: int, **kwargs: Any) -> tuple[Tensor, None]:
-    """An attention of common/model/attention.py over the keys and values of all ranks of the group, `num_rows` each."""
+def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of all ranks of the group, `num_rows` each: [1, kv_heads, t, D] -> [1, kv_heads, K, D]."""
     both = torch.cat([key[0], value[0]]).transpose(0, 1)                                # [t, 2 kv_heads, D]
     both = F.pad(both, (0, 0, 0, 0, 0, num_rows - len(both))).contiguous()
-    both = wait_tensor(all_gather_single(both, 0, sequence_group))      # its gradient is summed over the ranks
-    key, value = both.transpose(0, 1)[None].chunk(2, dim=1)                             # [1, kv_heads, n num_rows, D]
-    attention = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
-    return attention(module, query, key, value, *args, **kwargs)
-
-
-for name in ("packed_sdpa", "packed_varlen"):
-    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, attend_gathered)
+    both = wait_tensor(all_gather_single(both, 0, group))               # its gradient is summed over the ranks
+    return both.transpose(0, 1)[None].chunk(2, dim=1)
 
 
 def _ranges(starts: np.ndarray, stops: np.ndarray) -> Tensor:

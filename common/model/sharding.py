@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
-from common.model.policy import Critic, ModelConfig, PackedModel
+from common.model.policy import Critic, ModelConfig, PackedModel, saved_buffers
 from common.parallel.ranks import World
 
 
@@ -33,19 +33,12 @@ def shard_slice(weight: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + length) for first, length in zip(start, size))
 
 
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in lists of those that one operation can take: sharded over the same ranks in the same way."""
-    found: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return list(found.values())
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients down to this norm, over all ranks (0: not at all). Returns the norm before."""
-    parts = by_mesh(p for p in parameters if p.grad is not None)
-    norms = [nn.utils.get_total_norm([p.grad for p in part]) for part in parts]
-    norm = reduce(torch.hypot, [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+def clip_gradients(parts: Iterable[list[nn.Parameter]], max_norm: float) -> Tensor:
+    """Scale all gradients down to this norm, over all ranks (0: not at all). Returns the norm before. `parts`: each of
+    one mesh, which is what one operation can take."""
+    parts = [[p for p in part if p.grad is not None] for part in parts]
+    norms = [nn.utils.get_total_norm([p.grad for p in part]).full_tensor() for part in parts if part]
+    norm = reduce(torch.hypot, norms)
     for part in parts if max_norm > 0 else ():
         nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return norm
@@ -55,9 +48,6 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
     """Expert parallel: ranks that follow each other have other experts each, and tokens travel to them and back, by
     transformers' functions. The ranks that have the same experts shard them along another dimension."""
     shards, experts = world.experts["shard"], world.experts["expert"]
-    if "ep_dispatch_experts" not in transformer.ep_plan.values():
-        raise ValueError(f"--policy.expert-parallel {experts.size()}: transformers cannot divide the experts of a "
-                         f"{transformer.config.model_type}, if it has any: set it to 1")
     apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)  # ValueError where experts do not divide
     for module in transformer.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
@@ -69,6 +59,7 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
 
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
     """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
+    Of the buffers, those that are in no file are filled.
 
     A critic's head computes in float32. Nothing is random: with dropout the ratio would differ from 1 on policy."""
     model.eval()
@@ -78,9 +69,11 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     if frozen:
         model.requires_grad_(False)
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
-    has_plan = "ep_dispatch_experts" in transformer.ep_plan.values()
-    if world.experts is not None and (has_plan or not frozen):  # a teacher or reward model may have no experts
+    if world.experts is not None and "ep_dispatch_experts" in transformer.ep_plan.values():
         shard_experts(transformer, world, precision)
+    elif world.experts is not None and not frozen:              # a teacher or reward model may have no experts
+        raise ValueError(f"--policy.expert-parallel {config.expert_parallel}: transformers cannot divide the experts "
+                         f"of a {transformer.config.model_type}, if it has any: set it to 1")
     num_shards = world.mesh.size(-1)
     is_divided = num_shards > 1
     for module in transformer.modules():
@@ -96,3 +89,19 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
         fully_shard(model.head, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, mp_policy=precision)
     model.to_empty(device=world.device)
+    _make_other_buffers(transformer)
+
+
+def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers that a model's files hold, tied ones once."""
+    return dict(module.named_parameters()) | saved_buffers(module)
+
+
+def _make_other_buffers(model: PreTrainedModel) -> None:
+    """Fill the other buffers (rotary frequencies), which allocating the shards left undefined, as `from_pretrained`
+    does: transformers' initialisation passes over all that is marked."""
+    for tensor in kept_tensors(model).values():
+        tensor._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()

@@ -19,8 +19,7 @@ class SharedPrompts(NamedTuple):
     key_ends: list[int]  # the numbers of cu_seqlens_k
 
     def to(self, device: torch.device | str) -> "SharedPrompts":
-        moved = {name: x.to(device, non_blocking=True) for name, x in self._asdict().items() if isinstance(x, Tensor)}
-        return self._replace(**moved)
+        return SharedPrompts(*(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self))
 
 
 def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> SharedPrompts:

@@ -52,7 +52,7 @@ def open_folder(path: str) -> dict[str, Tensor]:
 
 
 def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:
-    """Every weight and saved buffer under its name in `model` (on the meta device, not sharded), tied ones once.
+    """Every weight and saved buffer under its name in `model`, tied ones once.
     Raises ValueError if one is missing, or has another shape."""
     stored, weights = _named_as_in(model, stored), {}
     names: dict[Tensor, list[str]] = {}

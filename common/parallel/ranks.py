@@ -27,8 +27,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     sequence: dist.ProcessGroup | None = None  # the ranks that run a micro-batch together
-    experts: DeviceMesh | None = None
-    """[shard, expert] over all ranks: the ranks of a row have other experts each. None: sharded as all weights are."""
+    experts: DeviceMesh | None = None  # [shard, expert] over all ranks; None: experts are sharded as all weights are
 
     @property
     def is_main(self) -> bool:

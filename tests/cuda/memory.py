@@ -30,7 +30,7 @@ from common.batch import Batch
 from common.checkpoint.state import tensors_of
 from common.engine import base
 from common.engine.base import Engine, Response, RolloutConfig
-from common.model import loading
+from common.model import loading, sharding
 from common.model.lora import LoRAConfig
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Critic, ModelConfig, Policy
@@ -277,7 +277,6 @@ def nothing_read() -> Iterator[None]:
         "open_folder": lambda *_: {"score.weight": None},
         "weights_of": lambda *_: {},
         "_read_in_turns": lambda _, parts, world: [fill(module) for module, _ in parts],
-        "_make_other_buffers": lambda *_: None,
         "check_packing": lambda *_: None,
     }
     dispatch = EpDispatchExpertsParallel._dispatch_tokens
@@ -288,6 +287,7 @@ def nothing_read() -> Iterator[None]:
         return dispatch(self, hidden, chosen, experts_here, group, size)
 
     with mock.patch.multiple(loading, **stand_ins), mock.patch.multiple(base, checksum=lambda *_: 0), \
+            mock.patch.multiple(sharding, _make_other_buffers=lambda *_: None), \
             mock.patch.object(EpDispatchExpertsParallel, "_dispatch_tokens", spread):
         yield
 

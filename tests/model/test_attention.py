@@ -132,7 +132,8 @@ def test_packed_sdpa_matches_the_loop(window, softcap, kv_heads):
     q, k, v = (torch.randn(1, heads, sum(lengths), D, generator=g, dtype=torch.float64).requires_grad_()
                for heads in (4, kv_heads, kv_heads))
     cu = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
-    got, _ = packed_sdpa(None, q, k, v, scaling=0.7, sliding_window=window, softcap=softcap, cu_seq_lens_q=cu)
+    got, _ = packed_sdpa(None, q, k, v, scaling=0.7, sliding_window=window, softcap=softcap, cu_seq_lens_q=cu,
+                         cu_seq_lens_k=cu)
     assert got.shape == (1, 12, 4, D)
     for head in range(4):
         shared = head * kv_heads // 4
@@ -140,7 +141,8 @@ def test_packed_sdpa_matches_the_loop(window, softcap, kv_heads):
             parts = [x[0, h, a:b].tolist() for x, h in ((q, head), (k, shared), (v, shared))]
             want = torch.tensor(oracles.attention(*parts, 0.7, window, softcap), dtype=torch.float64)
             assert (got[0, a:b, head] - want).abs().max() < 1e-12
-    settings = {"scaling": 0.7, "sliding_window": window, "softcap": softcap, "cu_seq_lens_q": cu}
+    settings = {"scaling": 0.7, "sliding_window": window, "softcap": softcap, "cu_seq_lens_q": cu,
+                "cu_seq_lens_k": cu}
     assert torch.autograd.gradcheck(lambda *x: packed_sdpa(None, *x, **settings)[0], (q, k, v), fast_mode=True)
 
 
@@ -151,7 +153,7 @@ def test_cost_is_the_sum_of_squares():
         q = torch.randn(1, 2, 256, 8)
         cu = torch.tensor([0, *lengths]).cumsum(0)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            packed_sdpa(None, q, q, q, cu_seq_lens_q=cu)
+            packed_sdpa(None, q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
         counts.append(counter.get_total_flops())
     assert counts[0] == 16 * counts[1] > 0
 
@@ -166,7 +168,7 @@ def test_refusals():
         with pytest.raises(ValueError, match="sinks"):
             function(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 6]), s_aux=torch.zeros(2))
     with pytest.raises(RuntimeError, match="sum exactly to 6"):
-        packed_sdpa(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 2, 5]))
+        packed_sdpa(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 2, 5]), cu_seq_lens_k=torch.tensor([0, 2, 5]))
     with pytest.raises(ValueError, match="needs one packed row with its cu_seq_lens_q"):
         model("llama", "packed_sdpa")(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
@@ -231,7 +233,7 @@ def test_bfloat16_is_float32_rounded(lengths):
 
     def run(dtype):
         x = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        out, _ = packed_sdpa(None, *x, cu_seq_lens_q=cu)
+        out, _ = packed_sdpa(None, *x, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
         assert out.dtype == dtype
         return out.detach(), *torch.autograd.grad(out, x, up.transpose(1, 2).to(dtype))
 
@@ -276,8 +278,9 @@ def test_a_prefix_that_is_not_seen_is_noticed():
     q, k, v = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 8)
     cu, cu_k, rows = torch.tensor([0, 5, 8]), torch.tensor([0, 5, 13]), torch.tensor([*range(5), *range(8)])
     seen, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu, cu_seq_lens_k=cu_k, key_rows=rows)
-    whole, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=torch.tensor([0, 8]))
-    apart, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu)
+    one = torch.tensor([0, 8])
+    whole, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=one, cu_seq_lens_k=one)
+    apart, _ = packed_sdpa(None, q, k, v, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     assert torch.allclose(seen, whole, atol=1e-6)
     assert not torch.allclose(apart, whole, atol=1e-2)
 
