@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from common.model.policy import PackedModel
-from common.model.sharding import clip_gradients
+from common.model.sharding import by_mesh, clip_gradients
 
 
 @dataclass
@@ -48,11 +46,9 @@ class OptimConfig:
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW in float32 over the shards; no weight decay on vectors (norms, biases)."""
-    parts: dict[tuple[DeviceMesh, bool], list[nn.Parameter]] = {}       # an operation takes parameters of one mesh
-    for p in model.parameters():
-        if p.requires_grad:
-            parts.setdefault((p.device_mesh, p.ndim >= 2), []).append(p)
-    groups = [{"params": part, "weight_decay": config.weight_decay * decays} for (_, decays), part in parts.items()]
+    trained = by_mesh(p for p in model.parameters() if p.requires_grad)
+    groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in trained]
+    groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in trained]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
@@ -71,7 +67,7 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
 
     A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError.
     """
-    norm = clip_gradients([group["params"] for group in optimizer.param_groups], config.max_grad_norm)
+    norm = clip_gradients(model.parameters(), config.max_grad_norm)
     if norm.isfinite():
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -7,6 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -33,11 +34,18 @@ def shard_slice(weight: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + length) for first, length in zip(start, size))
 
 
-def clip_gradients(parts: Iterable[list[nn.Parameter]], max_norm: float) -> Tensor:
-    """Scale all gradients down to this norm, over all ranks (0: not at all). Returns the norm before. `parts`: each of
-    one mesh, which is what one operation can take."""
-    parts = [[p for p in part if p.grad is not None] for part in parts]
-    norms = [nn.utils.get_total_norm([p.grad for p in part]).full_tensor() for part in parts if part]
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in lists of those that one operation can take: sharded over the same mesh."""
+    found: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh, []).append(parameter)
+    return list(found.values())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients down to this norm, over all ranks (0: not at all). Returns the norm before."""
+    parts = by_mesh(p for p in parameters if p.grad is not None)
+    norms = [nn.utils.get_total_norm([p.grad for p in part]).full_tensor() for part in parts]
     norm = reduce(torch.hypot, norms)
     for part in parts if max_norm > 0 else ():
         nn.utils.clip_grads_with_norm_(part, max_norm, norm)
