@@ -6,7 +6,7 @@ nothing of what is optimised: the loop, its phases and every formula are in the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -75,7 +75,10 @@ class Run(Training):
         all_columns = bool(args.rollout.episode)
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
-        self.scoring = Scoring(self.tokenizer, args.reward, args.reward_model, sources, args.rollout.episode)
+        self.scoring = Scoring(
+            self.tokenizer, args.reward, args.reward_model, sources, args.rollout.episode, self.world.samples
+        )
+        self.closing.callback(self.scoring.close)
         self.scoring.episodes = start_episodes(
             args.rollout, self.tokenizer, args.data, stop_tokens(args.model, self.tokenizer), self.max_sequence_length,
             self.world,
@@ -90,8 +93,11 @@ class Run(Training):
         self.engine = make_engine(
             args.model, self.hf_config, args.rollout, args.policy, self.world,
             [prompt.tokens for prompt in self.train_set[:4]], stop_tokens(args.model, self.tokenizer),
-            self.max_sequence_length, args.seed, sum(self.plan.beside_engine().values()),
+            self.max_sequence_length, args.seed, sum(self.plan.beside_engine().values()) if self.world.trains else 0.0,
         )
+        self.closing.callback(self.engine.close)
+        if args.reward_model.path and self.world.samples:
+            self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
         return self.engine
 
     def load_reference(self) -> Policy:
@@ -100,10 +106,7 @@ class Run(Training):
 
     def resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
-        args = self.args
-        if args.reward_model.path:
-            self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
-        self.engine.offload = Offload(args.offload, list(self.models.values()), list(self.optimizers.values()))
+        self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
         super().resume()
         if self.val_set is not None and not self.is_validated:
             self.watchdog.phase("validation")
@@ -176,9 +179,3 @@ class Run(Training):
             )
             self.engine.sleep()
         return metrics
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if kind in (None, SystemExit):
-            self.scoring.close()
-            self.engine.close()
-        super().__exit__(kind, error, trace)

@@ -7,7 +7,7 @@ optimised. sft.py and dpo.py use it as it is; `Run` in run.py adds what a loop n
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Self
@@ -77,6 +77,7 @@ class Training:
 
     def __init__(self, args: TrainArgs):
         self.args = args
+        self.closing = ExitStack()  # what ends with the run, the last to begin first
         self.models: dict[str, PackedModel] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.script_state: dict[str, Any] = {}
@@ -88,11 +89,13 @@ class Training:
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         policy = args.policy
         self.world = ranks.init(args.save.timeout_s, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
+        self.closing.callback(ranks.shutdown)
         if said := ranks.on_main(self.world, lambda: finished(args)):
             print_on_main(self.world, said)
             ranks.shutdown()
             sys.exit(0)
-        open_run_folder(args.run_dir, self.world)
+        if self.world.trains:
+            open_run_folder(args.run_dir, self.world)
         self.hf_config = read_config(args.model, args.policy)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
         return self
@@ -106,7 +109,7 @@ class Training:
         self.val_set = load(args.val_data) if args.val_data else None
         self.sampler = PromptSampler(len(self.train_set), self.train_set.loaded.data_hash, args.seed)
         for name, rows in {"train": self.train_set, "val": self.val_set}.items():
-            if rows is not None:
+            if rows is not None and self.world.trains:
                 print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
                 rows.loaded.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
 
@@ -151,6 +154,8 @@ class Training:
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
+        self.closing.callback(self.tracker.close)
+        self.closing.callback(self.checkpoints.close)
         self.first_step = state.get("step", 0)
         self.metrics: dict[str, float] = state.get("not_validated", {})
         self.is_validated = bool(state) and not self.metrics
@@ -255,6 +260,4 @@ class Training:
         """Leave together, at the end or after a stop signal. After an error nothing is closed: closing waits for other
         ranks, which may be gone."""
         if kind in (None, SystemExit):
-            self.checkpoints.close()
-            self.tracker.close()
-            ranks.shutdown()
+            self.closing.close()

@@ -31,7 +31,7 @@ from common.model.flops import head_dim
 from common.model.loading import read_config
 from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model.policy import ModelConfig
-from common.parallel.ranks import World
+from common.parallel.ranks import SAMPLERS, World
 from common.run import Run, RunArgs
 
 VISIBLE = 0.99
@@ -212,7 +212,9 @@ class Planned(Run):
 
     def __enter__(self):
         args = self.args
-        self.world = World(0, int(os.environ["WORLD_SIZE"]), torch.device("cuda"), mesh=None)
+        samplers = int(os.environ.get(SAMPLERS, "0"))
+        size = int(os.environ["WORLD_SIZE"]) - samplers
+        self.world = World(0, size, torch.device("cuda"), mesh=None, num_samplers=samplers)
         self.hf_config = read_config(args.model, args.policy)
         with mock.patch.object(make, "check_vllm"):                     # it asks what this machine can do
             make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected)

@@ -86,9 +86,10 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
 
 def load_shared(store: Callable[[str], Loaded]) -> tuple[pa.Table, Loaded]:
     """The table that `store(path)` wrote, mapped to memory: what is not indexed is not read. In a process group,
-    where all ranks must call this, local rank 0 of each node writes, the others wait and get the same rows or the same
-    error."""
-    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    where all ranks must call this, the first one on each node writes, the others wait and get the same rows or the
+    same error."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    first = max(rank - int(os.environ.get("LOCAL_RANK", "0")), 0)  # torchrun: the ranks of a node are consecutive
     with tempfile.TemporaryDirectory("-prompts") as folder:  # it stays empty where another rank writes
         def work() -> tuple[str, Loaded]:
             try:
@@ -96,8 +97,8 @@ def load_shared(store: Callable[[str], Loaded]) -> tuple[pa.Table, Loaded]:
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
-        results = together(lambda: work() if local_rank == 0 else None, ValueError)
-        path, loaded = results[rank - local_rank]  # torchrun: the ranks of a node are consecutive
+        results = together(lambda: work() if rank == first else None, ValueError)
+        path, loaded = results[first]
         with pa.memory_map(path) as arrow:
             table = pa.ipc.open_stream(arrow).read_all()
         if dist.is_initialized():

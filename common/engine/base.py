@@ -141,7 +141,7 @@ class Engine:
         self.config = config
         self.world = world
         self.dtype = getattr(torch, model_config.compute_dtype)
-        self.num_engines = world.size // config.tp
+        self.num_engines = (world.num_samplers or world.size) // config.tp
         self.engine_rank = world.rank // config.tp
         """The number of this rank's engine."""
         self.tp_rank = world.rank % config.tp

@@ -157,7 +157,7 @@ class Episodes:
 def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: TemplateConfig, stops: Sequence[int],
                    max_sequence_length: int, world: World) -> Episodes | None:
     """Start what episodes need; None without --rollout.episode. Raises ValueError for flags that cannot work."""
-    if not config.episode:
+    if not config.episode or not world.samples:
         return None
     if template_config.template == "plain":
         raise ValueError("--rollout.episode needs a chat template between turns, --data.template is plain")

@@ -11,6 +11,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from common.engine.base import Engine, RolloutConfig
 from common.engine.hf import HFEngine
+from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World
@@ -45,11 +46,11 @@ def check_rollout(
             f"engine correction, or use these in validation only (--rollout.val-top-p, ...)"
         )
     check_in_flight(config, world, has_correction)
-    heads = hf_config.num_attention_heads
-    if config.tp < 1 or world.size % config.tp or heads % config.tp:
+    heads, num_ranks = hf_config.num_attention_heads, world.num_samplers or world.size
+    if config.tp < 1 or num_ranks % config.tp or heads % config.tp:
         raise ValueError(
-            f"world size {world.size} and the model's {heads} attention heads must be multiples of --rollout.tp "
-            f"{config.tp}"
+            f"{'--samplers' if world.num_samplers else 'world size'} {num_ranks} and the model's {heads} attention "
+            f"heads must be multiples of --rollout.tp {config.tp}"
         )
     max_sequence_length = max_prompt_length + config.max_response_length
     if max_sequence_length > hf_config.max_position_embeddings:
@@ -101,8 +102,8 @@ def check_vllm(config: RolloutConfig) -> None:
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
                 **others: int) -> None:
-    """Refuse batch sizes below 1, or that do not divide over engines and mini-batches. `others`: also at least 1."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    """Refuse batch sizes below 1, or that do not divide over engines (of `samplers`, or all ranks) and mini-batches."""
+    world_size = others.get("samplers", int(os.environ.get("WORLD_SIZE", "1")))
     sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
              "minibatches_per_step": minibatches_per_step, **others}
     for name, value in sizes.items():
@@ -111,7 +112,7 @@ def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibat
     if prompts_per_step % max(world_size // tp, 1):
         raise ValueError(
             f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "
-            f"(world size {world_size} / --rollout.tp {tp})"
+            f"({'--samplers' if 'samplers' in others else 'world size'} {world_size} / --rollout.tp {tp})"
         )
     num_responses = prompts_per_step * samples_per_prompt
     if num_responses % minibatches_per_step:
@@ -127,6 +128,8 @@ def make_engine(
 ) -> Engine:
     """Start the engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from
     it. `trainer_gb`: GiB that the trainer keeps on each GPU while the engine is awake (`MemoryPlan.beside_engine`)."""
+    if not world.samples:
+        return RemoteEngine(config, model_config, world, probe)
     if config.engine == "hf":
         return HFEngine(hf_config, config, model_config, world, probe, stop_token_ids)
     return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)

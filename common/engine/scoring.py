@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.checkpoint.responses import responses_from_state
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.episodes import Episodes, measure_episodes
+from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_gather_objects, all_names, all_sum, seed_of
@@ -28,9 +30,9 @@ class Scoring:
     """The scorers of responses: the reward functions' workers, and a reward model where there is one."""
 
     def __init__(self, tokenizer, config: RewardConfig, model_config: RewardModelConfig, data_sources: Iterable[str],
-                 episode: str = ""):
-        """Starts the workers. Raises ValueError for a data source that no reward function is known for, unless episodes
-        (--rollout.episode) may give the scores."""
+                 episode: str = "", is_here: bool = True):
+        """Starts the workers if `is_here`. Raises ValueError for a data source that no reward function is known for,
+        unless episodes (--rollout.episode) may give the scores."""
         if not config.function and not model_config.alone and not episode:
             lookup(set(data_sources), config.kwargs)
         self.tokenizer = tokenizer
@@ -38,7 +40,7 @@ class Scoring:
         self.episodes: Episodes | None = None
         self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
-        self.pool = None if model_config.alone else RewardPool(**vars(config))
+        self.pool = RewardPool(**vars(config)) if is_here and not model_config.alone else None
 
     def close(self) -> None:
         if self.pool is not None:
@@ -49,13 +51,16 @@ class Scoring:
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
                   sampling: RolloutConfig, seed: Sequence[int | str], stop: Callable[[], bool] = lambda: False,
-                  with_greedy: bool = False) -> "PendingRollout":
+                  with_greedy: bool = False) -> "PendingRollout | RemoteRollout":
     """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
 
     Engine e takes prompts e, e + engines, ...; a group never leaves its engine. A response's own seed depends on
     `seed`, its prompt's place in `rows` and its number in the group, and on nothing else. When `stop()` turns true,
     sampling ends early; then the result must not be collected. `with_greedy`: one more, numbered after all the others.
     """
+    if isinstance(engine, RemoteEngine):
+        engine.bridge.send(("rollout", {row: data[row] for row in rows}, rows, num_samples, sampling, seed, with_greedy))
+        return RemoteRollout(engine.bridge, data)
     prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
     samples, seeds = [], []
     for group, prompt in prompts.items():
@@ -132,6 +137,21 @@ class PendingRollout:
                 if sample.response.end_reason in self.sampling.drop:
                     sample.score = torch.nan
         return gather_rollout(mine)
+
+
+class RemoteRollout:
+    """A rollout that samplers on other ranks were asked for. `made`: what they answered, as checkpoints keep it."""
+
+    def __init__(self, bridge: Bridge, data: PromptSet, made: dict[str, Any] | None = None):
+        self.bridge, self.data, self.made = bridge, data, made
+
+    def collect(self, meter: Meter) -> Rollout:
+        if self.made is None:
+            self.made, _ = self.bridge.receive()
+        weight = sum(group == 0 for _, group, *_ in self.made["samples"])  # responses to a prompt
+        for name, value in self.made["metrics"].items():
+            meter.mean(name, torch.full([weight], value, dtype=torch.float64))
+        return responses_from_state(self.made["samples"], self.data, self.bridge.world)
 
 
 def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:

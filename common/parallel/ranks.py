@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEVICES = Path("/dev")
+SAMPLERS = "RL_SAMPLERS"
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,14 @@ class World:
     mesh: DeviceMesh
     sequence: dist.ProcessGroup | None = None  # the ranks that run a micro-batch together
     experts: DeviceMesh | None = None  # [shard, expert] over all ranks; None: experts are sharded as all weights are
+    trains: bool = True
+    samples: bool = True
+    num_samplers: int = 0  # above 0: no rank trains and samples, and all numbers above are of one side
+    job_store: dist.Store | None = None  # of both sides
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.rank == 0 and self.trains
 
     @property
     def group_size(self) -> int:
@@ -42,13 +47,21 @@ class World:
 def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
     collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
+    With SAMPLERS in the environment, so many of the last ranks only sample and the others only train: each side is a
+    group of its own, whose ranks count from 0.
 
     GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when a rank has no GPU of
     its own on a machine that has some, when torch cannot use them, and when the ranks cannot be grouped as asked for.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    job_rank, job_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    num_samplers = int(os.environ.get(SAMPLERS, "0"))
+    num_trainers = job_size - num_samplers
+    trains = job_rank < num_trainers
+    rank, size = (job_rank, num_trainers) if trains else (job_rank - num_trainers, num_samplers)
+    if not trains:
+        replicas = sequence_parallel = expert_parallel = 1  # they are of the trainers' models
     num_shards(size, replicas, sequence_parallel, expert_parallel)  # before the ranks wait for each other
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -61,19 +74,20 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     else:
         _check_no_gpu()
         device, backend = torch.device("cpu"), "gloo"
-    store = None
-    if size == 1:
-        store = dist.HashStore()                                                                    # this needs no port
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     timeout = collective_timeout(timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    store = dist.HashStore()                                                                        # this needs no port
+    if job_size > 1:
+        # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}                                      # vLLM reads them
+    own = dist.PrefixStore("trainers" if trains else "samplers", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
     mesh = make_mesh(device.type, replicas, timeout)
-    group = make_sequence_group(sequence_parallel, timeout)
+    sequence = make_sequence_group(sequence_parallel, timeout)
     experts = None if expert_parallel == 1 else make_grid(device.type, ("shard", "expert"), expert_parallel, timeout)
-    return World(rank, size, device, mesh, group, experts)
+    samples = not (trains and num_samplers)
+    return World(rank, size, device, mesh, sequence, experts, trains, samples, num_samplers, store)
 
 
 def _check_no_gpu() -> None:
@@ -170,7 +184,7 @@ def together(work: Callable[[], Any], error: type[Exception], group: dist.Proces
 
 def on_main(world: World, work: Callable[[], Any]) -> Any:
     """What `work` returns on rank 0, on every rank. If it raises ValueError there, every rank raises it."""
-    return together(lambda: work() if world.is_main else None, ValueError)[0]
+    return together(lambda: work() if world.rank == 0 else None, ValueError)[0]
 
 
 def all_names(names: set[str]) -> list[str]:

@@ -15,7 +15,7 @@ LINES = ROOT / "docs/bench.jsonl"
 FLAGS = {
     "packing": [], "kernels": [], "logging": [], "data": ["--rows", "200000"],
     "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
-    "loading": [], "in_flight": [], "update": [], "scale": [], "step": [], "sft": [],
+    "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [], "sft": [],
 }
 
 

@@ -47,6 +47,20 @@ after_sft() {
     done
 }
 
+# samplers on a rank of their own, one step behind, with and without the correction
+async() {
+    local launch=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 async_grpo.py) runs=()
+    for seed in ${SEEDS:-1}; do
+        # shellcheck disable=SC2086
+        "${launch[@]}" $TASK $STEPS --run-dir "runs/async/corrected$seed" --seed "$seed" --correction.weights token \
+            ${SHORT:-}
+        # shellcheck disable=SC2086
+        "${launch[@]}" $TASK $STEPS --run-dir "runs/async/plain$seed" --seed "$seed" ${SHORT:-}
+        runs+=("runs/async/corrected$seed" "runs/async/plain$seed")
+    done
+    draw async "${runs[@]}"
+}
+
 # pairs of a right and a wrong result, and pairs of the policy's own responses
 preferences() {
     supervise dpo.py --run-dir runs/learn/dpo --rows-per-step 8 --optim.lr 1e-5

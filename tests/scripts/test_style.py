@@ -20,7 +20,7 @@ import tyro
 
 from tests.conftest import ROOT, launch
 
-NAMES = ("grpo", "ppo", "dapo", "rloo", "online_dpo")                                 # they sample from the policy
+NAMES = ("grpo", "ppo", "dapo", "rloo", "online_dpo", "async_grpo")                   # they sample from the policy
 SUPERVISED = ("sft", "dpo")                                             # they have neither engine nor rewards
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
 OFFLINE = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SUPERVISED if (ROOT / f"{name}.py").is_file()}
@@ -33,13 +33,13 @@ PHASES = ["1 rollout", "2 reward", "3 log-probs", "4 advantages", "5 update", "6
 # The ceilings of design.md, in lines. They are not raised: a file that reaches its ceiling is two subjects, and a
 # change that does not fit deletes something first.
 SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300, "sft.py": 180, "dpo.py": 220,
-                   "online_dpo.py": 260}
+                   "online_dpo.py": 260, "async_grpo.py": 300}
 FILE_CEILING = 350                                                      # any file of common/ and below it
 READ_CEILING = 2100                                                     # all files that lie directly in common/
 PACKAGES_CEILING = 5500                                                 # the packages below common/
 MAKEFILE_CEILING = 59
 # Lines of `diff grpo.py SCRIPT`, added plus removed.
-CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 120}
+CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 120, "async_grpo.py": 100}
 
 
 # --------------------------------------------------------------------------- flags

@@ -1,0 +1,99 @@
+"""What passes between ranks that train and ranks that sample (async_grpo.py): messages, through the job's store, and
+weights. Trainers ask for one thing at a time and samplers do it, so no number depends on which side is faster."""
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.batch import Batch
+from common.engine.base import Engine
+from common.engine.sync import Sent
+from common.parallel.ranks import World, all_gather_objects, all_names, collective_timeout, on_main
+
+PART = 1 << 22  # bytes in one entry of the store, which takes 8 MiB
+
+
+class Bridge:
+    """One side's end. All ranks of the side call the same methods together."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.store = dist.PrefixStore("bridge", world.job_store)
+        self.inbox, self.outbox = ("trainers", "samplers") if world.trains else ("samplers", "trainers")
+        if world.is_main or world.samples:  # the first trainer and all samplers
+            member = world.rank + world.samples, 1 + world.num_samplers
+            if world.device.type == "cpu":
+                self.group = dist.ProcessGroupGloo(self.store, *member, collective_timeout(0))
+            else:
+                self.group = dist.ProcessGroupNCCL(self.store, *member, dist.ProcessGroupNCCL.Options())
+
+    def send(self, message: Any) -> None:
+        """The first rank sends, and does not wait. An empty part ends the message."""
+        if self.world.rank == 0:
+            data = pickle.dumps(message)
+            for start in range(0, len(data) + PART, PART):
+                self.store.queue_push(self.outbox, data[start : start + PART])
+
+    def has_message(self) -> bool:
+        """To samplers that sample, a message says that the trainers have ended: nobody will use the responses."""
+        return self.store.queue_len(self.inbox) > 0
+
+    def receive(self, on_wait: Callable[[], Any] = lambda: None) -> Any:
+        """Wait for a message. Meanwhile all ranks call `on_wait`, again and again."""
+        while not on_main(self.world, self.has_message):
+            on_wait()
+            time.sleep(0.005)
+        parts = iter(lambda: self.store.queue_pop(self.inbox), b"")
+        return on_main(self.world, lambda: pickle.loads(b"".join(parts)))
+
+
+class RemoteEngine(Engine):
+    """The samplers' engines, as the trainers see them."""
+
+    bridge: Bridge  # the script sets it
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.probe_every = 1  # the tokens of a step, of older weights, are no probe
+
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
+        self.bridge.send(("weights",))
+        for _, layer in groupby(tensors, lambda named: named[0].split(".")[:3]):
+            bucket = list(layer)
+            self.bridge.send([(name, tensor.shape, tensor.dtype, sent.get(name)) for name, tensor in bucket])
+            if self.world.is_main:
+                data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
+                self.bridge.group.broadcast(data, 0).wait()
+        self.bridge.send([])
+        num_compared, differing, self.probed = self.bridge.receive()
+        return num_compared, differing
+
+    def _sample_probe(self) -> Batch:
+        return self.probed.to(self.world.device)
+
+
+def receive_weights(engine: Engine, bridge: Bridge) -> tuple[int, list[str], Batch]:
+    """The samplers' part of `RemoteEngine._load`. Also returns what all engines sampled on the probe."""
+    sent: dict[str, Sent] = {}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        while bucket := bridge.receive():
+            sizes = [shape.numel() * dtype.itemsize for _, shape, dtype, _ in bucket]
+            data = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.world.device)
+            bridge.group.broadcast(data, 0).wait()
+            for (name, shape, dtype, known), part in zip(bucket, data.split(sizes)):
+                if known is not None:
+                    sent[name] = known
+                yield name, part.clone().view(dtype).view(shape)
+
+    engine._wake_weights()
+    num_compared, differing = engine._load(tensors(), sent)
+    engine._wake_cache()
+    engine.awake = True
+    return num_compared, all_names(differing), Batch.cat(all_gather_objects(engine._sample_probe().to("cpu")))

@@ -1,0 +1,153 @@
+"""async_grpo.py: one rank trains and one samples (or more of either), with the same numbers whoever is faster."""
+
+import re
+import signal
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import async_grpo
+from common.checkpoint import files
+from tests.checkpoint.faulty import server
+from tests.checkpoint.test_resume import assert_same_run, final_state, metrics, steps_on_disk, tiny_run
+from tests.conftest import STOPS, VLLM, launch, make_tiny_llama
+from tests.engine.episode_runs import FILE
+
+TOTAL = 5
+FAULTY = "tests/checkpoint/faulty.py"
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_llama, tmp_path_factory) -> list[str]:
+    """Five steps of two mini-batches, with a checkpoint and a file of responses after each."""
+    return [*tiny_run(tiny_llama, tmp_path_factory.mktemp("data")), "--total-steps", str(TOTAL), "--save.every", "1",
+            "--save.keep", "9", "--save.timeout-s", "100", "--log.rollouts-every", "1",
+            "--correction.weights", "token", *STOPS]
+
+
+@pytest.fixture(scope="module")
+def in_one_go(flags, tmp_path_factory):
+    run = tmp_path_factory.mktemp("in_one_go")
+    done = launch("async_grpo.py", *flags, "--run-dir", run, ranks=2, warm=True)
+    assert "1 sampler(s), up to 1 step(s) old, corrected" in done.stdout
+    return run
+
+
+def rows_of(run, step: int) -> list[dict]:
+    return pq.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pylist()
+
+
+EPISODES = ["--rollout.episode", f"{FILE}:three_turns", "--rollout.max-response-length", "80", "--rollout.lockstep",
+            "--advantage-per-step"]
+
+
+@pytest.mark.parametrize("more", [[], EPISODES], ids=["responses", "episodes"])
+def test_without_staleness_it_is_grpo(more, flags, tmp_path):
+    """All numbers and weights, bit for bit; the start says that nothing is corrected."""
+    flags = [*flags, "--correction.weights", "none", "--total-steps", "3", "--eval-every", "2", *more]
+    launch("grpo.py", *flags, "--run-dir", tmp_path / "grpo", warm=True)
+    split = ["--max-staleness", "0", "--run-dir", tmp_path / "run"]
+    done = launch("async_grpo.py", *flags, *split, ranks=2, warm=True)
+    assert "up to 0 step(s) old, NOT corrected (--correction.weights token)" in done.stdout
+    ours, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "grpo")
+    assert [row.pop("rollout/staleness", None) for row in ours] == [None, 0, 0, 0]
+    assert ours == theirs and ("num_turns/mean" in ours[1]) == bool(more)
+    found, state = final_state(tmp_path / "run", 3), final_state(tmp_path / "grpo", 3)
+    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+
+
+def test_tokens_are_of_the_weights_of_their_version(flags, in_one_go, tiny_llama):
+    """A step's log-probs, scored again by the weights of the checkpoint before the step before, by transformers' own
+    forward; those of the step before itself, which had been known by then, are others."""
+    assert [row.get("rollout/staleness") for row in metrics(in_one_go)] == [None, 0, 1, 1, 1, 1]
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    for step in (3, 4):
+        errors = []
+        for made_by in (step - 2, step - 1):                            # steps on disk count from 1
+            state = final_state(in_one_go, made_by)
+            names = {name.removeprefix("policy.model.lm."): value for name, value in state.items() if ".model." in name}
+            model.load_state_dict(names, strict=False)
+            assert {name for name, _ in model.named_parameters()} <= names.keys()
+            error = 0.0
+            for row in rows_of(in_one_go, step):
+                prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
+                tokens = torch.tensor([[*prompt, *row["tokens"]]])
+                logp = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                logp = logp.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0]
+                error = max(error, (logp - torch.tensor(row["rollout_logp"])).abs().max().item())
+            errors.append(error)
+        assert errors[0] < 1e-4 < 1e-2 < errors[1], (step, errors)
+
+
+def test_two_ranks_on_each_side_give_the_same_numbers(flags, in_one_go, tmp_path):
+    layout = ["--samplers", "2", "--total-steps", "3", "--run-dir", tmp_path]
+    launch("async_grpo.py", *flags, *layout, ranks=4, warm=True)
+    for ours, theirs in zip(metrics(tmp_path)[1:], metrics(in_one_go)[1:4], strict=True):
+        for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss",
+                     "rollout_corr/kl", "rollout/staleness"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize("fault", ["rollout:200:1:kill", "optimizer:6:0:kill"])
+def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_one_go, tmp_path):
+    """kill -9 while a sampler samples; while a trainer makes an optimizer step."""
+    done = launch(FAULTY, fault, "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2, timeout=90, check=False)
+    assert done.returncode == 1 and "another rank ended, in phase" in done.stderr
+    saved = steps_on_disk(tmp_path)[-1]
+    assert 1 <= saved < TOTAL
+    again = launch("async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2, warm=True)
+    assert f"resumed after step {saved}" in again.stdout
+    assert_same_run(tmp_path, in_one_go, TOTAL)
+
+
+@pytest.mark.parametrize("fault", ["rollout:200:1:usr1", "forward:16:0:usr1"])
+def test_a_signal_to_either_side_stops_both_and_the_run_continues_exactly(fault, flags, in_one_go, tmp_path):
+    """While a sampler samples: the step is finished. Before the first optimizer step of a step: that is given up."""
+    start = server()
+    flags = [*flags, "--run-dir", tmp_path, "--save.every", "0"]
+    assert start(tmp_path / "log", fault, "async_grpo.py", *flags, ranks=2) == 128 + signal.SIGUSR1
+    assert start.codes == [138, 0]
+    assert re.search(r"stopped by SIGUSR1 after step \d, which is saved", (tmp_path / "log").read_text())
+    assert len(steps_on_disk(tmp_path)) == 1
+    assert start(tmp_path / "log", "none", "async_grpo.py", *flags, ranks=2) == 0
+    assert_same_run(tmp_path, in_one_go, TOTAL)
+
+
+def test_a_scorer_that_hangs_ends_both_sides(flags, tmp_path):
+    start = server()
+    code = start(tmp_path / "log", "reward:5:1:hang", "async_grpo.py", *flags, "--run-dir", tmp_path,
+                 "--save.timeout-s", "3", ranks=2)
+    said = (tmp_path / "log").read_text()
+    assert code == 124 and start.codes == [124, 124], said[-3000:]
+    assert "phase 'wait' takes longer than --save.timeout-s 3" in said
+    assert "phase 'rollout, for the trainers' takes longer" in said and "in collect" in said
+
+
+def test_vllm_on_the_samplers_side(flags, tmp_path):
+    model = make_tiny_llama(tmp_path / "model", hidden_size=128)
+    flags = [*flags, "--model", model, "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1", "--total-steps", "2"]
+    launch("async_grpo.py", *flags, "--run-dir", tmp_path / "run", ranks=2, warm=VLLM)
+    rows = metrics(tmp_path / "run")[1:]
+    assert [row["rollout/staleness"] for row in rows] == [0, 1]
+    assert rows[0]["training/rollout_probs_diff_max"] < 1e-3 and max(row["sync/probe_prob_diff"] for row in rows) < 1e-3
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (["--samplers", "0"], "--samplers 0 must be at least 1 and below the world size 2"),
+    (["--samplers", "2"], "where all ranks train and sample: grpo.py"),
+    (["--max-staleness", "-1"], "--max-staleness -1 must be at least 0 training steps"),
+    (["--rollout.in-flight", "1.5"], "--rollout.oversample and --rollout.in-flight must be left out"),
+])
+def test_what_cannot_work_is_refused(change, message, flags, tmp_path):
+    done = launch("async_grpo.py", *flags, "--run-dir", tmp_path, *change, ranks=2, warm=True, check=False)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_the_checkpoint_has_the_rollouts_that_were_made_ahead(in_one_go):
+    state = files.read_manifest(in_one_go / "checkpoints/step_000002")["state"]
+    (ahead,) = state["script"]["ahead"]
+    assert ahead["version"] == 1 and len(ahead["samples"]) == 8
+    assert async_grpo.Args.max_staleness == 1
