@@ -104,8 +104,8 @@ def check(args: Args) -> losses.LossSettings:
     if args.max_staleness < 0:
         raise ValueError(f"--max-staleness {args.max_staleness} must be at least 0 training steps")
     if args.offload.optimizer or args.offload.params or args.rollout.in_flight > 1:
-        raise ValueError("--offload.optimizer, --offload.params and --rollout.in-flight must be left out: samplers have "
-                         "GPUs of their own, and nobody waits for their slowest response")
+        raise ValueError("--offload.optimizer, --offload.params and --rollout.in-flight must be left out: samplers "
+                         "have GPUs of their own, and nobody waits for their slowest response")
     check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,

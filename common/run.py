@@ -6,7 +6,7 @@ nothing of what is optimised: the loop, its phases and every formula are in the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 

@@ -59,7 +59,8 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
     sampling ends early; then the result must not be collected. `with_greedy`: one more, numbered after all the others.
     """
     if isinstance(engine, RemoteEngine):
-        engine.bridge.send(("rollout", {row: data[row] for row in rows}, rows, num_samples, sampling, seed, with_greedy))
+        prompts = {row: data[row] for row in rows}
+        engine.bridge.send(("rollout", prompts, rows, num_samples, sampling, seed, with_greedy))
         return RemoteRollout(engine.bridge, data)
     prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
     samples, seeds = [], []
