@@ -91,7 +91,7 @@ def test_two_ranks_on_each_side_give_the_same_numbers(flags, in_one_go, tmp_path
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
 
-@pytest.mark.parametrize("fault", ["rollout:200:1:kill", "optimizer:6:0:kill"])
+@pytest.mark.parametrize("fault", ["rollout:100:1:kill", "optimizer:6:0:kill"])
 def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_one_go, tmp_path):
     """kill -9 while a sampler samples; while a trainer makes an optimizer step."""
     done = launch(FAULTY, fault, "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2, timeout=90, check=False)
@@ -103,7 +103,7 @@ def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_o
     assert_same_run(tmp_path, in_one_go, TOTAL)
 
 
-@pytest.mark.parametrize("fault", ["rollout:200:1:usr1", "forward:16:0:usr1"])
+@pytest.mark.parametrize("fault", ["rollout:100:1:usr1", "forward:16:0:usr1"])
 def test_a_signal_to_either_side_stops_both_and_the_run_continues_exactly(fault, flags, in_one_go, tmp_path):
     """While a sampler samples: the step is finished. Before the first optimizer step of a step: that is given up."""
     start = server()
