@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.batch import Batch
 from common.engine.base import Engine
-from common.engine.sync import Sent
+from common.engine.sync import Checksum
 from common.parallel.ranks import World, all_gather_objects, all_names, collective_timeout, on_main
 
 PART = 1 << 22  # bytes in one entry of the store, which takes 8 MiB
@@ -62,7 +62,7 @@ class RemoteEngine(Engine):
         super().__init__(*args)
         self.probe_every = 1  # the tokens of a step, of older weights, are no probe
 
-    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Sent]) -> tuple[int, set[str]]:
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         self.bridge.send(("weights",))
         for _, layer in groupby(tensors, lambda named: named[0].split(".")[:3]):
             bucket = list(layer)
@@ -80,7 +80,7 @@ class RemoteEngine(Engine):
 
 def receive_weights(engine: Engine, bridge: Bridge) -> tuple[int, list[str], Batch]:
     """The samplers' part of `RemoteEngine._load`. Also returns what all engines sampled on the probe."""
-    sent: dict[str, Sent] = {}
+    sent: dict[str, Checksum] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         while bucket := bridge.receive():

@@ -2,9 +2,8 @@
 
     python -m tests.bench.advise --model 7B --gpus 64 --median 2000 --sigma 0.8 --longest 8192
 
-synchronous, or carried over (--rollout.in-flight). Beside them stands what a split of the ranks into samplers and
-trainers would take, which no script does. All seconds are PREDICTIONS of simulate.py for H100s (h100.py has what they
-stand on): nothing was measured on a GPU.
+synchronous, carried over (--rollout.in-flight), or a split of the ranks into samplers and trainers (async_grpo.py). All
+seconds are PREDICTIONS of simulate.py for H100s (h100.py has what they stand on): nothing was measured on a GPU.
 """
 
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ def ways(machine: Machine, shape: Shape, job: Job) -> dict[str, dict[str, float]
     for eighths in range(1, 8):
         samplers = job.ranks * eighths // 8 // job.tp * job.tp
         if 0 < samplers < job.ranks:
-            splits[f"split, {samplers} ranks sample"] = split_seconds(machine, shape, job, samplers)
+            splits[f"async_grpo.py --samplers {samplers}"] = split_seconds(machine, shape, job, samplers)
     splits = {way: row for way, row in splits.items() if row["fits"]}
     if splits:
         best = min(splits, key=lambda way: splits[way]["step_s"])
@@ -73,7 +72,7 @@ def advice(machine: Machine, shape: Shape, job: Job) -> str:
     for way, row in found.items():
         lines.append(f"| {way} | {row['rollout_s']:.1f} | {row['update_s']:.1f} | {row['step_s']:.1f} | "
                      f"{base['step_s'] / row['step_s']:.2f} |")
-    fastest = min((way for way in found if "split" not in way), key=lambda way: found[way]["step_s"])
+    fastest = min(found, key=lambda way: found[way]["step_s"])
     gain = base["step_s"] / found[fastest]["step_s"]
     share = base["rollout_s"] / base["step_s"]
     tail = job.response_lengths.max() / job.response_lengths.mean()
@@ -83,7 +82,9 @@ def advice(machine: Machine, shape: Shape, job: Job) -> str:
            f"{', so what ends makes room for others' if queue > 1 else ': at the end few are left'}.")
     if gain < WORTH:
         return "\n".join([*lines, "", f"Take: synchronous. {why} Nothing else is {WORTH:g} times as fast."])
-    older = "{spanning_frac:.0%} of the groups span steps, the oldest {oldest:.0f} of them".format(**found[fastest])
+    older = "all of it is a step older"
+    if "samplers" not in fastest:
+        older = "{spanning_frac:.0%} of the groups span steps, the oldest {oldest:.0f} of them".format(**found[fastest])
     return "\n".join([*lines, "", f"Take: {fastest}. {why} The price is older data: {older}."])
 
 

@@ -134,7 +134,8 @@ def test_vllm_on_the_samplers_side(flags, tmp_path):
     rows = metrics(tmp_path / "run")[1:]
     assert [row["rollout/staleness"] for row in rows] == [0, 1]
     assert rows[0]["training/rollout_probs_diff_max"] < 1e-3
-    probes = [json.loads(line)["sync/probe_prob_diff"] for line in open(tmp_path / "run/metrics.jsonl").readlines()[1:]]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]
+    probes = [json.loads(line)["sync/probe_prob_diff"] for line in lines]
     assert len(probes) == 2 and max(probes) < 1e-3
 
 
