@@ -26,8 +26,9 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
     found = {}
     for part, (module, optimizer) in parts.items():
         optimizer.state_dict()                                  # its hook brings back moments that are offloaded
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())  # else a reference that changes
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad == is_trained:
                 found[f"{part}.model.{name}"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{part}.optim.{name}.{key}"] = value

@@ -105,11 +105,11 @@ def test_a_checkpoint_becomes_a_folder_for_hugging_face(trained, exported, model
     """And what `list` shows of it."""
     hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
     run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, async_=True)
-    run.after_step(STATE | {"score": 0.5})
+    run.after_step(STATE)
     run.close()
     folder = tmp_path / "checkpoints/step_000002"
     checkpoints.list_checkpoints(str(tmp_path))
-    assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "score", "0.5", "complete"]
+    assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "complete"]
     checkpoints.export_checkpoint(str(tmp_path), tmp_path / "again")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
     want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32)}
