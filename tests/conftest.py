@@ -124,7 +124,7 @@ def launch(
             stdin=subprocess.DEVNULL,
         )
     if check:
-        said = f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        said = f"{done.stdout[-3000:]}\n{done.stderr[-20000:]}"
         assert done.returncode == 0, f"{command} ended with {done.returncode}\n{said}"
     return done
 

@@ -1,6 +1,6 @@
 """The engine that samples: `wake` (weights in, cache back), `generate`, `sleep`. Token ids in, token ids out.
 
-Two engines stand behind the three verbs: vLLM inside the training process (`vllm.py`), and Hugging Face's own forward
+Two engines stand behind the three verbs: vLLM inside the training process (`vllm.py`), and Hugging Face's `generate`
 (`hf.py`), which needs nothing else and checks the first one independently. Both keep their own copy of the weights in
 the compute dtype.
 """
@@ -49,7 +49,7 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """How training samples, and the engine that does it."""
 
     engine: Literal["vllm", "hf"] = "vllm"
-    """Sampling backend: vLLM, or Hugging Face's own forward, which is slow, for machines without vLLM and as an
+    """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow, for machines without vLLM and as an
     independent check."""
     val_top_p: float = 1.0
     """top_p of validation."""
