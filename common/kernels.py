@@ -80,8 +80,7 @@ class _LinearLogp(torch.autograd.Function):
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         temperature, softcap, logit_scale, with_entropy_grad, _, tile = ctx.settings
         want_hidden, want_weight = ctx.needs_input_grad[:2]
-        dtype, slope_of_z = _accumulate_dtype(hidden), logit_scale / temperature
-        grad_logp, grad_entropy = grad_logp * slope_of_z, grad_entropy * slope_of_z     # [N]: cheaper than on tiles
+        dtype = _accumulate_dtype(hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if want_hidden else None
         grad_weight = torch.empty_like(weight) if want_weight else None
         with _matmul(hidden, weight) as mm:
@@ -102,6 +101,8 @@ class _LinearLogp(torch.autograd.Function):
                     g.scatter_add_(1, column[:, None], (grad_logp[rows] * here)[:, None])
                     if softcap:
                         g *= slope
+                    if logit_scale != temperature:
+                        g *= logit_scale / temperature
                     g = mm.operand(g)
                     if want_hidden:
                         mm.add(grad_hidden[rows], g, head)

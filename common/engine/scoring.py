@@ -144,7 +144,9 @@ class RemoteRollout:
     """A rollout that samplers on other ranks were asked for. `made`: what they answered, as checkpoints keep it."""
 
     def __init__(self, bridge: Bridge, data: PromptSet, made: dict[str, Any] | None = None):
-        self.bridge, self.data, self.made = bridge, data, made
+        self.bridge = bridge
+        self.data = data
+        self.made = made
 
     def collect(self, meter: Meter) -> Rollout:
         if self.made is None:

@@ -11,7 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-MEDIAN, SIGMA, LONGEST = 6, 1.0, 48                                                     # numbers in a list
+# of the number of numbers in a list, which is log-normal
+MEDIAN = 6
+SIGMA = 1.0
+LONGEST = 48
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float:

@@ -21,7 +21,7 @@ from tests.parallel.layout_worker import LORA, Step
 
 VOCAB = 53                              # rows that no number of ranks divides
 TOLERANCE = 1e-6                        # ||g - oracle|| / ||oracle|| of all weights; reached: 4e-7, float32's own
-LAYOUT_TOLERANCE = 4e-7                 # the same between two layouts in float32; reached: 3e-7
+LAYOUT_TOLERANCE = 3e-7                 # the same between two layouts in float32; reached: 3e-7
 BUDGETS = (10_000, 40, 1)               # everything in one micro-batch, a few, every response alone
 NUM_RESPONSES = 14
 
