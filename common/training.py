@@ -155,7 +155,7 @@ class Training:
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.closing.callback(self.tracker.close)
-        self.closing.callback(self.checkpoints.close)
+        self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)
         self.metrics: dict[str, float] = state.get("not_validated", {})
         self.is_validated = bool(state) and not self.metrics

@@ -13,7 +13,6 @@ from torch import Tensor
 from common.checkpoint import manager
 from common.checkpoint.run_folder import open_run_folder
 from common.checkpoint.signals import Watchdog
-from common.checkpoint.writer import Writer
 from common.metrics import Meter
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
@@ -83,7 +82,7 @@ def checkpoints(folder: Path, world: ranks.World) -> None:
     run = checkpoints_of(folder / "by_many", world, policy, optimizer, watch, async_=True)
     run.after_step(STATE | {"step": 4})
     train(policy, optimizer, range(4, 6))
-    run.close()
+    run.wait()
     if world.is_main:
         torch.save(results, folder / "results.pt")
 
@@ -97,9 +96,12 @@ def not_shared(folder: Path, world: ranks.World) -> None:
 
 def timeouts(folder: Path, world: ranks.World) -> None:
     """Seconds that the collectives of each group wait."""
-    writer = Writer(manager.SaveConfig(timeout_s=float(sys.argv[3])), folder, world, {})
-    of_copies = make_mesh("cpu", world.size, ranks.collective_timeout(float(sys.argv[3]))).get_all_groups()
-    groups = (dist.group.WORLD, world.mesh.get_group(), writer.group, *of_copies)
+    timeout_s = float(sys.argv[3])
+    linear = torch.nn.Linear(1, 1)
+    run = checkpoints_of(folder, world, linear, torch.optim.SGD(linear.parameters()), Watchdog(0),
+                         {"config.json": b"{}"}, timeout_s=timeout_s)
+    of_copies = make_mesh("cpu", world.size, ranks.collective_timeout(timeout_s)).get_all_groups()
+    groups = (dist.group.WORLD, world.mesh.get_group(), run.group, *of_copies)
     dist.barrier()
     if world.is_main:
         seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]

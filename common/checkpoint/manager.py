@@ -10,22 +10,35 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tyro
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from common.checkpoint.files import check_files, find, read_manifest
+from common.checkpoint.export import write_files
+from common.checkpoint.files import check_files, complete_checkpoints, crc32, find, read_manifest, sync, write_manifest
 from common.checkpoint.signals import Watchdog
-from common.checkpoint.state import Parts, Reader, differences, flags_of, make_optimizer_state, tensors_of
-from common.checkpoint.writer import SaveConfig, Writer
+from common.checkpoint.state import (
+    Parts,
+    Reader,
+    ShardWriter,
+    differences,
+    flags_of,
+    make_optimizer_state,
+    tensors_of,
+)
 from common.model.lora import adapter_flags
-from common.parallel.ranks import World, all_gather_objects, all_max, on_main
+from common.parallel.ranks import World, all_gather_objects, all_max, collective_timeout, on_main, together
 from common.tracking.console import print_on_main
 from common.tracking.profiling import Timer
 
@@ -41,8 +54,38 @@ MAX_CHECKS = 16
 """Of a phase: a check is a collective, whose time grows with the number of ranks."""
 
 
+@dataclass
+class SaveConfig:
+    every: int = 20
+    """Steps between checkpoints; the last step is saved in any case. 0: only that."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+    async_: Annotated[bool, tyro.conf.arg(name="async")] = False
+    """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
+    hf: Literal["never", "end"] = "end"
+    """Write the model as a Hugging Face folder, RUN_DIR/model, at the end (tools/checkpoints.py: of a checkpoint)."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of the weights in it. auto: that of --policy.compute-dtype. float32: as they were trained."""
+    resume: str = "auto"
+    """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
+    folder or a checkpoint. none and a path need a run folder without checkpoints; a restart by torchrun or Slurm
+    continues the run folder in any case."""
+    allow_changes: bool = False
+    """Continue a run although flags that its results depend on are not those of its last start."""
+    timeout_s: float = 3600.0
+    """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
+    end. 0: any."""
+
+    def __post_init__(self):
+        if self.every < 0 or self.keep < 1 or self.timeout_s < 0:
+            raise ValueError(
+                f"--save.every {self.every} and --save.timeout-s {self.timeout_s:g} must be at least 0, "
+                f"--save.keep {self.keep} at least 1"
+            )
+
+
 class Checkpoints:
-    """The checkpoints of one run: `resume` at its start, `check` at safe points, `after_step`, `close`. All ranks call
+    """The checkpoints of one run: `resume` at its start, `check` at safe points, `after_step`, `wait`. All ranks call
     the same methods in the same order.
 
     A stop signal takes effect in `check`. Before the first optimizer step of a training step, that step is abandoned
@@ -57,17 +100,22 @@ class Checkpoints:
         self.parts = parts
         self.watchdog = watchdog
         self.root = Path(args.run_dir).resolve() / "checkpoints"
+        self.files = files
         self.flags = flags_of(args)
         self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts)} | adapter_flags(self.flags)
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.dirty = False                                      # True once an optimizer step was made since then
-        # The saves.
+        # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
         self.timer = Timer(watchdog.phase)
-        self.host: dict[str, Tensor] = {}                       # what the writer thread reads while training goes on
+        self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.group = dist.new_group(backend="gloo", timeout=collective_timeout(self.config.timeout_s))
         self.writing: Future | None = None
-        self.writer = Writer(self.config, self.root, world, files)
+        if world.is_main:
+            for leftover in self.root.glob(".step_*"):          # A killed process leaves such folders.
+                shutil.rmtree(leftover)
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(self._mark_dirty)
 
@@ -124,7 +172,7 @@ class Checkpoints:
             return
         if self.state["step"] != self.saved_step:
             self._save()
-        self.close()
+        self.wait()
         saved = ", which is saved" if self.saved_step else "; there is nothing to save yet"
         print_on_main(self.world, f"stopped by {signal.Signals(number).name} after step {self.state['step']}{saved}")
         sys.exit(128 + number)
@@ -150,11 +198,6 @@ class Checkpoints:
         if self.writing is not None:
             self.writing.result()
 
-    def close(self) -> None:
-        """Waits for the last save. Raises OSError if it failed."""
-        self.wait()
-        self.writer.thread.shutdown()
-
     def _mark_dirty(self, *_) -> None:
         self.dirty = True
 
@@ -167,11 +210,50 @@ class Checkpoints:
                 for name, tensor in tensors.items():
                     self.host[name].copy_(tensor)
                 tensors = self.host
-            manifest = {"state": self.state, "world_size": self.world.size, "model": self.model, "flags": self.flags}
             self.saved_step = self.state["step"]
-            self.writing = self.writer.thread.submit(self.writer.write, tensors, manifest)
+            self.writing = self.thread.submit(self._write, tensors, self.state)
             if not self.config.async_:
                 self.wait()
+
+    def _write(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Writes one checkpoint, with all ranks' threads together. Raises OSError on all ranks."""
+        final = self.root / f"step_{state['step']:06d}"
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
+            files = together(lambda: self._finish(partial), OSError, self.group)
+            manifest = {
+                "state": state, "world_size": self.world.size, "model": self.model, "flags": self.flags,
+                "files": {name: entry for part in files for name, entry in part.items()},
+            }
+            together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
+            return
+        except CheckpointException as error:
+            reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()]
+        except OSError as error:
+            reasons = [f"{type(error).__name__}: {error}"]
+        if self.world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"{final} could not be written: {'; '.join(reasons)}")
+
+    def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
+        """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
+        mine = list(partial.glob(f"__{self.world.rank}_*"))
+        if self.world.is_main:
+            write_files(partial / "hf", self.files)
+            mine += [partial / ".metadata", *(partial / "hf" / name for name in self.files)]
+        for path in mine:
+            sync(path)
+        return {str(path.relative_to(partial)): {"size": path.stat().st_size, "crc32": crc32(path)} for path in mine}
+
+    def _publish(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+        write_manifest(partial, manifest)
+        for folder in (partial / "hf", partial):
+            sync(folder)
+        partial.rename(final)
+        sync(self.root)
+        for old in complete_checkpoints(self.root.parent)[: -self.config.keep]:
+            shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))
 
     def _choose(self) -> Path | None:
         """The checkpoint to start from, every file of it read and compared; None for a new run."""

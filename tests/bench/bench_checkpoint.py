@@ -71,7 +71,7 @@ def main(args: Args) -> None:
             run.wait()
             seconds.setdefault(f"save {name}: complete after", []).append(time.perf_counter() - start)
     for run in runs.values():
-        run.close()
+        run.wait()
     shutil.rmtree(folder)
     base = statistics.median(seconds["torch.save"])
     print(f"{gb:.2f} GiB of weights and AdamW state, {args.repeats} saves each\n\n"

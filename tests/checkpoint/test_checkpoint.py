@@ -51,7 +51,7 @@ def save(trained, world, watch, tmp_path):
     def save(step: int, **flags):
         run = checkpoints_of(tmp_path, world, *trained, watch, **flags)
         run.after_step(STATE | {"step": step})
-        run.close()
+        run.wait()
     return save
 
 
@@ -101,7 +101,7 @@ def test_two_trained_parts(model, trained, world, watch, tmp_path):
     parts = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch, parts=parts)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     fresh = torch.nn.Linear(3, 2)
     fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
     policy, optimizer = start(model, world)
@@ -128,7 +128,7 @@ def test_moments_that_are_offloaded_are_saved(model, world, watch, tmp_path):
     train(policy, optimizer, range(2))
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     plain = start(model, world)
     train(*plain, range(2))
     _, *filled = resume(tmp_path, model, world, watch)
@@ -150,7 +150,7 @@ def test_other_numbers_of_ranks(model, world, watch, tmp_path, monkeypatch):
     train(policy, optimizer, range(2))
     run = checkpoints_of(tmp_path / "by_one", world, policy, optimizer, watch)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     want = everything(policy, optimizer)
     log = tmp_path / "log"
     assert server()(log, "none", "tests/rank_worker.py", "checkpoints", tmp_path, ranks=2) == 0, log.read_text()[-3000:]

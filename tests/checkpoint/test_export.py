@@ -106,7 +106,7 @@ def test_a_checkpoint_becomes_a_folder_for_hugging_face(trained, exported, model
     hf_files = export.hf_files(model, trained[0].lm.config, exported[1], "bfloat16")
     run = checkpoints_of(tmp_path, world, *trained, watch, hf_files, async_=True)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     folder = tmp_path / "checkpoints/step_000002"
     checkpoints.list_checkpoints(str(tmp_path))
     assert capsys.readouterr().out.split() == ["step_000002", "0.00", "GiB", "1", "rank(s)", "complete"]
@@ -157,7 +157,7 @@ def test_a_mixture_is_exported_as_it_was_published(kind, exported, world, watch,
     assert_same(weights_of(tmp_path / "model"), want)
     run = checkpoints_of(tmp_path / "run", world, policy, optimizer, watch, hf_files)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
     assert_same(weights_of(tmp_path / "again"), want)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto", output_loading_info=True)
@@ -171,7 +171,7 @@ def test_export_is_in_the_dtype_that_the_run_computes_in(trained, exported, mode
     export.export(trained[0], hf_files, tmp_path / "model", world)
     run = checkpoints_of(tmp_path / "run", world, *trained, watch, hf_files)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
     for folder in (tmp_path / "model", tmp_path / "again"):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -183,7 +183,7 @@ def test_a_link_in_an_untrusted_checkpoint_is_not_followed(trained, world, watch
     (tmp_path / "secret").write_text("of another user")
     run = checkpoints_of(tmp_path / "run", world, *trained, watch)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     folder = tmp_path / "run/checkpoints/step_000002"
     (folder / "hf/notes.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"hf/notes.txt is a symbolic link"):

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import files, manager, run_folder, signals
-from common.checkpoint import writer as writing
+from common.checkpoint import files, run_folder, signals
 from tests.checkpoint.faulty import server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_resume import flags  # noqa: F401
@@ -182,16 +181,14 @@ def test_a_disk_that_cannot_be_written(how, trained, model, world, watch, capsys
             note("a read-only run folder at the start", f"error: {error.value}")
 
 
-def test_a_full_disk_is_named_where_torch_hides_it(world):
+def test_a_full_disk_is_named_where_torch_hides_it(world, watch):
     """torch.save says `unexpected pos 704 vs 598`."""
+    large = torch.nn.Linear(1 << 10, 1 << 9)
     with small_disk(1) as disk:
-        (disk / "checkpoints").mkdir()
-        hf_files = {"config.json": b'{"dtype": "bfloat16", "model_type": "llama"}'}
-        writer = writing.Writer(manager.SaveConfig(), disk / "checkpoints", world, hf_files)
-        manifest = {"state": STATE | {"step": 1}}
+        run = checkpoints_of(disk, world, large, torch.optim.SGD(large.parameters()), watch, {"config.json": b"{}"})
         said = r"step_000001 could not be written: .*No space left on device"
         with pytest.raises(OSError, match=said) as error:
-            writer.write({"policy.model.lm.weight": torch.randn(1 << 19)}, manifest)
+            run.after_step(STATE | {"step": 1})
         note("a full disk: a tensor that does not fit", str(error.value))
         assert list((disk / "checkpoints").iterdir()) == []
 

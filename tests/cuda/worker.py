@@ -127,15 +127,15 @@ def main(jobs: list[list]) -> None:
     import torch.distributed
     import tyro
 
-    from common.checkpoint.writer import Writer
+    from common.checkpoint.manager import Checkpoints
     from common.engine import make
     from common.model import loading
     from common.parallel import ranks
 
     vllm = types.SimpleNamespace(name="vllm", version="0.32.0")
     make.importlib = types.SimpleNamespace(metadata=types.SimpleNamespace(distributions=lambda: [vllm]))
-    write = Writer.write
-    Writer.write = lambda self, *arguments: device.in_this_thread(write, self, *arguments)
+    write = Checkpoints._write
+    Checkpoints._write = lambda self, *arguments: device.in_this_thread(write, self, *arguments)
     world = ranks.init()
     ranks.init = lambda *_: world                                # one process group for all runs
     ranks.shutdown = torch.distributed.barrier

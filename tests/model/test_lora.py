@@ -143,7 +143,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues(tiny_llama, world, watc
     train_adapters(policy, optimizer)
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
     run.after_step(STATE)
-    run.close()
+    run.wait()
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.distcp"))
     assert size < 0.2 * 12 * sum(p.numel() for p in policy.parameters())
     again = load_policy(tiny_llama, FLOAT32, world, lora=RANK4)
@@ -181,7 +181,7 @@ def save(policy, model: str, files: dict[str, bytes], world, watch, folder, adap
     args = RunArgs(model=model, train_data=(), lora=adapters, run_dir=str(folder))
     run = checkpoints_of(folder, world, policy, make_optimizer(policy, OptimConfig()), watch, files, args=args)
     run.after_step(STATE | {"step": 1, "total_steps": 1})
-    run.close()
+    run.wait()
 
 
 @pytest.fixture

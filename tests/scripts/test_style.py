@@ -188,7 +188,7 @@ def test_a_flag_that_nobody_reads_is_found():
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
     sources = {file: text.replace("args.save.dtype", "0") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint/writer.py SaveConfig.dtype"]
+    assert Flags(sources).unread() == ["common/checkpoint/manager.py SaveConfig.dtype"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]
