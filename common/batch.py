@@ -36,6 +36,7 @@ class Batch:
     sum_p2: Tensor | None = field(default=None, metadata=PER_TOKEN)         # sum over the vocabulary of p^2
     selected: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] bool, by common/selection.py
     known: dict[str, Any] = field(default_factory=dict)     # cached properties; a field, as FSDP2 copies those alone
+    last_pass = None    # what the update's last pass said of each token, by name; no field, as no model reads it
 
     def __post_init__(self):
         vars(self).update(self.known)

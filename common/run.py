@@ -26,7 +26,7 @@ from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
 from common.rollout import Minibatch, Rollout, to_minibatches
 from common.tracking.console import print_on_main
-from common.tracking.rollouts import write_validation
+from common.tracking.rollouts import write_step, write_validation
 from common.tracking.step import rollout_metrics
 from common.tracking.validation import evaluate, spread_rows
 from common.training import TrainArgs, Training
@@ -136,7 +136,6 @@ class Run(Training):
     def to_minibatches(self, rollout: Rollout, in_update: Tensor, num_minibatches: int, max_tokens: int, step: int,
                        ) -> list[Minibatch]:
         """Send every response to the rank that trains on it; see `rollout.to_minibatches`."""
-        self.record.keep(rollout)
         return to_minibatches(
             rollout, in_update, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
             seed=seed_of(self.args.seed, step, "minibatches"), share_prompt=self.args.policy.share_prompt,
@@ -157,7 +156,7 @@ class Run(Training):
         if self.is_validation_due(step):
             with self.timer("testing"):
                 results = self._validate(step + 1)
-        self.record.write(self.tokenizer, rollout.samples, rewards)
+        write_step(args.log, self.tracker.run_dir, step + 1, self.tokenizer, rollout, minibatches, rewards)
         metrics = rollout_metrics(
             sampled or rollout, self.num_sampled_tokens, self.timer.seconds["gen"], args.data.max_prompt_length,
             args.rollout.max_response_length,

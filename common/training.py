@@ -37,7 +37,6 @@ from common.rollout import Minibatch
 from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import Timer, peak_flops
-from common.tracking.rollouts import Record
 from common.tracking.step import step_metrics
 
 
@@ -173,7 +172,6 @@ class Training:
             ranks.seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
             self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()
-            self.record = Record(args.log, self.tracker.run_dir, step + 1)
             self.metrics = self.checkpoints.metrics()
             yield step
         if args.save.hf != "never":
@@ -206,7 +204,8 @@ class Training:
             self.meter.mean(name, values, microbatch.mask)
         if logp is not None:
             self.meter.mean("actor/entropy", entropy, microbatch.mask)
-            self.record.add(microbatch, logp, entropy, stats)
+            found = stats | {"logp": logp, "entropy": entropy}
+            microbatch.last_pass = {name: values.detach() for name, values in found.items()}
         self.advance()
         self.check()  # a stop signal takes effect here, unless an optimizer step would be lost
 

@@ -9,100 +9,81 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
 from common.parallel.ranks import all_gather_objects
-from common.rollout import Rollout, Sample
+from common.rollout import Minibatch, Rollout, Sample
 from common.tracking.logger import LogConfig
 
-FLOATS = pa.list_(pa.float32())
-
-SCHEMA = pa.schema({
-    "step": pa.int32(), "index": pa.int32(), "group": pa.int32(), "data_source": pa.string(), "prompt": pa.string(),
-    "response": pa.string(), "ground_truth": pa.string(), "score": pa.float32(), "reward": pa.float32(),
-    "reward_parts": pa.string(), "advantage": pa.float32(), "finish_reason": pa.string(), "prompt_length": pa.int32(),
-    "response_length": pa.int32(), "tokens": pa.list_(pa.int32()), "token_texts": pa.list_(pa.string()),
-    "trained": pa.list_(pa.bool_()), "clipped": pa.list_(pa.bool_()), "rollout_logp": FLOATS, "old_logp": FLOATS,
-    "ref_logp": FLOATS, "token_advantage": FLOATS, "value": FLOATS, "returns": FLOATS, "entropy": FLOATS,
-    "ratio": FLOATS, "mask": pa.list_(pa.bool_()), "num_turns": pa.int32(), "end_reason": pa.string(),
-    "messages": pa.string(), "version": pa.list_(pa.int32()),
-})
+COLUMNS = {
+    pa.int32(): "step index group prompt_length response_length num_turns",
+    pa.float32(): "score reward advantage",
+    pa.string(): "data_source prompt response ground_truth reward_parts finish_reason end_reason messages",
+    pa.list_(pa.int32()): "tokens version",
+    pa.list_(pa.string()): "token_texts",
+    pa.list_(pa.bool_()): "mask trained clipped",
+    pa.list_(pa.float32()): "rollout_logp old_logp ref_logp token_advantage value returns entropy ratio",
+}
 """One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
 rest of its dict as JSON. Lists have one entry per response token; they are null where there was none (no reference, no
 critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of `token_advantage` over it.
 After several passes, entropy, ratio and clipped are those of the last one. Of episodes only: `mask` is true for tokens
 that the model wrote, and `messages` is the conversation as JSON, with calls of tools and results. With
 --rollout.in-flight only: `version` is the number of steps that the policy had been trained when it sampled a token."""
+SCHEMA = pa.schema({name: kind for kind, names in COLUMNS.items() for name in names.split()})
 
 
-class Record:
-    """One step's file. `add` each micro-batch as it is trained; at the end of the step all ranks `write`. Does nothing
-    in steps that have no file (--log.rollouts-every), and keeps nothing of responses past --log.rollouts-max."""
-
-    def __init__(self, config: LogConfig, run_dir: Path, step: int):
-        """`step` counts from 1."""
-        self.on = config.rollouts_every > 0 and (step == 1 or step % config.rollouts_every == 0)
-        self.path = run_dir / f"rollouts/step_{step:06d}.parquet"
-        self.step = step
-        self.max_responses = config.rollouts_max
-        self.limit = 0                                                  # responses from this number on are not kept
-        self.numbers: dict[int, dict[str, np.ndarray]] = {}             # sequence -> name -> one number per token
-
-    def keep(self, rollout: Rollout) -> None:
-        """Keep the first whole groups, at least one; of an episode of several sequences the last one."""
-        self.sequence = (rollout.num_sequences.cumsum(0) - 1).long().tolist()                   # [S]
-        ends = rollout.group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
-        self.limit = max([end for end in ends if end <= self.max_responses], default=ends[0] if ends else 0)
-
-    def add(self, microbatch: Batch, logp: Tensor, entropy: Tensor, stats: dict[str, Tensor]) -> None:
-        """Numbers per token [T] of a micro-batch: those it carries, and those of this forward. `stats`: the loss's."""
-        if not self.on:
-            return
-        index, number = torch.stack([microbatch.index, microbatch.number]).tolist()            # one read of a GPU
-        chosen = [s for s, i in enumerate(index) if 0 <= i < self.limit]
-        if not chosen:
-            return
-        old_logp = logp if microbatch.old_logp is None else microbatch.old_logp
-        found = {
-            "trained": microbatch.mask, "old_logp": old_logp, "ref_logp": microbatch.ref_logp,
-            "token_advantage": microbatch.advantage, "value": microbatch.value, "returns": microbatch.returns,
-            "entropy": entropy, "ratio": stats["actor/ratio"],
-            "clipped": stats["actor/pg_clipfrac"] + stats["actor/pg_clipfrac_lower"],
+def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTrainedTokenizerBase, rollout: Rollout,
+               minibatches: list[Minibatch], rewards: Tensor) -> None:
+    """Write RUN_DIR/rollouts/step_STEP.parquet, if that step has a file (--log.rollouts-every): the first whole groups,
+    at least one, up to --log.rollouts-max responses. Every rank calls it. `step` counts from 1; `minibatches` after the
+    update; `rewards` [S]: what it was made from."""
+    if config.rollouts_every == 0 or (step > 1 and step % config.rollouts_every):
+        return
+    ends = rollout.group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    limit = max([end for end in ends if end <= config.rollouts_max], default=ends[0] if ends else 0)
+    rows = [
+        row_of(tokenizer, sample, step, float(rewards[sample.index])) | {
+            "tokens": sample.response.tokens,
+            "token_texts": token_texts(tokenizer, sample.prompt.tokens, sample.response.tokens),
+            "rollout_logp": sample.response.logp,
+            "mask": sample.response.mask,
+            "version": [version for version, count in sample.response.versions for _ in range(count)] or None,
         }
-        found = {name: values.detach().float().cpu().numpy() for name, values in found.items() if values is not None}
-        bounds = microbatch.cu_seqlens.tolist()
-        for s in chosen:
-            self.numbers[number[s]] = {name: values[bounds[s] : bounds[s + 1]] for name, values in found.items()}
+        for sample in rollout.samples if sample.index < limit
+    ]
+    sequences = (rollout.num_sequences.cumsum(0) - 1).long()[:limit].tolist()   # of an episode of several, the last
+    numbers = [*chain(*(numbers_of_tokens(microbatch, sequences) for microbatch in chain(*minibatches)))]
+    row_at = {row["index"]: row for row in chain(*all_gather_objects(rows))}
+    for i, found in chain(*all_gather_objects(numbers)):
+        row = row_at[i]
+        row |= {name: values[len(values) - row["response_length"] :] for name, values in found.items()}
+        if row["trained"].any():
+            row["advantage"] = float(row["token_advantage"][row["trained"]].mean())
+    write_rows(run_dir / f"rollouts/step_{step:06d}.parquet", [*row_at.values()])
 
-    def write(self, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], rewards: Tensor) -> None:
-        """Every rank calls it. `samples`: those that this rank scored; `rewards` [S]: what the update was made from."""
-        if not self.on:
-            return
-        rows = []
-        for sample in samples:
-            if sample.index < self.limit:
-                response = sample.response
-                rows.append(row_of(tokenizer, sample, self.step, float(rewards[sample.index])) | {
-                    "tokens": response.tokens,
-                    "token_texts": token_texts(tokenizer, sample.prompt.tokens, response.tokens),
-                    "rollout_logp": response.logp,
-                    "mask": response.mask,
-                    "version": [step for step, count in response.versions for _ in range(count)] or None,
-                })
-        shares = all_gather_objects((rows, self.numbers))
-        numbers = {i: found for _, share in shares for i, found in share.items()}
-        rows = [row for share, _ in shares for row in share]
-        for row in rows:
-            length = row["response_length"]
-            for name, values in numbers.get(self.sequence[row["index"]], {}).items():  # of prompt and response
-                row[name] = values[len(values) - length :].astype(SCHEMA.field(name).type.value_type.to_pandas_dtype())
-            if "trained" in row and row["trained"].any():
-                row["advantage"] = float(row["token_advantage"][row["trained"]].mean())
-        write_rows(self.path, rows)
+
+def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int, dict[str, np.ndarray]]]:
+    """Numbers of a response and, by name, of its tokens, prompts' included, if its entry of `sequences` is in here."""
+    update = microbatch.last_pass
+    if update is None:
+        return []
+    found = {
+        "trained": microbatch.mask, "clipped": (update["actor/pg_clipfrac"] + update["actor/pg_clipfrac_lower"]).bool(),
+        "old_logp": update["logp"] if microbatch.old_logp is None else microbatch.old_logp,
+        "ref_logp": microbatch.ref_logp, "token_advantage": microbatch.advantage, "value": microbatch.value,
+        "returns": microbatch.returns, "entropy": update["entropy"], "ratio": update["actor/ratio"],
+    }
+    arrays = {name: values.cpu().numpy() for name, values in found.items() if values is not None}
+    bounds = microbatch.cu_seqlens.tolist()
+    return [
+        (i, {name: values[bounds[s] : bounds[s + 1]] for name, values in arrays.items()})
+        for s, (i, number) in enumerate(zip(microbatch.index.tolist(), microbatch.number.tolist()))
+        if 0 <= i < len(sequences) and number == sequences[i]
+    ]
 
 
 def write_validation(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTrainedTokenizerBase,

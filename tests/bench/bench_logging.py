@@ -28,7 +28,7 @@ from common.rollout import Rollout, Sample
 from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import Timer
-from common.tracking.rollouts import Record
+from common.tracking.rollouts import write_step
 from common.tracking.step import step_metrics
 from tests.bench.record import report
 
@@ -95,11 +95,9 @@ def main(args: Args) -> None:
                 correction.measure(meter, batch, logp)
 
         def responses() -> None:
-            record = Record(args.log, Path(folder), 5)
-            record.keep(rollout)
             for microbatch in minibatches[0]:
-                record.add(microbatch, logp, logp, stats)
-            record.write(tokenizer, samples, rewards)
+                microbatch.last_pass = stats | {"logp": logp, "entropy": logp}
+            write_step(args.log, Path(folder), 5, tokenizer, rollout, minibatches, rewards)
 
         def numbers() -> dict[str, float]:
             return step_metrics(

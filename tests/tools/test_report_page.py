@@ -19,13 +19,13 @@ import tyro
 import tools.report
 import tools.runs
 from common.tracking.logger import LogConfig
-from common.tracking.rollouts import Record
+from common.tracking.rollouts import write_step
 from common.tracking.rollouts import write_validation as write_validation_file
 from tests.conftest import ROOT
 from tests.tools.browser import CHROMIUM, Browser
 from tests.tools.long_run import write_long_run, write_rollouts, write_validation
 from tests.tools.test_report import write_run
-from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, groups, record, tokenizer
+from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, record, scored, tokenizer
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
@@ -365,9 +365,7 @@ def make_episodes(folder: Path) -> Path:
     """A run whose files of step 1 and of validation 1 have an episode; its step 5 is as older versions wrote it."""
     write_run(folder)
     sample = episode(tokenizer())
-    made = Record(LogConfig(), folder, 1)
-    made.keep(groups(torch.zeros(1)))
-    made.write(tokenizer(), [sample], torch.tensor([1.0]))
+    write_step(LogConfig(), folder, 1, tokenizer(), scored(torch.zeros(1), [sample]), [], torch.tensor([1.0]))
     write_validation_file(LogConfig(), folder, 1, tokenizer(), [sample])
     record(folder, [0, 1, 2, 3], [2, 0, 1], LogConfig(), 5)
     file = folder / "rollouts/step_000005.parquet"

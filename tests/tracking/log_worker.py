@@ -18,7 +18,7 @@ from common.prompts import Prompt
 from common.rollout import Rollout, Sample
 from common.tracking.logger import LogConfig
 from common.tracking.profiling import Timer
-from common.tracking.rollouts import Record, write_validation
+from common.tracking.rollouts import write_step, write_validation
 from common.tracking.step import rollout_metrics, step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -69,8 +69,8 @@ def episode(tokenizer, index: int = 0) -> Sample:
     return Sample(index, 0, 0, prompt, response, text=tokenizer.decode(found), score=1.0)
 
 
-def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.Tensor, dict]:
-    """What a rank trains on: these of the four, after a dummy, with numbers that say whose they are. Token t of
+def microbatch(tokenizer, mine: list[int]) -> Batch:
+    """What a rank trained on: these of the four, after a dummy, with numbers that say whose they are. Token t of
     response i has old_logp -(i + t / 100), advantage i, entropy t, ratio 1 + i / 10, and is clipped where t is 1."""
     prompts, responses = tokens(tokenizer)
     batch = Batch.build([[7, 8], *(prompts[i] for i in mine)], [[9], *(responses[i] for i in mine)],
@@ -79,24 +79,23 @@ def microbatch(tokenizer, mine: list[int]) -> tuple[Batch, torch.Tensor, torch.T
     i = batch.index[batch.sequence_ids].float()                         # [T]
     first = torch.tensor([2, *(len(prompts[i]) for i in mine)])
     t = (batch.position_ids - first[batch.sequence_ids]).float()
-    batch.old_logp, batch.advantage, entropy = -(i + t / 100), i * batch.mask, t
-    stats = {"actor/ratio": 1 + i / 10, "actor/pg_clipfrac": (t == 1).float(), "actor/pg_clipfrac_lower": 0 * t}
-    return batch, batch.old_logp, entropy, stats
+    batch.old_logp, batch.advantage = -(i + t / 100), i * batch.mask
+    batch.last_pass = {"logp": batch.old_logp, "entropy": t, "actor/ratio": 1 + i / 10,
+                       "actor/pg_clipfrac": (t == 1).float(), "actor/pg_clipfrac_lower": 0 * t}
+    return batch
 
 
-def groups(group: torch.Tensor) -> SimpleNamespace:
-    """What a record is told of responses with these groups, none of them of several sequences."""
-    return SimpleNamespace(group=group, num_sequences=torch.ones(len(group)))
+def scored(group: torch.Tensor, samples: list[Sample]) -> SimpleNamespace:
+    """A rollout of responses in these groups, none of them of several sequences; `samples`: this rank's."""
+    return SimpleNamespace(group=group, num_sequences=torch.ones(len(group)), samples=samples)
 
 
-def record(run_dir: Path, sampled: list[int], trained: list[int], config: LogConfig, step: int = 1) -> Record:
+def record(run_dir: Path, sampled: list[int], trained: list[int], config: LogConfig, step: int = 1) -> None:
     """One step's file, of a rank that sampled and trained on these."""
     tok = tokenizer()
-    made = Record(config, run_dir, step)
-    made.keep(groups(torch.arange(4) // GROUP))
-    made.add(*microbatch(tok, trained))
-    made.write(tok, samples(tok, sampled), torch.tensor([1.25, 0.0, 0.5, -0.5], dtype=torch.float64))
-    return made
+    rewards = torch.tensor([1.25, 0.0, 0.5, -0.5], dtype=torch.float64)
+    rollout = scored(torch.arange(4) // GROUP, samples(tok, sampled))
+    write_step(config, run_dir, step, tok, rollout, [[microbatch(tok, trained)]], rewards)
 
 
 def metrics(rank: int, size: int) -> dict[str, float]:
@@ -130,6 +129,6 @@ if __name__ == "__main__":
     folder, world = Path(sys.argv[1]), ranks.init()
     (folder / f"metrics_{world.rank}.json").write_text(json.dumps(metrics(world.rank, world.size)))
     record(folder, [[0, 1], [2, 3]][world.rank], [[2], [1, 0]][world.rank], LogConfig())
-    scored = samples(tokenizer(), [[0, 3], [1, 2]][world.rank])
-    write_validation(LogConfig(), folder, 20, tokenizer(), scored)
+    of_validation = samples(tokenizer(), [[0, 3], [1, 2]][world.rank])
+    write_validation(LogConfig(), folder, 20, tokenizer(), of_validation)
     ranks.shutdown()

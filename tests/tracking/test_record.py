@@ -7,10 +7,21 @@ import pytest
 import torch
 
 from common.tracking.logger import LogConfig
-from common.tracking.rollouts import Record, token_texts, write_validation
+from common.tracking.rollouts import token_texts, write_step, write_validation
 from tests.conftest import launch
 from tests.tracking import log_worker
-from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, groups, record, samples, tokenizer, tokens
+from tests.tracking.log_worker import (
+    PROMPTS,
+    RESPONSES,
+    TURNS,
+    episode,
+    microbatch,
+    record,
+    samples,
+    scored,
+    tokenizer,
+    tokens,
+)
 
 # --------------------------------------------------------------------------- metrics
 
@@ -105,10 +116,10 @@ def test_two_ranks_write_the_same_file(rows, two_ranks):
 
 def test_whole_groups_up_to_the_limit(tmp_path):
     for limit, expected in ((1, [0, 1]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1, 2, 3]), (64, [0, 1, 2, 3])):
-        made = record(tmp_path, [0, 1, 2, 3], [2, 0, 1], LogConfig(rollouts_max=limit))
+        record(tmp_path, [0, 1, 2, 3], [2, 0, 1], LogConfig(rollouts_max=limit))
         found = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist()
         assert [row["index"] for row in found] == expected, limit
-        assert set(made.numbers) == set(expected) - {3}                 # nothing else was copied
+        assert [row["index"] for row in found if row["entropy"]] == [i for i in expected if i != 3]
 
 
 def test_a_validations_responses(rows, tmp_path, two_ranks):
@@ -129,9 +140,7 @@ def test_a_validations_responses(rows, tmp_path, two_ranks):
 def test_an_episode_has_its_turns(rows, tmp_path):
     """Files of a step and of a validation; a response that is no episode has none of it."""
     sample = episode(tokenizer())
-    made = Record(LogConfig(), tmp_path, 1)
-    made.keep(groups(torch.zeros(1)))
-    made.write(tokenizer(), [sample], torch.tensor([1.0]))
+    write_step(LogConfig(), tmp_path, 1, tokenizer(), scored(torch.zeros(1), [sample]), [], torch.tensor([1.0]))
     write_validation(LogConfig(), tmp_path, 1, tokenizer(), [sample])
     of_step, of_validation = (
         pq.read_table(tmp_path / f"rollouts/{kind}_000001.parquet").to_pylist()[0] for kind in ("step", "val"))
@@ -146,19 +155,34 @@ def test_an_episode_has_its_turns(rows, tmp_path):
 
 def test_steps_that_have_a_file(tmp_path):
     for every, steps in ((0, []), (1, [1, 2, 3, 4]), (2, [1, 2, 4]), (10, [1])):
-        assert [step for step in (1, 2, 3, 4) if Record(LogConfig(rollouts_every=every), tmp_path, step).on] == steps
-    record(tmp_path, [0, 1, 2, 3], [2], LogConfig(rollouts_every=2), step=3)
-    assert not list(tmp_path.iterdir())
+        for step in (1, 2, 3, 4):
+            nothing = scored(torch.zeros(0), [])
+            write_step(LogConfig(rollouts_every=every), tmp_path / str(every), step, None, nothing, [], torch.zeros(0))
+        files = sorted((tmp_path / str(every)).rglob("*.parquet"))
+        assert [path.name for path in files] == [f"step_{step:06d}.parquet" for step in steps]
 
 
-def test_the_last_pass_over_a_response_stays(tmp_path):
+def test_a_step_whose_policy_was_not_updated(tmp_path):
+    """--critic-warmup: the file has the responses, and null where the update would have said something."""
     tok = tokenizer()
-    made = Record(LogConfig(), tmp_path, 1)
-    made.keep(groups(torch.tensor([0, 0])))
-    for add in (0.0, 5.0):
-        batch, logp, entropy, stats = log_worker.microbatch(tok, [1])
-        made.add(batch, logp, entropy + add, stats)
-    assert made.numbers[1]["entropy"][-1] == len(tokens(tok)[1][1]) - 1 + 5
+    batch = microbatch(tok, [0, 1])
+    batch.last_pass = None
+    write_step(LogConfig(), tmp_path, 1, tok, scored(torch.zeros(2), samples(tok, [0, 1])), [[batch]], torch.ones(2))
+    rows = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist()
+    assert [row["response"] for row in rows] == RESPONSES[:2]
+    assert all(row["entropy"] is row["trained"] is row["advantage"] is None for row in rows)
+
+
+def test_the_last_sequence_of_an_episode_is_recorded(tmp_path):
+    """Response 0 has two sequences, numbers 0 and 1, and its row is of the second."""
+    tok = tokenizer()
+    batch = microbatch(tok, [0, 1])
+    batch.index, batch.number = torch.tensor([-1, 0, 0]), torch.tensor([-1, 0, 1])
+    rollout = scored(torch.zeros(1), samples(tok, [1]))
+    rollout.samples[0].index, rollout.num_sequences[0] = 0, 2
+    write_step(LogConfig(), tmp_path, 1, tok, rollout, [[batch]], torch.ones(1))
+    (row,) = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist()
+    assert row["entropy"] == list(range(len(tokens(tok)[1][1]))) and row["advantage"] == 1.0
 
 
 # --------------------------------------------------------------------------- texts of tokens
