@@ -24,11 +24,10 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
 from common.batch import Batch
-from common.checkpoint.responses import responses_to_state
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
 from common.engine.remote import Bridge, receive_weights
-from common.engine.scoring import RemoteRollout, start_rollout
+from common.engine.scoring import RemoteRollout, responses_to_state, start_rollout
 from common.engine.turns import check_turns, to_units
 from common.metrics import Meter, spread
 from common.parallel.ranks import SAMPLERS, all_max

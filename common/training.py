@@ -172,7 +172,7 @@ class Training:
             ranks.seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
             self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()
-            self.metrics = self.checkpoints.metrics()
+            self.metrics = self.checkpoints.timer.metrics()
             yield step
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)

@@ -109,7 +109,7 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
     shown, rollouts, prompts, now = [], [], {}, version(runs)
     last_names = [Path(run).resolve().name for run in runs]
     for number, (run, last_name) in enumerate(zip(runs, last_names)):
-        rows, health = read_metrics(run), HealthCheck(every=20)
+        rows, health = read_metrics(run), HealthCheck()
         names = sorted({name for row in rows for name in row} - {"step"})
         found, left_out = read_rollouts(Path(run), max_mb / len(runs))
         rollouts += [

@@ -127,5 +127,3 @@ def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> 
     """Writes the policy as it is, in the dtype that `files` name, for `from_pretrained` and vLLM. All ranks call it."""
     dtype = dtype_of(files)
     replace_hf(out, policy.described(dtype), policy.full_tensors(dtype), files, world.rank, world.size)
-    if world.size > 1:
-        dist.barrier()

@@ -28,15 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from common.checkpoint.export import write_files
 from common.checkpoint.files import check_files, complete_checkpoints, crc32, find, read_manifest, sync, write_manifest
 from common.checkpoint.signals import Watchdog
-from common.checkpoint.state import (
-    Parts,
-    Reader,
-    ShardWriter,
-    differences,
-    flags_of,
-    make_optimizer_state,
-    tensors_of,
-)
+from common.checkpoint.state import Parts, ShardWriter, differences, flags_of, load_parts, tensors_of
 from common.model.lora import adapter_flags
 from common.parallel.ranks import World, all_gather_objects, all_max, collective_timeout, on_main, together
 from common.tracking.console import print_on_main
@@ -108,7 +100,7 @@ class Checkpoints:
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
-        self.timer = Timer(watchdog.phase)
+        self.timer = Timer(watchdog.phase)                      # of the saves after the last step
         self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(self.config.timeout_s))
@@ -139,9 +131,7 @@ class Checkpoints:
                 f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give the old ones, or "
                 f"another --run-dir, or set --save.allow-changes"
             )
-        reader = Reader(folder)
-        make_optimizer_state(self.parts, reader.read_metadata().state_dict_metadata)
-        dcp.load(tensors_of(self.parts), storage_reader=reader)
+        load_parts(self.parts, folder)
         self.dirty = False
         self.state = manifest["state"]
         self.saved_step = self.state["step"]
@@ -159,6 +149,7 @@ class Checkpoints:
         with "step" and "total_steps". Saves when it is time to, obeys signals."""
         self.state = json.loads(json.dumps(state))
         self.dirty = False
+        self.timer = Timer(self.watchdog.phase)
         is_last = state["step"] == state["total_steps"]
         if is_last or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
@@ -186,12 +177,6 @@ class Checkpoints:
     def stopping(self) -> bool:
         """Whether this rank got a signal, so that what it samples now will not be used. The engine calls this often."""
         return bool(self.watchdog.signal) and not self.dirty
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds that saves since the last call blocked training."""
-        timings = {f"timing_s/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
-        self.timer.seconds.clear()
-        return timings
 
     def wait(self) -> None:
         """Waits until the last save is on disk. Raises OSError if it failed."""

@@ -49,6 +49,13 @@ def make_optimizer_state(parts: Parts, stored: Iterable[str]) -> None:
         optimizer.zero_grad()
 
 
+def load_parts(parts: Parts, folder: Path) -> None:
+    """Fills all parts from a checkpoint of any number of ranks."""
+    reader = Reader(folder)
+    make_optimizer_state(parts, reader.read_metadata().state_dict_metadata)
+    dcp.load(tensors_of(parts), storage_reader=reader)
+
+
 def flags_of(args: Any) -> dict[str, Any]:
     """Nested flag dataclasses -> {"--optim.lr": 1e-6, ..., "script": "grpo.py"}, plain JSON without secrets."""
     flat: dict[str, Any] = {}

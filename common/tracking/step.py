@@ -1,6 +1,7 @@
 """What every script logs of a step beside its own numbers: lengths, memory, seconds, throughput. Names are verl's."""
 
 import resource
+import time
 from itertools import chain
 
 import numpy as np
@@ -33,7 +34,7 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
     if world.device.type == "cuda":
         meter.max("perf/max_memory_allocated_gb", torch.tensor(torch.cuda.max_memory_allocated() / 2**30))
         meter.max("perf/max_memory_reserved_gb", torch.tensor(torch.cuda.max_memory_reserved() / 2**30))
-    metrics = meter.reduce() | timer.metrics()
+    metrics = meter.reduce() | timer.metrics() | {"timing_s/step": time.perf_counter() - timer.start}
     as_sampled = [int(part.sum()) for part in np.array_split(lengths, world.size)]              # tokens by rank
     metrics |= {
         "global_seqlen/min": min(as_sampled),

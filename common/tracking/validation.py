@@ -1,9 +1,10 @@
 """Validation results of a step, by data source, under verl's names."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
+from statistics import multimode
 
 import numpy as np
 
@@ -86,8 +87,5 @@ def best_at(accs: np.ndarray, k: int) -> np.ndarray:
 
 def majority(group: list[tuple[float, str | None]]) -> float:
     """Mean acc of the samples whose answer is the most frequent one (of the most frequent ones); 0 without answers."""
-    counts = Counter(vote for _, vote in group if vote is not None)
-    if not counts:
-        return 0.0
-    most = max(counts.values())
-    return float(np.mean([acc for acc, vote in group if counts[vote] == most]))
+    most_frequent = multimode(vote for _, vote in group if vote is not None)
+    return float(np.mean([acc for acc, vote in group if vote in most_frequent])) if most_frequent else 0.0

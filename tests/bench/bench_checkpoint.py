@@ -67,7 +67,7 @@ def main(args: Args) -> None:
             start = time.perf_counter()
             run.after_step({"step": step, "total_steps": step})
             kind = f"{name}, first" if step == 1 and run.config.async_ else name
-            seconds.setdefault(f"save {kind}: blocks", []).append(run.metrics()["timing_s/save_checkpoint"])
+            seconds.setdefault(f"save {kind}: blocks", []).append(run.timer.metrics()["timing_s/save_checkpoint"])
             run.wait()
             seconds.setdefault(f"save {name}: complete after", []).append(time.perf_counter() - start)
     for run in runs.values():

@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig
 
 import dapo
-from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.engine import scoring
 from common.engine.base import Response, RolloutConfig, SamplingConfig
+from common.engine.scoring import responses_from_state, responses_to_state
 from common.metrics import Meter
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
@@ -180,7 +180,7 @@ def test_a_rollout_survives_a_checkpoint_on_any_number_of_ranks(world, monkeypat
     samples = make_samples([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], rows=[4, 2, 5], extras=[{"acc": i} for i in range(6)])
     state = json.loads(json.dumps(responses_to_state(gather_rollout(samples))))
     assert responses_from_state(state, DATA, world).samples == samples
-    monkeypatch.setattr("common.checkpoint.responses.gather_rollout", lambda samples: samples)
+    monkeypatch.setattr("common.engine.scoring.gather_rollout", lambda samples: samples)
     shares = [responses_from_state(state, DATA, replace(world, rank=rank, size=2)) for rank in range(2)]
     assert [[s.index for s in share] for share in shares] == [[0, 1, 4, 5], [2, 3]]
     assert shares[1] == samples[2:4]

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoTokenizer
 
 from common.batch import Batch
-from common.checkpoint.responses import responses_from_state, responses_to_state
 from common.engine.base import Response, RolloutConfig
 from common.engine.episodes import start_episodes
 from common.engine.make import make_engine, stop_tokens
-from common.engine.scoring import Scoring, start_rollout
+from common.engine.scoring import Scoring, responses_from_state, responses_to_state, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.tracking import start
+from common.tracking import logger
 from tools import compare
 
 
@@ -19,7 +19,7 @@ def make_run(tmp_path, monkeypatch):
         file.parent.mkdir()
         file.write_text(script)
         monkeypatch.setattr(sys, "argv", [str(file), "--optim.lr", "1", "--reward.kwargs", '{"api_key": "abc123"}'])
-        start.record_start(folder, flags, num_ranks=2)
+        logger.record_start(folder, flags, num_ranks=2)
         rows = [{"step": 0, "val-core/sums/acc/greedy": 0.25}]
         rows += [{"step": i + 1, "critic/rewards/mean": reward} for i, reward in enumerate(rewards)]
         rows[-1]["val-core/sums/acc/greedy"] = 0.75
@@ -32,13 +32,13 @@ def test_a_start_is_kept(make_run):
     """Script, command without its secrets, the commit that git names; a second start has a folder of its own."""
     key = "sk-" + "a1" * 10
     run = make_run("a", f"KEY = '{key}'\nprint(1)\n", {"seed": 1}, [0.5])
-    start.record_start(run, {"seed": 2}, num_ranks=1)
+    logger.record_start(run, {"seed": 2}, num_ranks=1)
     assert (run / "start_1/mine.py").read_text() == "KEY = '***'\nprint(1)\n"
     first, second = (json.loads((run / f"start_{n}/start.json").read_text()) for n in (1, 2))
     assert first["flags"] == {"seed": 1} and second["flags"] == {"seed": 2} and first["ranks"] == 2
     assert first["command"][1:4] == ["--optim.lr", "1", "--reward.kwargs"] and "abc123" not in json.dumps(first)
     assert first["versions"]["torch"]
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=start.ROOT, capture_output=True, text=True)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=logger.ROOT, capture_output=True, text=True)
     assert first["commit"] == git.stdout.strip()
     assert (run / "start_1/changes.diff").is_file()
 
