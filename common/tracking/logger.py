@@ -63,10 +63,9 @@ class Tracker:
         self.health = HealthCheck()
         if not self.is_main:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         flags = redacted(dataclasses.asdict(args))
-        (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
         record_start(self.run_dir, flags, world.size)
+        (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
         with self.jsonl.open("a") as file:
             size = min(state["size"], file.tell()) if state else 0
             if size < file.tell():
@@ -99,9 +98,8 @@ class Tracker:
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
         """`with tracker.progress("rollout", 64) as advance:`, and `advance()` whenever one of them is done: a bar on a
         terminal, elsewhere a line every 30 s."""
-        options: dict[str, Any] = {}
-        if not sys.stdout.isatty():
-            options = {"delay": 30, "mininterval": 30, "bar_format": "  {desc} {n}/{total}, {elapsed}\n"}
+        as_lines = {"delay": 30, "mininterval": 30, "bar_format": "  {desc} {n}/{total}, {elapsed}\n"}
+        options = {} if sys.stdout.isatty() else as_lines
         with tqdm(desc=phase, total=total, leave=False, file=sys.stdout, disable=not self.is_main, **options) as bar:
             yield bar.update
 

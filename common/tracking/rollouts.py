@@ -56,7 +56,8 @@ def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTraine
         for sample in rollout.samples if sample.index < limit
     ]
     sequences = (rollout.num_sequences.cumsum(0) - 1).long()[:limit].tolist()   # of an episode of several, the last
-    numbers = [*chain(*(numbers_of_tokens(microbatch, sequences) for microbatch in chain(*minibatches)))]
+    trained = [microbatch for microbatch in chain(*minibatches) if microbatch.last_pass]
+    numbers = [*chain(*(numbers_of_tokens(microbatch, sequences) for microbatch in trained))]
     row_at = {row["index"]: row for row in chain(*all_gather_objects(rows))}
     for i, found in chain(*all_gather_objects(numbers)):
         row = row_at[i]
@@ -69,8 +70,6 @@ def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTraine
 def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int, dict[str, np.ndarray]]]:
     """Numbers of a response and, by name, of its tokens, prompts' included, if its entry of `sequences` is in here."""
     update = microbatch.last_pass
-    if update is None:
-        return []
     found = {
         "trained": microbatch.mask, "clipped": (update["actor/pg_clipfrac"] + update["actor/pg_clipfrac_lower"]).bool(),
         "old_logp": update["logp"] if microbatch.old_logp is None else microbatch.old_logp,
@@ -136,9 +135,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response:
     for token in response:
         pending.append(token)
         text = tokenizer.decode(before + pending, **plain)[len(tokenizer.decode(before, **plain)) :]
-        if text.endswith("\ufffd") and len(pending) < 4:                # UTF-8 has at most 4 bytes a character
-            texts.append("")
-        else:
-            texts.append(text)
+        is_part = text.endswith("\ufffd") and len(pending) < 4          # UTF-8 has at most 4 bytes a character
+        texts.append("" if is_part else text)
+        if not is_part:
             before, pending = pending, []
     return texts

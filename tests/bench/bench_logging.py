@@ -29,7 +29,7 @@ from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.profiling import Timer
 from common.tracking.rollouts import write_step
-from common.tracking.step import step_metrics
+from common.tracking.step import rollout_metrics, step_metrics
 from tests.bench.record import report
 
 
@@ -100,10 +100,9 @@ def main(args: Args) -> None:
             write_step(args.log, Path(folder), 5, tokenizer, rollout, minibatches, rewards)
 
         def numbers() -> dict[str, float]:
-            return step_metrics(
-                meter, timer, world, rollout, rollout, minibatches, num_sampled_tokens=P * G * 27,
-                max_prompt_length=160, update_flops=1e12, max_response_length=40, peak_flops=1e12,
-            )
+            flops = {"update_flops": 1e12, "peak_flops": 1e12}
+            of_update = step_metrics(meter, timer, world, rollout.lengths, minibatches, **flops)
+            return of_update | rollout_metrics(rollout, P * G * 27, 4.0, max_prompt_length=160, max_response_length=40)
 
         measure("meters of 4 micro-batches", 1.0, meters)
         measure(f"responses, every {args.log.rollouts_every} steps", 1 / args.log.rollouts_every, responses)

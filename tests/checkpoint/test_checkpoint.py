@@ -121,6 +121,16 @@ def test_saving_changes_nothing(trained, save):
     assert_same(everything(*trained), before)
 
 
+def test_seconds_of_a_save_are_told_once(trained, world, watch, tmp_path):
+    """They are metrics of the step after it."""
+    run = checkpoints_of(tmp_path, world, *trained, watch, every=2)
+    told = []
+    for step in (1, 2, 3):
+        run.after_step(STATE | {"step": step, "total_steps": 9})
+        told.append(list(run.timer.metrics()))
+    assert told == [[], ["timing_s/save_checkpoint"], []]
+
+
 def test_moments_that_are_offloaded_are_saved(model, world, watch, tmp_path):
     """They are in host memory between two optimizer steps, and a save and a resume bring them back."""
     policy, optimizer = start(model, world)
