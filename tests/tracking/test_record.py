@@ -174,10 +174,10 @@ def test_a_step_whose_policy_was_not_updated(tmp_path):
 
 
 def test_the_last_sequence_of_an_episode_is_recorded(tmp_path):
-    """Response 0 has two sequences, numbers 0 and 1, and its row is of the second."""
+    """Response 0 has two sequences, numbers 1 and 0 in this order, and its row is of number 1."""
     tok = tokenizer()
-    batch = microbatch(tok, [0, 1])
-    batch.index, batch.number = torch.tensor([-1, 0, 0]), torch.tensor([-1, 0, 1])
+    batch = microbatch(tok, [1, 0])
+    batch.index, batch.number = torch.tensor([-1, 0, 0]), torch.tensor([-1, 1, 0])
     rollout = scored(torch.zeros(1), samples(tok, [1]))
     rollout.samples[0].index, rollout.num_sequences[0] = 0, 2
     write_step(LogConfig(), tmp_path, 1, tok, rollout, [[batch]], torch.ones(1))
