@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.checkpoint.manager import MAX_CHECKS, Checkpoints
+from common.metrics import Meter
 from common.tracking.profiling import Timer
 from common.training import Training
 
@@ -51,3 +53,17 @@ def test_the_looks_for_a_signal_are_bounded(count):
     looks = [events[:n].count("x") for n, event in enumerate(events) if event == "look for a signal"]
     assert len(looks) <= MAX_CHECKS
     assert max(b - a for a, b in itertools.pairwise([0, *looks, count])) <= -(-count // MAX_CHECKS)
+
+
+def test_a_microbatch_keeps_what_the_last_pass_said():
+    """For the recorded rollouts, without the graph."""
+    training = Training(SimpleNamespace())
+    training.meter = Meter()
+    training.advance = training.check = lambda: None
+    microbatch = SimpleNamespace(mask=torch.tensor([True, False]))
+    for entropy in ([1.0, 2.0], [6.0, 7.0]):
+        logp = torch.zeros(2, requires_grad=True) - 1
+        training.microbatch_done(microbatch, {"actor/ratio": logp.exp().detach()}, logp, torch.tensor(entropy))
+    assert microbatch.last_pass["entropy"].tolist() == [6.0, 7.0] and microbatch.last_pass["logp"].tolist() == [-1, -1]
+    assert microbatch.last_pass.keys() == {"actor/ratio", "entropy", "logp"}
+    assert not any(values.requires_grad for values in microbatch.last_pass.values())
