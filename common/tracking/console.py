@@ -62,12 +62,11 @@ def val_line(when: str, metrics: dict[str, float]) -> str:
 def summary(run_dir: Path) -> str:
     """What a finished run says last: validation before and after, seconds, memory, and where everything is."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    lines = []
-    for name in sorted({name for row in rows for name in row if name.startswith("val-core/")}):
+    validated = sorted({name for row in rows for name in row if name.startswith("val-core/")})
+    lines = ["validation, before -> after"] if validated else []
+    for name in validated:
         values = [row[name] for row in rows if name in row]
         lines.append(f"  {name.removeprefix('val-core/')}  {values[0]:.3f} -> {values[-1]:.3f}")
-    if lines:
-        lines.insert(0, "validation, before -> after")
     steps = [row for row in rows if "timing_s/step" in row]
     seconds = sum(row["timing_s/step"] for row in steps)
     peaks = [row.get("perf/max_memory_reserved_gb", row["perf/cpu_memory_peak_gb"]) for row in steps]   # of GPU, CPU
@@ -90,7 +89,8 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        sys.exit(f"error: the disk is full: {error}")
+        print(f"error: the disk is full: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def without_nested(flags: type) -> type:

@@ -43,8 +43,10 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
 
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d"])
-    with pytest.raises(SystemExit, match=r"error: the disk is full: .*No space left on device: 'runs/a/metrics.jsonl'"):
+    with pytest.raises(SystemExit) as stop:
         run_script(main, grpo.Args, grpo.__doc__)
+    said = "error: the disk is full: [Errno 28] No space left on device: 'runs/a/metrics.jsonl'\n"
+    assert (stop.value.code, capsys.readouterr().err) == (2, said)
 
 
 def test_the_last_words_of_a_run(tmp_path):
