@@ -1,6 +1,5 @@
 """Checksums and log-probs, which show that the engine holds the trainer's weights."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,27 +31,23 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
     return Checksum(int(torch.stack(totals).sum()), tensor.numel())
 
 
-def held_checksums(
-    module: nn.Module, prefix: str, sent: dict[str, Checksum], fused: dict[str, list[str]], dtype: torch.dtype
-) -> Iterator[tuple[str, Checksum]]:
-    """Checksums of what a module of vLLM's holds of each tensor in `sent`, by the tensor's name.
-
-    `fused`: vLLM's packed_modules_mapping, the parts of a matrix such as qkv_proj, one below the other. Left out: what
-    has another name than in transformers, and on CPUs what is packed and empty.
-    """
-    path, _, own_name = prefix.rpartition(".")
-    for name, parameter in module.named_parameters(recurse=False):
-        if not parameter.numel():
-            continue
-        names, parts = [f"{prefix}.{name}"], [parameter]
-        if own_name in fused:
-            names = [f"{path}.{part}.{name}" for part in fused[own_name]]
-            parts = parameter.split(module.output_partition_sizes)
-        elif name in EXPERTS:
-            names = [f"{prefix}.{EXPERTS[name]}".replace(".routed_experts", "")]
-        for part_name, part in zip(names, parts, strict=True):
-            if part_name in sent:
-                yield part_name, checksum(part, dtype)
+def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:
+    """Checksums of what vLLM's model holds of each tensor in `sent`, by the tensor's name. Left out is what has another
+    name than in transformers."""
+    held: dict[str, Checksum] = {}
+    for prefix, module in model.named_modules():
+        path, _, own_name = prefix.rpartition(".")
+        for name, parameter in module.named_parameters(recurse=False):
+            names, parts = [f"{prefix}.{name}"], [parameter]
+            if own_name in model.packed_modules_mapping:  # several matrices, such as those of qkv_proj, in one
+                names = [f"{path}.{part}.{name}" for part in model.packed_modules_mapping[own_name]]
+                parts = parameter.split(module.output_partition_sizes)
+            elif name in EXPERTS:
+                names = [f"{prefix}.{EXPERTS[name]}".replace(".routed_experts", "")]
+            for part_name, part in zip(names, parts, strict=True):
+                if part_name in sent:
+                    held[part_name] = checksum(part, dtype)
+    return held
 
 
 def differing(sent: dict[str, Checksum], held: dict[str, Checksum]) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
@@ -80,6 +80,8 @@ class VLLMEngine(Engine):
             warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
             from vllm import LLM
 
+            if self.on_cpu:
+                stack.enter_context(vllm_cpu.keep_weights())
             if self.on_cpu and config.tp > 1:
                 stack.enter_context(vllm_cpu.no_shared_memory())
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
@@ -97,56 +99,23 @@ class VLLMEngine(Engine):
         self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        held: dict[str, Checksum] = {}
-        fused = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
-
-        def add_checksums(module: nn.Module, prefix: str) -> None:
-            held.update(held_checksums(module, prefix, sent, fused, self.dtype))
-
-        def add_all(model: nn.Module) -> None:
-            for prefix, module in model.named_modules():
-                add_checksums(module, prefix)
-
-        before_packing = contextlib.nullcontext()
+        loaded = self._load_by_vllm(tensors)
+        model = self.llm.apply_model(lambda model: model)[0]
+        if loaded is not None:  # a few models of vLLM do not tell
+            missing = all_names({name for name, _ in model.named_parameters()} - loaded)  # of any rank: all raise
+            if missing:
+                raise RuntimeError(
+                    f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
+                    f"({', '.join(missing[:3])}): transformers' model has other weights"
+                )
+        held = held_checksums(model, sent, self.dtype)
         if self.on_cpu:
-            before_packing = vllm_cpu.before_packing(lambda layer: add_checksums(layer, layer.prefix))
-        with before_packing:
-            loaded = self._load_by_vllm(tensors)
-        if loaded is not None:
-            self._check_all_loaded(loaded)
-        self.llm.apply_model(add_all)
-        if self.on_cpu:
-            self.llm.apply_model(vllm_cpu.pack_rest)
+            vllm_cpu.pack(model)
         return len(held), differing(sent, held)
 
     def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
-        """Names of the engine's weights that were loaded; None for the few models of vLLM that do not tell."""
-        if not self.on_cpu:
-            return self.llm.apply_model(lambda model: model.load_weights(tensors))[0]
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        vllm_config = self.llm.llm_engine.vllm_config
-
-        def reload(model: nn.Module) -> set[str] | None:
-            initialize_layerwise_reload(model)
-            loaded = model.load_weights(tensors)
-            finalize_layerwise_reload(model, vllm_config.model_config)
-            return loaded
-
-        # CPUs' weights are packed for the kernels, layer by layer: only a reload may write them
-        with set_current_vllm_config(vllm_config):
-            return self.llm.apply_model(reload)[0]
-
-    def _check_all_loaded(self, loaded: set[str]) -> None:
-        """Raises RuntimeError if the trainer sends nothing for a weight of the engine."""
-        weights = self.llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})[0]
-        missing = all_names(weights - loaded)  # of any rank: all of them raise
-        if missing:
-            raise RuntimeError(
-                f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
-                f"({', '.join(missing[:3])}): transformers' model has other weights"
-            )
+        """Names of the engine's weights that were loaded."""
+        return self.llm.apply_model(lambda model: model.load_weights(tensors))[0]
 
     def _wake_cache(self) -> None:
         if not self.on_cpu:

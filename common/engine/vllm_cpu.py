@@ -1,36 +1,31 @@
 """Changes to vLLM's CPU build: packed weights follow a sync, and a job is independent of others on the machine.
 Written for vLLM 0.32, whose internals it names."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 from unittest import mock
 
 from torch import nn
 
 
-def before_packing(read: Callable[[nn.Module], None]) -> AbstractContextManager:
-    """Call `read(layer)` right before vLLM packs a linear layer's weights: afterwards they can no longer be read."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+def keep_weights() -> AbstractContextManager:
+    """As it starts, vLLM packs the weights of linear layers for its kernels and would remove them. They stay beside the
+    packed copies, so that a sync can write and read them."""
+    from vllm.model_executor.layers import utils
 
-    pack = UnquantizedLinearMethod.process_weights_after_loading
-
-    def read_and_pack(self: Any, layer: nn.Module) -> None:
-        read(layer)
-        pack(self, layer)
-
-    return mock.patch.object(UnquantizedLinearMethod, "process_weights_after_loading", read_and_pack)
+    pack_layer = utils.dispatch_cpu_unquantized_gemm
+    return mock.patch.object(
+        utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: pack_layer(layer, remove_weight=False)
+    )
 
 
-def pack_rest(model: nn.Module) -> None:
-    """Pack what a reload of vLLM 0.32 does not, although its CPU kernels read packed copies: a tied output head, which
-    has no tensor of its own in the reload, and the experts of a mixture, which are packed at the first load only."""
+def pack(model: nn.Module) -> None:
+    """After a sync: pack the weights of linear layers, of the output head and of a mixture's experts again."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+        if "cpu_linear" in vars(module):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
         elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 import tyro
 
+from common.engine import vllm_cpu
 from common.engine.base import Engine, RolloutConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
@@ -51,7 +52,7 @@ def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
     policy.version += 1
     engine._wake_weights()
     sync = timed(device, lambda: engine._sync(policy))
-    pack = packing(engine, policy) if device.type == "cpu" else 0.0
+    pack = timed(device, lambda: engine.llm.apply_model(vllm_cpu.pack)) if device.type == "cpu" else 0.0
     gather = timed(device, lambda: [None for _ in policy.full_tensors(dtype)])
     numel = sum(parameter.numel() for parameter in policy.parameters())
     floor = plain_copies(numel, 256 * 2**20 // dtype.itemsize, dtype, engine.world)
@@ -62,27 +63,6 @@ def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
     gb = numel * dtype.itemsize / 2**30
     return {"weights_gb": gb, "sync_s": sync, "gather_s": gather, "floor_s": floor,
             "pack_s": pack, "gb_per_s": gb / sync, "ratio": sync / floor, "ratio_with_pack": sync / (floor + pack)}
-
-
-def packing(engine: Engine, policy: Policy) -> float:
-    """Seconds that one sync spends in vLLM's packing."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    spent = 0.0
-    pack = UnquantizedLinearMethod.process_weights_after_loading
-
-    def timed_pack(self: UnquantizedLinearMethod, layer: torch.nn.Module) -> None:
-        nonlocal spent
-        start = time.process_time()
-        pack(self, layer)
-        spent += time.process_time() - start
-
-    UnquantizedLinearMethod.process_weights_after_loading = timed_pack
-    try:
-        engine._sync(policy)
-    finally:
-        UnquantizedLinearMethod.process_weights_after_loading = pack
-    return spent
 
 
 def plain_copies(numel: int, bucket: int, dtype: torch.dtype, world: ranks.World) -> float:

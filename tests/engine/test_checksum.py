@@ -71,20 +71,20 @@ def test_parts_on_several_ranks_add_up_to_what_was_sent(monkeypatch):
     sent = {name: checksum(tensor, torch.float32) for name, tensor in whole.items()}
     padded = torch.cat([whole["embed.weight"], torch.zeros(2, 12)])
 
-    def module(name: str, weight: torch.Tensor, *sizes: int) -> tuple[str, nn.Module]:
+    def module(weight: torch.Tensor, *sizes: int) -> nn.Module:
         layer = nn.Module()
         layer.weight = nn.Parameter(weight.clone())
         layer.output_partition_sizes = sizes
-        return name, layer
+        return layer
 
     def held(rank: int) -> dict[str, Checksum]:
         q, k = whole["a.q_proj.weight"].chunk(4)[rank], whole["a.k_proj.weight"].chunk(2)[rank // 2]
-        layers = [
-            module("a.qk_proj", torch.cat([q, k]), 4, 2), module("norm", whole["norm.weight"]),
-            module("o_proj", whole["o_proj.weight"].chunk(4, dim=1)[rank]), module("embed", padded.chunk(4)[rank]),
-        ]
-        fused = {"qk_proj": ["q_proj", "k_proj"]}
-        return dict(pair for name, layer in layers for pair in held_checksums(layer, name, sent, fused, torch.float32))
+        model = nn.ModuleDict({
+            "a": nn.ModuleDict({"qk_proj": module(torch.cat([q, k]), 4, 2)}), "norm": module(whole["norm.weight"]),
+            "o_proj": module(whole["o_proj.weight"].chunk(4, dim=1)[rank]), "embed": module(padded.chunk(4)[rank]),
+        })
+        model.packed_modules_mapping = {"qk_proj": ["q_proj", "k_proj"]}
+        return held_checksums(model, sent, torch.float32)
 
     ranks = [held(rank) for rank in range(4)]
     assert all(found.keys() == sent.keys() for found in ranks)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from common.engine import vllm_cpu
 from common.engine.base import SamplingConfig
 from tests.conftest import VLLM, launch
 from tests.engine import engine_models
@@ -138,16 +139,14 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
         patch.setattr(engine, "_load_by_vllm", load_and_spoil)
         with pytest.raises(RuntimeError, match=r"checksums differ.* in 1 tensors: model\.norm\.weight"):
             engine.wake(policy)
-    with monkeypatch.context() as patch:                                # before it is packed
-        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    with monkeypatch.context() as patch:
+        pack = vllm_cpu.pack
 
-        pack = UnquantizedLinearMethod.process_weights_after_loading
+        def change_and_pack(model):
+            model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
+            pack(model)
 
-        def swap(self, layer):                                          # what the checksum sees is what is packed
-            if layer.prefix.endswith("o_proj"):
-                layer.weight.data.mul_(2)
-
-        patch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", lambda s, x: (swap(s, x), pack(s, x)))
+        patch.setattr(vllm_cpu, "pack", change_and_pack)
         engine.wake(policy)                                             # the change is behind the checksum ...
     assert engine.sleep()["sync/probe_logp_diff"] > 1e-3                # ... so it is the probe that sees it
     policy.version += 1
