@@ -36,6 +36,8 @@ def main(args: Args) -> None:
     hf_config = read_config(args.model, model_config)
     engine = make_engine(args.model, hf_config, config, model_config, world, [[5, 6, 7]], [2], 128, 0)
     policy = load_policy(args.model, model_config, world)
+    engine.wake(policy)
+    engine.sleep()
     # the first ones touch new memory
     rows = [measure_sync(engine, policy) for _ in range(args.rounds + 2)][2:]
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
