@@ -34,12 +34,11 @@ def packed_sdpa(
         length, new = k.shape[2], q.shape[2]
         if low and length < CPU_UPCAST_BELOW:
             q, k, v = q.float(), k.float(), v.float()
-        windowed = sliding_window is not None and length > sliding_window
+        window = sliding_window or length
         mask = None
-        if windowed or softcap is not None or new < length:     # True where one of the `new` last queries sees a key
-            mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril_(length - new)
-        if windowed:
-            mask.triu_(length - new + 1 - sliding_window)
+        if window < length or softcap is not None or new < length:      # True where one of the last queries sees a key
+            mask = torch.ones(new, length, dtype=torch.bool, device=q.device)
+            mask.tril_(length - new).triu_(length - new + 1 - window)
         if softcap is None:
             out.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
                                                       enable_gqa=gqa))
@@ -95,21 +94,15 @@ AttentionInterface.register("packed_sdpa", packed_sdpa)
 AttentionInterface.register("packed_varlen", packed_varlen)
 
 
-def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> tuple[str, str]:
-    """The name of the requested attention, or of the fastest one for this device and model, and the reason."""
+def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> str:
+    """The name of the requested attention, or of the fastest one for this device and model."""
     if config.attention != "auto":
-        return config.attention, "--policy.attention"
-    hf_config = hf_config.get_text_config()
-    softcap, width = hf_config.to_dict().get("attn_logit_softcapping"), head_dim(hf_config)
-    if torch.device(device).type != "cuda":
-        return "packed_sdpa", "no CUDA device: sdpa on each packed sequence"
-    if config.compute_dtype == "float32":
-        return "packed_sdpa", "the faster kernels take no float32: sdpa on each packed sequence"
+        return config.attention
+    if torch.device(device).type != "cuda" or config.compute_dtype == "float32":    # faster kernels take no float32
+        return "packed_sdpa"
     if is_flash_attn_2_available() and not config.gathers_keys():
-        return "flash_attention_2", "the flash-attn package is installed"
-    if softcap is not None:
-        return "packed_sdpa", f"soft-cap {softcap} needs the flash-attn package; sdpa on each packed sequence is slower"
-    if width > 256 or width % 8:
-        return "packed_sdpa", f"head_dim {width}: torch's varlen kernel takes multiples of 8 up to 256"
-    why = "it takes keys from many places" if config.gathers_keys() else "flash-attn is not installed"
-    return "packed_varlen", f"torch.nn.attention.varlen ({why})"
+        return "flash_attention_2"
+    hf_config = hf_config.get_text_config()
+    has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
+    width = head_dim(hf_config)
+    return "packed_sdpa" if has_softcap or width > 256 or width % 8 else "packed_varlen"

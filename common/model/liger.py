@@ -19,19 +19,15 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Those that the test proves. Experts of mixtures keep transformers' grouped products."""
 
 
-def choose_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> tuple[bool, str]:
-    """Whether the model is trained with Liger's kernels, and the reason. Raises ValueError if they are asked for where
-    they cannot be used."""
-    family = hf_config.model_type
-    if device.type != "cuda":
-        is_possible, why = False, "no CUDA device"
-    elif importlib.util.find_spec("liger_kernel") is None:
-        is_possible, why = False, "liger-kernel is not installed"
-    else:
-        is_possible, why = family in FAMILIES, f"{family} is {'' if family in FAMILIES else 'not '}one of {FAMILIES}"
+def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> bool:
+    """Whether the model is trained with Liger's kernels. Raises ValueError if they are asked for where they cannot be
+    used."""
+    is_installed = importlib.util.find_spec("liger_kernel") is not None
+    is_possible = is_installed and device.type == "cuda" and hf_config.model_type in FAMILIES
     if config.liger and not is_possible:
-        raise ValueError(f"--policy.liger True: {why}; leave it out")
-    return is_possible and config.liger is not False, why if config.liger is None else "--policy.liger"
+        raise ValueError(f"--policy.liger True needs a GPU (here: {device.type}), the package liger-kernel and a model "
+                         f"of {', '.join(FAMILIES)} (here: {hf_config.model_type}); leave it out")
+    return is_possible and config.liger is not False
 
 
 def use_liger(transformer: nn.Module) -> None:
@@ -42,7 +38,6 @@ def use_liger(transformer: nn.Module) -> None:
 
 
 def kernels_in_words(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> str:
-    """Which attention and which fused kernels a run uses, and why, for its start screen."""
-    attention, why = choose_attention(device, hf_config, config)
-    is_fused, why_fused = choose_liger(device, hf_config, config)
-    return f"attention {attention} ({why}), Liger's kernels {'on' if is_fused else 'off'} ({why_fused})"
+    """Which attention and which fused kernels a run uses, for its start screen."""
+    is_fused = uses_liger(device, hf_config, config)
+    return f"attention {choose_attention(device, hf_config, config)}, Liger's kernels {'on' if is_fused else 'off'}"

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
-from common.model.liger import choose_liger, use_liger
+from common.model.liger import use_liger, uses_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
@@ -145,13 +145,13 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
 def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World, frozen: bool,
            lora: LoRAConfig) -> PreTrainedModel:
     """The model, without memory for its weights."""
-    attention, _ = choose_attention(world.device, hf_config, config)
+    attention = choose_attention(world.device, hf_config, config)
     dtype = getattr(torch, config.compute_dtype) if frozen or lora.rank else torch.float32
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
         )
-    if choose_liger(world.device, hf_config, config)[0]:
+    if uses_liger(world.device, hf_config, config):
         use_liger(model)
     if lora.rank:
         add_adapters(model, lora)

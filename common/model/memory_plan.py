@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
-from common.model.liger import choose_liger
+from common.model.liger import uses_liger
 from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
@@ -46,7 +46,7 @@ class Model:
             add_adapters(model, lora)
         self.config, self.ranks, self.is_critic = hf_config.get_text_config(), ranks, is_critic
         self.itemsize = getattr(torch, config.compute_dtype).itemsize
-        self.is_fused, _ = choose_liger(torch.device("cuda"), hf_config, config)
+        self.is_fused = uses_liger(torch.device("cuda"), hf_config, config)
         self.mlp_width = max(mlp_widths(self.config))
         self.experts = self.config.to_dict().get("num_experts_per_tok") or 0    # that a token runs through
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]

@@ -179,7 +179,7 @@ def meta_model(hf_config: Qwen2Config) -> torch.nn.Module:
 
 def random_policy(hf_config: Qwen2Config, world: ranks.World) -> Policy:
     """As `load_policy`, with random weights made in place: there is no checkpoint to read."""
-    attention, _ = choose_attention(world.device, hf_config, ModelConfig())
+    attention = choose_attention(world.device, hf_config, ModelConfig())
     with torch.device(world.device):
         lm = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation=attention)
     policy = Policy(lm).train()

@@ -176,22 +176,17 @@ def test_refusals():
 def test_choose_attention():
     config = {name: kind(**SIZES | extra) for name, (kind, extra) in CONFIGS.items()}
     auto = ModelConfig()
-    assert choose_attention("cpu", config["llama"], auto)[0] == "packed_sdpa"
-    assert choose_attention("cuda", config["llama"], ModelConfig(attention="packed_sdpa")) == (
-        "packed_sdpa", "--policy.attention")
-    assert choose_attention("cuda", config["llama"], ModelConfig(share_prompt=True))[0] == "packed_varlen"
+    assert choose_attention("cpu", config["llama"], auto) == "packed_sdpa"
+    assert choose_attention("cuda", config["llama"], ModelConfig(attention="packed_sdpa")) == "packed_sdpa"
+    assert choose_attention("cuda", config["llama"], ModelConfig(share_prompt=True)) == "packed_varlen"
     if not is_flash_attn_2_available():
-        assert choose_attention("cuda", config["llama"], auto)[0] == "packed_varlen"
-        name, reason = choose_attention("cuda:0", config["gemma2"], auto)
-        assert name == "packed_sdpa"
-        assert "soft-cap 2.0" in reason
+        assert choose_attention("cuda", config["llama"], auto) == "packed_varlen"
+        assert choose_attention("cuda:0", config["gemma2"], auto) == "packed_sdpa"
         for head_dim, want in ((256, "packed_varlen"), (264, "packed_sdpa"), (20, "packed_sdpa")):
-            assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}), auto)[0] == want
+            assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}), auto) == want
         derived = LlamaConfig(**SIZES | {"head_dim": None, "hidden_size": 4 * 264})
-        assert choose_attention("cuda", derived, auto)[0] == "packed_sdpa"
-    name, reason = choose_attention("cuda", config["llama"], ModelConfig(compute_dtype="float32"))
-    assert name == "packed_sdpa"
-    assert "no float32" in reason
+        assert choose_attention("cuda", derived, auto) == "packed_sdpa"
+    assert choose_attention("cuda", config["llama"], ModelConfig(compute_dtype="float32")) == "packed_sdpa"
     for name in ("packed_sdpa", "packed_varlen"):
         model("llama", name)                                              # registered: transformers accepts the name
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from common.model import liger
-from common.model.liger import FAMILIES, choose_liger, kernels_in_words
+from common.model.liger import FAMILIES, kernels_in_words, uses_liger
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from tests.conftest import launch
@@ -32,16 +32,16 @@ def installed(monkeypatch):
 
 def test_where_the_kernels_are_used(installed):
     installed(object())
-    assert choose_liger(CUDA, LLAMA, ModelConfig())[0] and choose_liger(CUDA, LLAMA, ModelConfig(liger=True))[0]
-    assert choose_liger(CUDA, LLAMA, ModelConfig(liger=False)) == (False, "--policy.liger")
-    for device, config, why in ((CPU, LLAMA, "no CUDA device"), (CUDA, MIXTURE, "qwen3_moe is not one of")):
-        is_used, reason = choose_liger(device, config, ModelConfig())
-        assert not is_used and why in reason
-        with pytest.raises(ValueError, match=rf"--policy.liger True: {why}.*; leave it out"):
-            choose_liger(device, config, ModelConfig(liger=True))
-    assert "Liger's kernels on (llama is one of" in kernels_in_words(CUDA, LLAMA, ModelConfig())
-    installed(None)
-    assert choose_liger(CUDA, LLAMA, ModelConfig()) == (False, "liger-kernel is not installed")
+    assert uses_liger(CUDA, LLAMA, ModelConfig()) and uses_liger(CUDA, LLAMA, ModelConfig(liger=True))
+    assert not uses_liger(CUDA, LLAMA, ModelConfig(liger=False))
+    assert kernels_in_words(CUDA, LLAMA, ModelConfig()).endswith("Liger's kernels on")
+    assert kernels_in_words(CPU, LLAMA, ModelConfig()) == "attention packed_sdpa, Liger's kernels off"
+    for is_installed, device, config in ((True, CPU, LLAMA), (True, CUDA, MIXTURE), (False, CUDA, LLAMA)):
+        installed(object() if is_installed else None)
+        assert not uses_liger(device, config, ModelConfig())
+        said = rf"True needs a GPU \(here: {device.type}\), .* \(here: {config.model_type}\); leave it out"
+        with pytest.raises(ValueError, match=said):
+            uses_liger(device, config, ModelConfig(liger=True))
 
 
 def test_the_plan_counts_what_they_keep(installed):
