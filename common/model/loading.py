@@ -47,11 +47,9 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     if causal_lm is None and not config.trust_remote_code:
         raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
     if causal_lm is not None:
-        saved_as = hf_config.architectures or [causal_lm]
-        takes_causal_lm = "ForCausalLM" in heads
-        if not any(name.endswith(heads) or (takes_causal_lm and name == causal_lm) for name in saved_as):
-            wanted = causal_lm if takes_causal_lm else f"*{heads[0]}"
-            raise ValueError(f"{path} holds a {saved_as[0]}, must be a {wanted}: choose another {flag}")
+        saved_as = (hf_config.architectures or [causal_lm])[0]
+        if not saved_as.endswith(heads):
+            raise ValueError(f"{path} holds a {saved_as}, must be a *{heads[0]}: choose another {flag}")
     if hasattr(hf_config, "quantization_config"):
         raise ValueError(f"{path} is quantized, and what is trained is not: choose the model that it was made from")
     if is_scored(hf_config) and hf_config.num_labels != 1:
@@ -98,7 +96,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     shard(policy, lm, config, world, frozen)
     if like is None:
         weights = weights_of(lm, path, open_folder(path)) | new_adapters(lm)
-        _read_in_turns(path, [(lm, weights)], world)
+        _read_in_turns(path, lm, weights, world)
     else:
         for own, theirs in zip(kept_tensors(lm).values(), kept_tensors(like.lm).values(), strict=True):
             own.detach().copy_(theirs.detach())
@@ -127,18 +125,18 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora))
     stored = open_folder(path)
-    parts = [(critic.backbone, weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone))]
+    weights = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
+    first_head = torch.zeros(1, hf_config.hidden_size)
     if is_scored(hf_config):
         if "score.weight" not in stored:                        # classifiers of encoders have other heads
             raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
-        parts.append((critic.head, {"weight": stored["score.weight"]}))
+        first_head = stored["score.weight"]
     shard(critic, critic.backbone, config, world, frozen)
-    _read_in_turns(path, parts, world)
+    _read_in_turns(path, critic.backbone, weights, world)
     head = critic.head.weight.detach().to_local()
-    kept = head.clone() if is_scored(hf_config) else torch.zeros_like(head)
     head.copy_(torch.linspace(-1, 1, hf_config.hidden_size))    # with a head of zeros, no value could differ
     check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
-    head.copy_(kept)
+    head.copy_(first_head[shard_slice(critic.head.weight)])
     return critic
 
 
@@ -159,17 +157,16 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
 
 
 @torch.no_grad()
-def _read_in_turns(path: str, parts: list[tuple[nn.Module, dict[str, Tensor | Experts]]], world: World) -> None:
-    """Fill the shards of modules from tensors by name, on READERS ranks of a machine at a time. Say what it took."""
+def _read_in_turns(path: str, module: nn.Module, tensors: dict[str, Tensor | Experts], world: World) -> None:
+    """Fill the shards of a module from tensors by name, on READERS ranks of a machine at a time. Say what it took."""
     own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
     for turn in range(int(all_max([own_turn])) + 1):
-        for module, tensors in parts if turn == own_turn else ():
-            for name, target in kept_tensors(module).items():
-                local = target.to_local() if isinstance(target, DTensor) else target
-                if local.numel():
-                    part = tensors[name][shard_slice(target)]
-                    bytes_read += part.nbytes
-                    local.copy_(part)
+        for name, target in kept_tensors(module).items() if turn == own_turn else ():
+            local = target.to_local() if isinstance(target, DTensor) else target
+            if local.numel():
+                part = tensors[name][shard_slice(target)]
+                bytes_read += part.nbytes
+                local.copy_(part)
         dist.barrier()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (most_read, peak), by_all = (all_max([bytes_read, peak]) / GIB).tolist(), float(all_sum([bytes_read])) / GIB
