@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.dataset.template import template_arguments
 from common.engine.base import Engine, Response, RolloutConfig
@@ -193,20 +194,15 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
 def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[str]) -> None:
     """Add to `meter` the turns, ends and tools of this rank's episodes; `dropped`: ends that leave the loss
     (--rollout.drop). Names with a counterpart in verl are verl's."""
-    responses = [sample.response for sample in samples]
-    spreads = {
-        "num_turns": [response.num_turns for response in responses],
-        "tool_call_counts": [response.tools["tool_calls"] for response in responses],
-        "timing_s/agent_loop/tool_calls": [response.tools["tool_s"] for response in responses],
-    }
-    means = {
-        "episode/tool_errors": [response.tools["tool_errors"] for response in responses],
-        "episode/num_sequences": [1 + len(response.earlier) for response in responses],
-        "episode/dropped_frac": [response.end_reason in dropped for response in responses],
-    }
+
+    def of_each(number: Callable[[Response], float]) -> Tensor:
+        return torch.tensor([number(sample.response) for sample in samples], dtype=torch.float64)
+
+    meter.spread("num_turns", of_each(lambda response: response.num_turns))
+    meter.spread("tool_call_counts", of_each(lambda response: response.tools["tool_calls"]))
+    meter.spread("timing_s/agent_loop/tool_calls", of_each(lambda response: response.tools["tool_s"]))
+    meter.mean("episode/tool_errors", of_each(lambda response: response.tools["tool_errors"]))
+    meter.mean("episode/num_sequences", of_each(lambda response: 1 + len(response.earlier)))
+    meter.mean("episode/dropped_frac", of_each(lambda response: response.end_reason in dropped))
     for reason in END_REASONS:
-        means[f"episode/{reason}_frac"] = [response.end_reason == reason for response in responses]
-    for name, values in spreads.items():
-        meter.spread(name, torch.tensor(values, dtype=torch.float64))
-    for name, values in means.items():
-        meter.mean(name, torch.tensor(values, dtype=torch.float64))
+        meter.mean(f"episode/{reason}_frac", of_each(lambda response, reason=reason: response.end_reason == reason))

@@ -1,7 +1,6 @@
 """Load a policy or a critic from a Hugging Face folder and shard it with FSDP2: each rank reads its own shards."""
 
 import os
-import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,9 +167,5 @@ def _read_in_turns(path: str, module: nn.Module, tensors: dict[str, Tensor | Exp
                 bytes_read += part.nbytes
                 local.copy_(part)
         dist.barrier()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    (most_read, peak), by_all = (all_max([bytes_read, peak]) / GIB).tolist(), float(all_sum([bytes_read])) / GIB
-    print_on_main(
-        world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank; peak of a rank's host memory so far "
-        f"{peak:.2f} GiB"
-    )
+    most_read, by_all = float(all_max([bytes_read])) / GIB, float(all_sum([bytes_read])) / GIB
+    print_on_main(world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank")

@@ -78,8 +78,7 @@ def test_shards_are_those_of_the_whole_model(num_ranks, folders, tmp_path):
     assert found["wrong"] == [[]] * num_ranks
     assert found["dims"] == ({0} if num_ranks == 1 else {0, 1})         # three experts are cut into rows
     for folder in folders[:-1]:
-        read = re.findall(rf"read   {folder}: .*", done.stdout)
-        assert read and all("host memory so far" in line for line in read)
+        assert re.search(rf"read   {folder}: \S+ GiB, at most \S+ a rank", done.stdout)
         want, again = (files_of(path) for path in (folder, f"{folder}/again_{num_ranks}"))
         assert want.keys() == again.keys() and all(torch.equal(want[name], again[name]) for name in want)
 
