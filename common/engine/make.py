@@ -34,11 +34,7 @@ def check_rollout(
     for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
         if not 0 < top_p <= 1:
             raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
-    filters = [
-        f"--rollout.{flag} {value}"
-        for flag, value, off in (("top-p", config.top_p, 1), ("top-k", config.top_k, 0), ("min-p", config.min_p, 0))
-        if value != off
-    ]
+    filters = changed_flags(config, "top_p", "top_k", "min_p")
     if filters and not has_correction:
         raise ValueError(
             f"{' and '.join(filters)}: responses then come from a filtered distribution q, the trainer's log-probs are "
@@ -61,9 +57,16 @@ def check_rollout(
         )
     if config.engine == "vllm":
         check_vllm(config)
-    else:
-        check_hf(config)
+    elif for_vllm := changed_flags(config, "tp", "stop", "in_flight", "extra"):
+        raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
     return max_sequence_length
+
+
+def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
+    """Those of these flags that are not as by default, with their values."""
+    defaults = RolloutConfig()
+    values = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
+    return [f"--rollout.{name.replace('_', '-')} {value}" for name, value in values.items()]
 
 
 def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -> None:
@@ -78,15 +81,6 @@ def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -
     if config.in_flight > 1 and not has_correction:
         print_on_main(world, f"{flag} without engine correction: tokens that older weights sampled are trained as "
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")
-
-
-def check_hf(config: RolloutConfig) -> None:
-    """Refuse flags that only vLLM has."""
-    defaults = RolloutConfig()
-    for field in ("tp", "stop", "in_flight", "extra"):
-        value = getattr(config, field)
-        if value != getattr(defaults, field):
-            raise ValueError(f"--rollout.{field.replace('_', '-')} {value} needs --rollout.engine vllm")
 
 
 def check_vllm(config: RolloutConfig) -> None:

@@ -76,14 +76,10 @@ class VLLMEngine(Engine):
                 "enable_sleep_mode": True,
             }
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # CPUs have no Triton
-        with unchanged_process(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
-            warnings.simplefilter("ignore", FutureWarning)  # inside vLLM
+        quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)  # inside vLLM
+        with unchanged_process(), quiet, vllm_cpu.changed_start() if self.on_cpu else contextlib.nullcontext():
             from vllm import LLM
 
-            if self.on_cpu:
-                stack.enter_context(vllm_cpu.keep_weights())
-            if self.on_cpu and config.tp > 1:
-                stack.enter_context(vllm_cpu.no_shared_memory())
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = {} if self.on_cpu else {"moe_backend": "triton"}
             extra |= json_object("--rollout.extra", config.extra)

@@ -1,21 +1,30 @@
 """Changes to vLLM's CPU build: packed weights follow a sync, and a job is independent of others on the machine.
 Written for vLLM 0.32, whose internals it names."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 from torch import nn
 
 
-def keep_weights() -> AbstractContextManager:
-    """As it starts, vLLM packs the weights of linear layers for its kernels and would remove them. They stay beside the
-    packed copies, so that a sync can write and read them."""
+@contextmanager
+def changed_start() -> Iterator[None]:
+    """While vLLM starts.
+
+    It packs the weights of linear layers for its kernels and would remove them. They stay beside the packed copies, so
+    that a sync can write and read them.
+    It names the shared memory of tensor-parallel ranks after their numbers alone, so that a second job on the machine,
+    or what a killed job left behind, stops the start. Without that memory they use the process group."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
 
     pack_layer = utils.dispatch_cpu_unquantized_gemm
-    return mock.patch.object(
+    keep_weights = mock.patch.object(
         utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: pack_layer(layer, remove_weight=False)
     )
+    with keep_weights, mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False):
+        yield
 
 
 def pack(model: nn.Module) -> None:
@@ -28,11 +37,3 @@ def pack(model: nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
         elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-
-
-def no_shared_memory() -> AbstractContextManager:
-    """vLLM names the shared memory of a group after its ranks alone, so that a second job on the machine, or what a
-    killed job left behind, stops the start. Without it, tensor-parallel ranks use the process group."""
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    return mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False)
