@@ -121,9 +121,12 @@ class Response:
     def num_sampled(self) -> int:
         return len(self.tokens) if self.mask is None else sum(self.mask)
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` reads it."""
+        return vars(self) | {"earlier": [sequence.to_dict() for sequence in self.earlier]}
+
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "Response":
-        """What `dataclasses.asdict` returned."""
         return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
 
     def extend(self, part: "Response", finish_reason: str) -> None:
@@ -152,8 +155,8 @@ class Engine:
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
         # where filters change the distribution, or older weights sampled some tokens, a step's own tokens are no probe
-        is_comparable = config.top_p == 1 and not config.top_k and not config.min_p and config.in_flight == 1
-        self.probe_every = 10 if is_comparable else 1
+        is_filtered = config.top_p < 1 or config.top_k or config.min_p
+        self.probe_every = 1 if is_filtered or config.in_flight > 1 or world.num_samplers else 10
         self._sleeps_to_probe = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:

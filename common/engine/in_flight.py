@@ -49,7 +49,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     num_additional = round(sampling.in_flight * len(rows)) - len(rows) - len(saved)
     new = [*enumerate([*rows, *sampler.take(max(num_additional, 0))])]
     share = slice(engine.engine_rank, None, engine.num_engines)
-    groups = [Group(**old | {"responses": [Response(**r) for r in old["responses"]]}) for old in saved[share]]
+    groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
         groups.append(Group(row, step, seeds, [Response([], [], "") for _ in seeds]))
@@ -84,8 +84,8 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
             response.versions = [*response.versions, [step, num_new]]
 
     left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
-    of_engines = all_gather_objects([vars(group) | {"responses": [*map(vars, group.responses)]} for group in left])
-    state["in_flight"] = sorted(chain(*of_engines), key=lambda group: group["step"])
+    mine = [vars(group) | {"responses": [response.to_dict() for response in group.responses]} for group in left]
+    state["in_flight"] = sorted(chain(*all_gather_objects(mine)), key=lambda group: group["step"])
     responses = [response for number in taken for response in groups[number].responses]
     ages = [step - version for response in responses for version, count in response.versions for _ in range(count)]
     spans = torch.tensor([r.versions[-1][0] - r.versions[0][0] for r in responses], dtype=torch.float64)

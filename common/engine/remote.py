@@ -58,10 +58,6 @@ class RemoteEngine(Engine):
 
     bridge: Bridge  # the script sets it
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.probe_every = 1  # the tokens of a step, of older weights, are no probe
-
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         self.bridge.send(("weights",))
         for _, layer in groupby(tensors, lambda named: named[0].split(".")[:3]):

@@ -5,7 +5,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
@@ -178,7 +177,7 @@ def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
 
 def responses_to_state(rollout: Rollout) -> list[list]:
     """The samples of all ranks, for a checkpoint's JSON. All ranks call this together."""
-    mine = [[s.index, s.group, s.row, asdict(s.response), s.score, s.extras] for s in rollout.samples]
+    mine = [[s.index, s.group, s.row, s.response.to_dict(), s.score, s.extras] for s in rollout.samples]
     return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
 
 
