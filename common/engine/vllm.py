@@ -84,6 +84,7 @@ class VLLMEngine(Engine):
             extra = {} if self.on_cpu else {"moe_backend": "triton"}
             extra |= json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)
+        self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
         self._sleep()
 
     def _wake_weights(self) -> None:
@@ -95,23 +96,18 @@ class VLLMEngine(Engine):
         self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        loaded = self._load_by_vllm(tensors)
-        model = self.llm.apply_model(lambda model: model)[0]
+        loaded = self.model.load_weights(tensors)
         if loaded is not None:  # a few models of vLLM do not tell
-            missing = all_names({name for name, _ in model.named_parameters()} - loaded)  # of any rank: all raise
+            missing = all_names({name for name, _ in self.model.named_parameters()} - loaded)  # of any rank: all raise
             if missing:
                 raise RuntimeError(
                     f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
                     f"({', '.join(missing[:3])}): transformers' model has other weights"
                 )
-        held = held_checksums(model, sent, self.dtype)
+        held = held_checksums(self.model, sent, self.dtype)
         if self.on_cpu:
-            vllm_cpu.pack(model)
+            vllm_cpu.pack(self.model)
         return len(held), differing(sent, held)
-
-    def _load_by_vllm(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
-        """Names of the engine's weights that were loaded."""
-        return self.llm.apply_model(lambda model: model.load_weights(tensors))[0]
 
     def _wake_cache(self) -> None:
         if not self.on_cpu:

@@ -69,12 +69,12 @@ def test_a_head_that_the_engine_does_not_tie_is_an_error(world, tmp_path):
 
 def test_the_probe_sees_experts_in_another_order(world, tmp_path, monkeypatch):
     engine, policy = start(make_model("qwen3_moe", True, tmp_path), world, kind="vllm")
-    load = engine._load_by_vllm
+    load = engine.model.load_weights
 
     def turned(name, tensor):
         return (name, tensor.roll(1, 0)) if tensor.dim() == 3 else (name, tensor)
 
-    monkeypatch.setattr(engine, "_load_by_vllm", lambda tensors: load(turned(*x) for x in tensors))
+    monkeypatch.setattr(engine.model, "load_weights", lambda tensors: load(turned(*x) for x in tensors))
     engine.wake(policy)
     assert engine.sleep()["sync/probe_logp_diff"] > 1e-3
     engine.close()
@@ -128,15 +128,15 @@ def awake(world, tmp_path_factory):
 def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
     engine, policy = awake
     policy.version += 1
-    load = engine._load_by_vllm
+    load = engine.model.load_weights
 
     def load_and_spoil(tensors):
         loaded = load(tensors)
-        engine.llm.apply_model(lambda model: model.model.norm.weight.data.add_(1).isnan().any())
+        engine.model.model.norm.weight.data.add_(1)
         return loaded
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_load_by_vllm", load_and_spoil)
+        patch.setattr(engine.model, "load_weights", load_and_spoil)
         with pytest.raises(RuntimeError, match=r"checksums differ.* in 1 tensors: model\.norm\.weight"):
             engine.wake(policy)
     with monkeypatch.context() as patch:
@@ -308,10 +308,10 @@ def exchanged(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 def test_tensors_under_another_name_stop_the_sync(awake, monkeypatch, change, found):
     """The engine gets every number that was sent, some of them elsewhere."""
     engine, policy = awake
-    load = engine._load_by_vllm
+    load = engine.model.load_weights
     policy.version += 1
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_load_by_vllm", lambda tensors: load(change(*x) for x in tensors))
+        patch.setattr(engine.model, "load_weights", lambda tensors: load(change(*x) for x in tensors))
         with pytest.raises(RuntimeError, match=found):
             engine.wake(policy)
     engine.wake(policy)
@@ -322,12 +322,12 @@ def test_tensors_under_another_name_stop_the_sync(awake, monkeypatch, change, fo
 def test_the_probe_sees_elements_in_other_places(awake, monkeypatch, change):
     """Within a tensor, the checksum does not."""
     engine, policy = awake
-    load = engine._load_by_vllm
+    load = engine.model.load_weights
     for is_broken in (True, False):
         policy.version += 1
         with monkeypatch.context() as patch:
             if is_broken:
-                patch.setattr(engine, "_load_by_vllm", lambda tensors: load(change(*x) for x in tensors))
+                patch.setattr(engine.model, "load_weights", lambda tensors: load(change(*x) for x in tensors))
             engine.wake(policy)
         difference = engine.sleep()["sync/probe_logp_diff"]
         assert difference > 1e-3 if is_broken else difference < 2e-5
