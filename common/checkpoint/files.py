@@ -13,7 +13,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the last file of a checkpoint, with a checksum of its own. Makes the folder if it is not there."""
     folder.mkdir(exist_ok=True)
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-    (folder / MANIFEST).write_text(json.dumps({"crc32": checksum, "manifest": manifest}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
     sync(folder / MANIFEST)
 
 

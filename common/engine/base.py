@@ -104,7 +104,8 @@ class Response:
     prompt: list[int] | None = None
     """The tokens before, where they are not those of the row's prompt."""
     earlier: list["Response"] = field(default_factory=list)
-    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one."""
+    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one. Of an
+    episode that has not ended: the model's replies so far, each with the tokens between it and the one before it."""
     num_turns: int = 1
     end_reason: str = ""
     """Why the episode ended: done (its function returned), length, turns, timeout or error."""
@@ -114,12 +115,16 @@ class Response:
     """Number of tool_calls, and of tool_errors among them, and tool_s, the seconds of the episode's own code."""
 
     # of --rollout.in-flight alone
-    versions: list[list[int]] = field(default_factory=list)
-    """Pairs of a step and how many of the tokens, one after another, the policy sampled as it was in that step."""
+    versions: list[int] = field(default_factory=list)
+    """Of each token that the policy sampled, the step in which it did."""
 
     @property
     def num_sampled(self) -> int:
         return len(self.tokens) if self.mask is None else sum(self.mask)
+
+    @property
+    def num_sampled_in_all(self) -> int:
+        return self.num_sampled + sum(sequence.num_sampled for sequence in self.earlier)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `from_dict` reads it."""

@@ -16,7 +16,7 @@ from common.dataset.template import template_arguments
 from common.engine.base import Engine, Response, RolloutConfig
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
-from common.prompts import TemplateConfig
+from common.prompts import Prompt, TemplateConfig
 from common.rollout import Sample
 from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
@@ -32,11 +32,23 @@ class Episode:
 
     conversation: Conversation
     seed: int | None  # None: greedy
+    begun: Response  # has the model's replies, also those of earlier steps
     num_turns: int = 0
     end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
     is_sampling: bool = False  # the model writes; else its process is busy
     limit: int = 0  # tokens that the reply being sampled may have at most for want of room
     tool_s: float = 0.0
+
+    def next_reply(self, before: list[int]) -> Response:
+        """The reply that these tokens precede: one of an earlier step, unless the environment then said something else,
+        or a new one."""
+        replies = self.begun.earlier
+        if self.num_turns < len(replies) and replies[self.num_turns].prompt != before:
+            del replies[self.num_turns :]
+            del self.begun.versions[self.begun.num_sampled_in_all :]
+        if self.num_turns == len(replies):
+            replies.append(Response([], [], "", prompt=before))
+        return replies[self.num_turns]
 
 
 @dataclass
@@ -49,17 +61,22 @@ class Episodes:
     processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
     parse: Callable[[str, list[dict]], list[dict]] | None  # a reply with special tokens, the tools' schemas -> calls
 
-    def run(self, engine: Engine, samples: Sequence[Sample], seeds: Sequence[int | None], sampling: RolloutConfig,
-            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
-        """Run an episode for each sample. On the engine's first rank, `on_end(i, response, reply)` is called as episode
-        i ends, with what its process sent last. Once `stop()` is true, those that are missing are given up."""
+    def run(self, engine: Engine, prompts: Sequence[Prompt], seeds: Sequence[int | None], sampling: RolloutConfig,
+            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool],
+            begun: Sequence[Response] = ()) -> None:
+        """Run an episode for each prompt. `on_end(i, response, reply)` is called as episode i ends, with what its
+        process sent last. Once `stop()` is true, no more is sampled.
+
+        `begun`: the episodes as earlier calls left them; their replies are added. An episode that has not ended begins
+        anew, and is told the replies that it had as long as it says what it had said."""
         engine.begin(stop)
-        waiting = list(reversed(range(len(samples))))
+        begun = begun or [Response([], [], "") for _ in prompts]
+        waiting = [number for number in reversed(range(len(prompts))) if not begun[number].finish_reason]
         running: dict[int, Episode] = {}
         while (running or waiting) and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:
                 number = waiting.pop()
-                running[number] = self.start(number, samples[number], seeds[number], sampling)
+                running[number] = self.start(number, prompts[number], seeds[number], begun[number], sampling)
             for number, message in engine.from_first_rank(self.listen(not engine.has_unfinished())):
                 episode = running[number]
                 episode.tool_s += message["seconds"]
@@ -67,24 +84,25 @@ class Episodes:
                     self.next_turn(engine, number, episode, message, sampling)
                 else:
                     del running[number]
-                    if self.processes is not None:
-                        on_end(number, response_of(episode, message), message)
+                    on_end(number, response_of(episode, message), message)
             if self.config.lockstep and any(not episode.is_sampling for episode in running.values()):
                 continue
             if engine.has_unfinished():
-                for number, response in engine.step():
-                    self.take_reply(number, running[number], response)
-        engine.abort(set(running))
+                for number, part in engine.step():
+                    running[number].begun.earlier[-1].extend(part, part.finish_reason)
+                    self.take_reply(number, running[number])
+        for number, part in engine.abort(set(running)):
+            running[number].begun.earlier[-1].extend(part, finish_reason="")
         if self.processes is not None:
             self.processes.end_all()
 
-    def start(self, number: int, sample: Sample, seed: int | None, sampling: RolloutConfig) -> Episode:
-        prompt = sample.prompt
+    def start(self, number: int, prompt: Prompt, seed: int | None, begun: Response, sampling: RolloutConfig) -> Episode:
         if self.processes is not None:
             start = {"row": prompt.row, "messages": prompt.messages, "tokens_left": sampling.max_response_length}
             self.processes.start(number, start)
         messages = list(prompt.messages)
-        return Episode(Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages), seed)
+        conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages)
+        return Episode(conversation, seed, begun)
 
     def listen(self, is_idle: bool) -> list[tuple[int, dict[str, Any]]]:
         """What episodes have sent since, in the order of their numbers. `is_idle`: the engine has nothing to do."""
@@ -117,11 +135,16 @@ class Episodes:
         if episode.num_turns:
             conversation.add_messages(new, between)
         episode.limit = room
+        reply = episode.next_reply(between or conversation.prompt)
+        if reply.finish_reason:
+            self.take_reply(number, episode)
+            return
         episode.is_sampling = True
-        max_tokens = min(room, message["max_tokens"] or room)
-        seed = None if episode.seed is None else seed_of(episode.seed, episode.num_turns)
+        begun = [len(reply.tokens)] if reply.tokens else []
+        seed = None if episode.seed is None else seed_of(episode.seed, episode.num_turns, *begun)
+        max_tokens = min(room, message["max_tokens"] or room) - len(reply.tokens)
         engine.add(
-            number, [*conversation.prompt, *conversation.tokens], seed,
+            number, [*conversation.prompt, *conversation.tokens, *reply.tokens], seed,
             replace(sampling, max_response_length=max_tokens),
         )
 
@@ -130,9 +153,9 @@ class Episodes:
         episode.end_reason = reason
         self.tell(number, episode, {"text": None, "finish_reason": reason})
 
-    def take_reply(self, number: int, episode: Episode, response: Response) -> None:
-        """Add the reply that the engine has finished, and tell it to the episode."""
-        conversation = episode.conversation
+    def take_reply(self, number: int, episode: Episode) -> None:
+        """Add the next reply, which is complete, and tell it to the episode."""
+        conversation, response = episode.conversation, episode.begun.earlier[episode.num_turns]
         text = conversation.add_reply(response.tokens, response.logp)
         episode.is_sampling = False
         episode.num_turns += 1

@@ -29,6 +29,7 @@ class Group:
     step: int  # in which it began
     seeds: list[int]
     responses: list[Response]
+    outcomes: list[dict[str, Any] | None]  # of episodes that have ended, what they sent last
 
     @property
     def is_complete(self) -> bool:
@@ -52,7 +53,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-        groups.append(Group(row, step, seeds, [Response([], [], "") for _ in seeds]))
+        groups.append(Group(row, step, seeds, [Response([], [], "") for _ in seeds], [None] * num_samples))
     # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step}
     pending = PendingRollout(scoring, [], sampling)
@@ -66,31 +67,43 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
             for k, response in enumerate(group.responses):
                 pending.samples.append(Sample(place * num_samples + k, place, group.row, data[group.row]))
                 if k % engine.config.tp == engine.tp_rank:  # each rank of the engine scores its share
-                    pending.score(len(pending.samples) - 1, response)
+                    pending.score(len(pending.samples) - 1, response, group.outcomes[k])
             taken.append(number)
             due.discard(number)
 
+    def end_episode(i: int, response: Response, outcome: dict[str, Any]) -> None:
+        number, k = divmod(i, num_samples)
+        response.versions = groups[number].responses[k].versions
+        groups[number].responses[k], groups[number].outcomes[k] = response, outcome
+        take(number)
+
+    def is_complete() -> bool:
+        return len(taken) == num_wanted or stop()
+
     for number in range(len(groups)):
         take(number)
-    engine.generate(
-        [data[group.row].tokens for group in groups for _ in group.seeds],
-        [*chain.from_iterable(group.seeds for group in groups)], sampling,
-        begun=[*chain.from_iterable(group.responses for group in groups)],
-        on_finish=lambda i, _: take(i // num_samples), stop=lambda: len(taken) == num_wanted or stop(),
-    )
+    seeds = [*chain.from_iterable(group.seeds for group in groups)]
+    begun = [*chain.from_iterable(group.responses for group in groups)]
+    prompts = [data[group.row] for group in groups for _ in group.seeds]
+    num_dropped = sum(len(response.versions) for response in begun)
+    if scoring.episodes is not None:
+        scoring.episodes.run(engine, prompts, seeds, sampling, end_episode, is_complete, begun)
+    else:
+        engine.generate([prompt.tokens for prompt in prompts], seeds, sampling,
+                        lambda i, _: take(i // num_samples), is_complete, begun)
     for response in chain.from_iterable(group.responses for group in groups):
-        num_new = len(response.tokens) - sum(count for _, count in response.versions)
-        if num_new:
-            response.versions = [*response.versions, [step, num_new]]
+        num_dropped -= len(response.versions)
+        response.versions = [*response.versions, *[step] * (response.num_sampled_in_all - len(response.versions))]
+    meter.total("rollout/dropped_tokens", num_dropped if engine.tp_rank == 0 else 0)
 
     left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
     mine = [vars(group) | {"responses": [response.to_dict() for response in group.responses]} for group in left]
     state["in_flight"] = sorted(chain(*all_gather_objects(mine)), key=lambda group: group["step"])
     responses = [response for number in taken for response in groups[number].responses]
-    ages = [step - version for response in responses for version, count in response.versions for _ in range(count)]
-    spans = torch.tensor([r.versions[-1][0] - r.versions[0][0] for r in responses], dtype=torch.float64)
+    ages = [step - version for response in responses for version in response.versions]
+    spans = torch.tensor([r.versions[-1] - r.versions[0] for r in responses if r.versions], dtype=torch.float64)
     meter.spread("rollout/staleness", torch.tensor(ages, dtype=torch.float64))
     meter.mean("fully_async/partial/partial_ratio", spans > 0)  # verl's names and meanings
     meter.max("fully_async/partial/max_partial_span", spans)
-    meter.total("rollout/carried_tokens", sum(len(r.tokens) for group in left for r in group.responses))
+    meter.total("rollout/carried_tokens", sum(len(r.versions) for group in left for r in group.responses))
     return pending

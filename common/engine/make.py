@@ -75,9 +75,9 @@ def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -
     if not 1 <= config.in_flight <= 2 or config.max_staleness < 1:
         raise ValueError(f"{flag} must be from 1 to 2, so that what a step carries over fits into the next one, and "
                          f"--rollout.max-staleness {config.max_staleness} at least 1")
-    if config.in_flight > 1 and (config.episode or config.stop):
-        raise ValueError(f"{flag} does not go with --rollout.episode and --rollout.stop: only the tokens of a response "
-                         f"are carried over, not the state of a conversation or of a text that is half written")
+    if config.in_flight > 1 and config.stop:
+        raise ValueError(f"{flag} does not go with --rollout.stop: only the tokens of a response are carried over, not "
+                         f"a text that is half written")
     if config.in_flight > 1 and not has_correction:
         print_on_main(world, f"{flag} without engine correction: tokens that older weights sampled are trained as "
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")

@@ -71,14 +71,15 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
             samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
             seeds.append(seed_of(*seed, group, number))
     pending = PendingRollout(scoring, samples, sampling)
+
+    def score(i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
+        if i % engine.config.tp == engine.tp_rank:  # each rank of the engine scores its share
+            pending.score(i, response, reply)
+
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, samples, seeds, sampling, on_end=pending.score, stop=stop)
+        scoring.episodes.run(engine, [sample.prompt for sample in samples], seeds, sampling, score, stop)
     else:
-        prompt_tokens = [sample.prompt.tokens for sample in samples]
-        engine.generate(
-            prompt_tokens, seeds, sampling, stop=stop,
-            on_finish=lambda i, response: i % engine.config.tp == engine.tp_rank and pending.score(i, response),
-        )
+        engine.generate([sample.prompt.tokens for sample in samples], seeds, sampling, score, stop)
     return pending
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
+from common.engine.base import Response
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Minibatch, Rollout, Sample
 from common.tracking.logger import LogConfig
@@ -51,7 +52,7 @@ def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTraine
             "token_texts": token_texts(tokenizer, sample.prompt.tokens, sample.response.tokens),
             "rollout_logp": sample.response.logp,
             "mask": sample.response.mask,
-            "version": [version for version, count in sample.response.versions for _ in range(count)] or None,
+            "version": versions_of(sample.response),
         }
         for sample in rollout.samples if sample.index < limit
     ]
@@ -116,6 +117,13 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
         "end_reason": response.end_reason or None,
         "messages": json.dumps(response.messages) if response.messages else None,
     }
+
+
+def versions_of(response: Response) -> list[int | None] | None:
+    """Of each token, of those that the model sampled."""
+    versions = iter(response.versions[-response.num_sampled :])
+    mask = response.mask or [True] * len(response.tokens)
+    return [next(versions) if is_sampled else None for is_sampled in mask] if response.versions else None
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -37,6 +37,22 @@ async def fixed(chat, row):
     return 0.0
 
 
+async def long_talk(chat, row):
+    """Three replies of any length, each with a message that depends on the one before."""
+    text = await chat.reply()
+    for _ in range(2):
+        text = await chat.reply({"role": "user", "content": f"{len(text)}."})
+    return 1.0
+
+
+async def moody(chat, row):
+    """The same, with another message every time."""
+    await chat.reply()
+    for _ in range(2):
+        await chat.reply({"role": "user", "content": f"{random.random()}."})
+    return 1.0
+
+
 async def endless(chat, row):
     """Talks until there is no reply. Returns why."""
     text = await chat.reply(max_tokens=5)

@@ -23,18 +23,20 @@ ENDS = tuple(range(0, 512, 16))  # a response ends after 15 tokens or so
 class Steps:
     """`self(engine, step)` samples one step on an engine that is awake. What is in flight goes through JSON."""
 
-    def __init__(self, engine, in_flight: float = 2.0, num_groups: int = 4, num_samples: int = 2, **flags):
-        flags |= {"in_flight": in_flight, "max_response_length": 30, "stop_token_ids": ENDS}
+    def __init__(self, engine, in_flight: float = 2.0, num_groups: int = 4, num_samples: int = 2, scoring=NO_SCORERS,
+                 data=DATA, **flags):
+        flags = {"in_flight": in_flight, "max_response_length": 30, "stop_token_ids": ENDS} | flags
         self.sampling = replace(engine.config, **flags)
+        self.scoring, self.data = scoring, data
         self.num_groups, self.num_samples = num_groups, num_samples
-        self.state, self.sampler, self.metrics = {}, PromptSampler(len(DATA), "", 0), {}
+        self.state, self.sampler, self.metrics = {}, PromptSampler(len(data), "", 0), {}
 
     def __call__(self, engine, step: int) -> Rollout:
         self.state = json.loads(json.dumps(self.state))
         meter = Meter()
         pending = continue_rollout(
-            engine, NO_SCORERS, DATA, self.sampler.take(self.num_groups), self.num_samples, self.sampling, (0, step),
-            lambda: False, self.state, self.sampler, meter,
+            engine, self.scoring, self.data, self.sampler.take(self.num_groups), self.num_samples, self.sampling,
+            (0, step), lambda: False, self.state, self.sampler, meter,
         )
         rollout = pending.collect(meter)
         self.metrics = meter.reduce()
@@ -60,17 +62,19 @@ def carry(model: str, engine, policy, num_steps: int = 5, **flags) -> list[dict]
         engine.sleep()
         for sample in rollout.samples:
             response = sample.response
-            versions = [version for version, count in response.versions for _ in range(count)]
-            assert len(versions) == len(response.tokens) == len(response.logp)
-            logp = torch.tensor(response.logp)
+            mask = torch.tensor(response.mask or [True] * len(response.tokens))
+            versions = torch.tensor(response.versions)
+            assert len(versions) == mask.sum() and len(mask) == len(response.tokens) == len(response.logp)
+            logp = torch.tensor(response.logp)[mask]
             by_copy = torch.stack([
-                engine_models.logps(lm, sample.prompt.tokens, response.tokens) for lm in copies
+                engine_models.logps(lm, response.prompt or sample.prompt.tokens, response.tokens)[mask] for lm in copies
             ])                                                                                  # [step + 1, T]
-            own = by_copy[torch.tensor(versions), torch.arange(len(versions))]
-            late = torch.tensor(versions) < step
+            own = by_copy[versions, torch.arange(len(versions))]
+            late = versions < step
             found.append({
                 "step": step, "index": sample.index, "row": sample.row, "tokens": response.tokens,
-                "versions": response.versions, "reason": response.finish_reason,
+                "versions": response.versions, "reason": response.finish_reason, "mask": mask.tolist(),
+                "messages": response.messages, "dropped": steps.metrics["rollout/dropped_tokens"],
                 "off": float((logp - own).abs().max()),
                 "off_now": float((logp - by_copy[-1]).abs()[late].max()) if late.any() else None,
             })

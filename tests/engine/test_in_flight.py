@@ -4,16 +4,23 @@ import copy
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from common.engine.base import SamplingConfig
+from common.engine.episodes import start_episodes
 from common.engine.in_flight import continue_rollout
+from common.engine.scoring import Scoring
 from common.metrics import Meter
+from common.model.reward_model import RewardModelConfig
 from common.parallel.ranks import seed_of
-from common.prompts import PromptSampler
+from common.prompts import PromptSampler, TemplateConfig
+from rewards.runtime.pool import RewardConfig
 from tests.engine.engine_models import make_model, start
+from tests.engine.episode_runs import FILE, make_prompt
 from tests.engine.in_flight_runs import DATA, ENDS, NO_SCORERS, Steps, carry
+from tests.engine.test_conversation import make_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -48,10 +55,10 @@ def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(carried):
     assert max(r["off"] for r in carried) < 1e-4
     late = [r for r in carried if r["off_now"] is not None]
     assert len(late) > 5 and min(r["off_now"] for r in late) > 1e-3
-    assert any(len(r["versions"]) > 1 and r["reason"] == "length" for r in late)    # carried over, and cut
+    assert any(len(set(r["versions"])) > 1 and r["reason"] == "length" for r in late)    # carried over, and cut
     for response in carried:
-        versions = [version for version, _ in response["versions"]]
-        assert versions == sorted(set(versions)) and versions[-1] <= response["step"]
+        versions = response["versions"]
+        assert versions == sorted(versions) and versions[-1] <= response["step"]
         assert response["reason"] == ("stop" if response["tokens"][-1] in {2, *ENDS} else "length")
         assert response["reason"] == "stop" or len(response["tokens"]) == 30
         assert not {2, *ENDS} & set(response["tokens"][:-1])
@@ -61,7 +68,8 @@ def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(carried):
 
 def test_a_response_that_continues_draws_other_random_numbers(carried):
     """The model hardly prefers any token, so the same numbers would mostly give the same tokens again."""
-    pairs = [pair for r in carried for pair in zip(r["tokens"], r["tokens"][r["versions"][0][1] :])]
+    firsts = [r["versions"].count(r["versions"][0]) for r in carried]
+    pairs = [pair for r, first in zip(carried, firsts) for pair in zip(r["tokens"], r["tokens"][first:])]
     assert len(pairs) > 40 and sum(a == b for a, b in pairs) < 0.1 * len(pairs)
 
 
@@ -95,16 +103,16 @@ def test_staleness_is_bounded_and_measured(vllm):
             engine.wake(policy)
             rollout = steps(engine, step)
             engine.sleep()
-            ages = [step - v for s in rollout.samples for v, count in s.response.versions for _ in range(count)]
-            spans = [s.response.versions[-1][0] - s.response.versions[0][0] for s in rollout.samples]
+            ages = [step - version for s in rollout.samples for version in s.response.versions]
+            spans = [s.response.versions[-1] - s.response.versions[0] for s in rollout.samples]
             assert steps.metrics["rollout/staleness/mean"] == pytest.approx(sum(ages) / len(ages))
             assert steps.metrics["rollout/staleness/max"] == max(ages)
             assert steps.metrics["fully_async/partial/partial_ratio"] == sum(s > 0 for s in spans) / len(spans)
             assert steps.metrics["fully_async/partial/max_partial_span"] == max(spans)
             oldest[bound] = max(oldest[bound], max(ages))
             left = [response for group in steps.state["in_flight"] for response in group["responses"]]
-            tokens = sum(count for response in left for _, count in response["versions"])
-            assert steps.metrics["rollout/carried_tokens"] == tokens
+            tokens = sum(len(response["tokens"]) for response in left)
+            assert steps.metrics["rollout/carried_tokens"] == tokens == sum(len(r["versions"]) for r in left)
             assert len(steps.state["in_flight"]) == 2
     assert oldest[1] == 1 < oldest[4]
 
@@ -150,3 +158,64 @@ def test_what_is_in_flight_is_plain_json_and_exact(awake):
         first, second = one(awake, step), other(awake, step)
         assert [s.response for s in first.samples] == [s.response for s in second.samples]
         assert one.state == other.state
+
+
+# --------------------------------------------------------------------------- episodes
+
+TURNS = 3
+
+
+@pytest.fixture(scope="module")
+def episodes(vllm, world):
+    """The arguments of `Steps` for an episode of episodes_of_tests.py."""
+    engine, _ = vllm
+    tokenizer = make_tokenizer("SmolLM2", 0)
+    stops = [*engine.stop_token_ids, *ENDS, tokenizer.eos_token_id]
+    made = []
+
+    def arguments(name: str) -> dict:
+        flags = {"episode": f"{FILE}:{name}", "max_response_length": 160, "lockstep": True}
+        scoring = Scoring(tokenizer, RewardConfig(num_workers=1), RewardModelConfig(), [], name)
+        made.append(scoring)
+        scoring.episodes = start_episodes(
+            replace(engine.config, **flags), tokenizer, TemplateConfig(), stops, 256, world
+        )
+        return flags | {"scoring": scoring, "data": [make_prompt(tokenizer, number) for number in range(40)]}
+
+    yield arguments
+    for scoring in made:
+        scoring.close()
+
+
+def test_episodes_continue_with_the_replies_that_they_had(model, vllm, episodes):
+    """Also in the middle of a reply. What the environment says stands once between the replies."""
+    found = carry(model, *vllm, num_steps=8, **episodes("long_talk"))
+    assert [r["dropped"] for r in found] == [0] * 64 and max(r["off"] for r in found) < 1e-4
+    late = [r for r in found if r["off_now"] is not None]
+    assert len(late) > 5 and min(r["off_now"] for r in late) > 1e-3
+    num_inside = 0
+    for r in found:
+        roles = [message["role"] for message in r["messages"]]
+        replies = [len(list(run)) for is_sampled, run in itertools.groupby(r["mask"]) if is_sampled]
+        assert roles == ["user", "assistant"] * len(replies) and r["versions"] == sorted(r["versions"])
+        bounds = {0, *itertools.accumulate(replies)}
+        num_inside += sum(a != b and i not in bounds for i, (a, b) in enumerate(itertools.pairwise(r["versions"]), 1))
+    assert num_inside > 3 and sum(len(r["messages"]) == 2 * TURNS for r in found) > 32     # others have no room left
+
+
+def test_replies_to_what_is_no_longer_said_are_sampled_anew_and_counted(model, vllm, episodes):
+    found = carry(model, *vllm, num_steps=6, **episodes("moody"))
+    assert max(r["off"] for r in found) < 1e-4
+    assert max(r["dropped"] for r in found) > 20
+    assert any(len(set(r["versions"])) > 1 for r in found)                     # the first reply is kept
+
+
+def test_episodes_in_flight_are_exact(awake, episodes):
+    """What one run carries over in memory, and the other one reads from a checkpoint of another run."""
+    one, other = (Steps(awake, **episodes("long_talk")) for _ in range(2))
+    for step in range(3):
+        other.state = copy.deepcopy(one.state)
+        first, second = one(awake, step), other(awake, step)
+        assert [s.response.tokens for s in first.samples] == [s.response.tokens for s in second.samples]
+        assert [s.score for s in first.samples] == [s.score for s in second.samples]
+    assert one.state["in_flight"] and one.metrics["rollout/staleness/max"] > 0

@@ -104,13 +104,13 @@ def test_two_ranks_are_one_engine(tmp_path):
         assert stopped[0]["num_before"] <= num_sampled < 32
         assert "checksums differ" in seen["verdict"] and "model.norm.weight" in seen["verdict"]
         played = seen.pop("episodes"), other.pop("episodes")
-        assert [episode["index"] for episode in played[0]] == [0, 1, 2] and not played[1]  # the first rank has them
-        assert all(episode["turns"] == 3 and episode["end"] == "done" for episode in played[0])
-        assert all(episode["off"] < 2e-5 for episode in played[0])
+        assert [[episode["index"] for episode in found] for found in played] == [[0, 2], [1]]  # each scores its share
+        for episode in [*played[0], *played[1]]:
+            assert episode["turns"] == 3 and episode["end"] == "done" and episode["off"] < 2e-5
         carried = [seen.pop("carried"), other.pop("carried")]  # --rollout.in-flight: of a group, each scores one
         assert [len(found) for found in carried] == [16, 16]
         assert all(r["off"] < 1e-4 for found in carried for r in found)
-        assert max(len(r["versions"]) for r in carried[0]) > 1
+        assert max(len(set(r["versions"])) for r in carried[0]) > 1
         assert [r["row"] for r in carried[0]] == [r["row"] for r in carried[1]]
         announced = seen.pop("finished"), other.pop("finished")
         assert [sorted(x) for x in announced] == [[0, 1, 2, 3, 4]] * 2
