@@ -96,7 +96,8 @@ class PendingRollout:
         sample.response = response
         self.scoring.advance()
         if reply is not None and reply.keys() & {"score", "failure"}:
-            pool.put(i, reply)
+            if pool is not None:
+                pool.put(i, reply)
             return
         decode = self.scoring.tokenizer.decode
         sample.text = reply["text"] if reply else decode(response.tokens, skip_special_tokens=True)
@@ -128,7 +129,7 @@ class PendingRollout:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         if self.scoring.model is not None:
-            judged = self.scoring.model.score([sample.prompt for sample in mine], [sample.text for sample in mine])
+            judged = self.scoring.model.score([conversation_of(sample) for sample in mine])
             meter.mean("reward/model", torch.tensor(judged, dtype=torch.float64))
             for sample, score in zip(mine, judged, strict=True):
                 sample.score += self.scoring.model.weight * score
@@ -138,6 +139,11 @@ class PendingRollout:
                 if sample.response.end_reason in self.sampling.drop:
                     sample.score = torch.nan
         return gather_rollout(mine)
+
+
+def conversation_of(sample: Sample) -> list[dict[str, Any]]:
+    """Prompt and response, or the whole episode, as messages."""
+    return sample.response.messages or [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
 
 
 class RemoteRollout:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PretrainedConfig
@@ -11,7 +12,6 @@ from common.model.loading import SCORED, load_critic, read_config
 from common.model.policy import ModelConfig
 from common.packing import plan_step
 from common.parallel.ranks import World, all_max
-from common.prompts import Prompt
 
 MAX_TOKENS = 16384
 """Token budget of one forward on one rank."""
@@ -47,11 +47,10 @@ class RewardModel:
         self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
         self.model = load_critic(config.path, model_config, world, frozen=True)
 
-    def score(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
-        """One score per response. All ranks call this together, each with its own responses (or none)."""
+    def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
+        """One score per conversation. All ranks call this together, each with its own ones (or none)."""
         rows = []
-        for prompt, text in zip(prompts, texts):
-            messages = [*prompt.messages, {"role": "assistant", "content": text}]
+        for messages in conversations:
             tokens = self.tokenizer.apply_chat_template(messages, return_dict=False)
             # The critic gives a value to a token from the tokens before it. With one more token, its value is read at
             # the end of the conversation.
@@ -59,9 +58,9 @@ class RewardModel:
         rows.append(Batch.build([[0]], [[0]]))                              # a dummy: all ranks run as many groups
         lengths = np.array([len(row.tokens) for row in rows])
         groups = list(chain(*plan_step(lengths, lengths, 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
-        groups += [[len(prompts)]] * (int(all_max([len(groups)])[0]) - len(groups))
+        groups += [[len(conversations)]] * (int(all_max([len(groups)])[0]) - len(groups))
         scores = np.zeros(len(rows))
         for group in groups:
             batch = Batch.cat([rows[i] for i in group]).to(self.world.device)
             scores[group] = self.model.score(batch)[batch.mask].numpy(force=True)
-        return scores[: len(prompts)].tolist()
+        return scores[: len(conversations)].tolist()

@@ -29,12 +29,14 @@ class Runs:
         self.stops, self.max_length = stops, max_length
 
     def __call__(self, name: str, prompts: list[Prompt], num_samples: int = 1, stop=lambda: False, metrics=None,
-                 **flags) -> list[Sample]:
-        """`name`: of an episode of episodes_of_tests.py, or FILE.py."""
+                 reward_model=None, model=None, **flags) -> list[Sample]:
+        """`name`: of an episode of episodes_of_tests.py, or FILE.py. `model`: a reward model, and its flags."""
         episode = name if name.endswith(".py") else f"{FILE}:{name}"
         config = replace(self.engine.config, episode=episode, **flags)
-        scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0), RewardModelConfig(), [],
+        scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0),
+                          reward_model or RewardModelConfig(), [],
                           config.episode)
+        scoring.model = model
         scoring.episodes = start_episodes(
             config, self.tokenizer, TemplateConfig(), self.stops, self.max_length, self.world
         )

@@ -19,12 +19,13 @@ from common.engine.scoring import Scoring, responses_from_state, responses_to_st
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
-from common.model.reward_model import RewardModelConfig
+from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import TemplateConfig
 from common.rollout import gather_rollout, to_minibatches
 from rewards.runtime.pool import RewardConfig
 from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of
+from tests.model.test_reward_model import make_reward_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 STOPS = tuple(range(0, 49152, 64))  # else a random model never ends a reply
@@ -103,6 +104,21 @@ def test_the_trainer_finds_the_log_probs_that_the_engine_had(played, policy, eng
     difference = (policy.score(batch, 1.0) - batch.rollout_logp)[batch.mask].abs()
     assert int(batch.mask.sum()) == sum(sum(r.mask) for r in responses) < len(batch.tokens)
     assert difference.max() < 2e-5
+
+
+def test_a_reward_model_reads_the_whole_conversation(run, played, tokenizer, tiny_llama, world, tmp_path):
+    """Beside the episode's own score, or in its place."""
+    folder = make_reward_model(tiny_llama, str(tmp_path / "rm"))
+    own = {sample.index: sample.score for sample in played[0]}
+    for alone in (False, True):
+        config = RewardModelConfig(path=folder, weight=0.5, alone=alone)
+        model = RewardModel(config, FLOAT32, world)
+        prompts = [make_prompt(tokenizer, n) for n in range(3)]
+        for sample in run("three_turns", prompts, num_samples=2, reward_model=config, model=model):
+            assert len(sample.response.messages) == 6
+            (judged,) = model.score([sample.response.messages])
+            expected = 0.5 * judged + (0.0 if alone else own[sample.index])
+            assert sample.score == pytest.approx(expected, abs=1e-5) and judged != 0
 
 
 def test_a_turn_has_its_own_seed(played, engine):

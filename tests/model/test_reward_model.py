@@ -9,17 +9,22 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from common.model import reward_model
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
-from common.prompts import Prompt
 from tests.model.test_memory_plan import plan_of
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 TEXTS = ["The answer is 4.", "I do not know", "#### 12", ""]
-PROMPTS = [Prompt([1], "s", "", {}, [{"role": "user", "content": f"What is {i} + {i}?"}]) for i in range(4)]
+CONVERSATIONS = [
+    [{"role": "user", "content": f"What is {i} + {i}?"}, {"role": "assistant", "content": text}]
+    for i, text in enumerate(TEXTS)
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_llama, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("reward_model"))
+    return make_reward_model(tiny_llama, str(tmp_path_factory.mktemp("reward_model")))
+
+
+def make_reward_model(tiny_llama: str, folder: str) -> str:
     torch.manual_seed(5)
     model = LlamaForSequenceClassification(LlamaConfig.from_pretrained(tiny_llama, num_labels=1)).float()
     model.save_pretrained(folder)
@@ -33,16 +38,15 @@ def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_toke
     model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     want = []
-    for prompt, text in zip(PROMPTS, TEXTS):
-        messages = [*prompt.messages, {"role": "assistant", "content": text}]
+    for messages in CONVERSATIONS:
         ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
         with torch.no_grad():
             want.append(float(model(input_ids=torch.tensor([ids])).logits))
     ours = RewardModel(RewardModelConfig(path=folder), FLOAT32, world)
     for _ in range(2):
-        assert ours.score(PROMPTS, TEXTS) == pytest.approx(want, abs=2e-6)
+        assert ours.score(CONVERSATIONS) == pytest.approx(want, abs=2e-6)
     assert len({round(x, 4) for x in want}) == 4
-    assert ours.score([], []) == []
+    assert ours.score([]) == []
 
 
 def test_what_it_keeps_on_a_gpu_by_hand(folder):
