@@ -5,7 +5,8 @@
 #   make seeds        docs/quickstart.png and docs/quickstart.md
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
-#   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md
+#   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
+#   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
 # SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`.
@@ -14,6 +15,8 @@ cd "$(dirname "$0")/../.."
 
 SOLVED=data/word_problems/solved
 STEPS="--total-steps 16 --eval-every 8"
+CARRIED="--total-steps 12 --eval-every 6 --eval-prompts 48 --eval-n 2 --save.every 0 --save.hf never"    # and split
+OUT=runs
 
 # train SCRIPT FLAGS...: a script that samples
 train() {
@@ -49,16 +52,16 @@ after_sft() {
 
 # samplers on a rank of their own, one step behind, with and without the correction
 async() {
-    local launch=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 async_grpo.py) runs=()
-    for seed in ${SEEDS:-1}; do
-        # shellcheck disable=SC2086
-        "${launch[@]}" $TASK $STEPS --run-dir "runs/async/corrected$seed" --seed "$seed" --correction.weights token \
-            ${SHORT:-}
-        # shellcheck disable=SC2086
-        "${launch[@]}" $TASK $STEPS --run-dir "runs/async/plain$seed" --seed "$seed" ${SHORT:-}
-        runs+=("runs/async/corrected$seed" "runs/async/plain$seed")
+    local launch=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 async_grpo.py) weights runs=()
+    for seed in ${SEEDS:-1 2 3}; do
+        for weights in token none; do
+            # shellcheck disable=SC2086
+            "${launch[@]}" $TASK $CARRIED --run-dir "$OUT/async/$weights.seed$seed" --seed "$seed" --samplers 1 \
+                --correction.weights "$weights" ${SHORT:-}
+            runs+=("$OUT/async/$weights.seed$seed")
+        done
     done
-    draw async "${runs[@]}"
+    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
 }
 
 # pairs of a right and a wrong result, and pairs of the policy's own responses
@@ -116,19 +119,33 @@ adapters() {
 
 # unfinished groups that continue in the next step, with the correction and ("2.0 none") without it
 in_flight() {
-    STEPS="--total-steps 12 --eval-every 6 --eval-prompts 48 --eval-n 2 --save.every 0 --save.hf never"
+    STEPS=$CARRIED
     local number preset runs=()
     for seed in ${SEEDS:-1 2 3}; do
         while read -r number preset; do
-            train grpo.py --run-dir "runs/in_flight/$number.$preset.seed$seed" --seed "$seed" \
+            train grpo.py --run-dir "$OUT/in_flight/$number.$preset.seed$seed" --seed "$seed" \
                 --rollout.max-num-seqs 128 --rollout.in-flight "$number" --correction.preset "$preset" </dev/null
-            runs+=("runs/in_flight/$number.$preset.seed$seed")
+            runs+=("$OUT/in_flight/$number.$preset.seed$seed")
         done <<<"${IN_FLIGHT:-1.0 disabled
 1.5 decoupled-token-is
 2.0 decoupled-token-is
 2.0 disabled}"
     done
     .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
+}
+
+# the same with responses of log-normal lengths
+long_tail() {
+    OUT=runs/long_tail
+    .venv/bin/python -m tests.bench.long_tail $OUT
+    TASK="--model models/SmolLM2-135M-Instruct --train-data $OUT/train.parquet --val-data $OUT/test.parquet \
+        --reward.function tests/bench/long_tail.py --data.max-prompt-length 256 --rollout.max-response-length 112 \
+        --prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 4096 --policy.share-prompt --optim.lr 3e-5 \
+        --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 --reward.num-workers 1 \
+        --rollout.max-num-seqs 128"
+    SHORT="--total-steps 8 --eval-every 4 ${SHORT:-}"
+    in_flight
+    async
 }
 
 # The model learns the form of a conversation with the calculator from conversations half of which are wrong; then it is
