@@ -116,8 +116,8 @@ class Training:
         """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `reference`: a
         frozen policy will be loaded; `critic`: folder of a second model that will be trained."""
         self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, reference, critic)
-        self.max_tokens = self.plan.choose_budget(max_tokens, self.world.device)
-        print_on_main(self.world, f"memory {self.plan.chosen}")
+        self.max_tokens, why = self.plan.choose_budget(max_tokens, self.world.device)
+        print_on_main(self.world, f"memory {why}")
         return self.max_tokens
 
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:

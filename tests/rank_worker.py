@@ -18,7 +18,7 @@ from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
-from common.parallel.ranks import make_mesh
+from common.parallel.ranks import make_groups
 
 STATE = {"step": 2, "total_steps": 2, "sampler": {"epoch": 1, "position": 5},
          "tracker": {"step": 2, "wandb_id": None}}
@@ -100,7 +100,8 @@ def timeouts(folder: Path, world: ranks.World) -> None:
     linear = torch.nn.Linear(1, 1)
     run = checkpoints_of(folder, world, linear, torch.optim.SGD(linear.parameters()), Watchdog(0),
                          {"config.json": b"{}"}, timeout_s=timeout_s)
-    of_copies = make_mesh("cpu", world.size, ranks.collective_timeout(timeout_s)).get_all_groups()
+    made = make_groups("cpu", ranks.collective_timeout(timeout_s), world.size, world.size, world.size)
+    of_copies = [*made["mesh"].get_all_groups(), made["sequence"], *made["experts"].get_all_groups()]
     groups = (dist.group.WORLD, world.mesh.get_group(), run.group, *of_copies)
     dist.barrier()
     if world.is_main:

@@ -144,8 +144,8 @@ class Doctor:
         free, total = (x / GIB for x in torch.cuda.mem_get_info())
         if free < 0.9 * total:
             raise Problem(f"{free:.1f} of {total:.1f} GiB of the GPU are free: another process uses it, see nvidia-smi")
-        plan.choose_budget(0, self.world.device)                        # raises ValueError where nothing fits
-        return f"{free:.1f} of {total:.1f} GiB are free; {plan.chosen}"
+        _, chosen = plan.choose_budget(0, self.world.device)            # raises ValueError where nothing fits
+        return f"{free:.1f} of {total:.1f} GiB are free; {chosen}"
 
     def engine(self) -> str:
         """Norms change their sign: all of the model changes, and the same again takes it back, bit by bit."""

@@ -9,7 +9,6 @@ gathered around it, and their gradients summed on the way back.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -70,26 +69,27 @@ def pool(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, slice]:
 def cut(row: Row, group: dist.ProcessGroup) -> Row:
     """This rank's part of a row that all ranks of the group know."""
     n, me, device = dist.get_world_size(group), dist.get_rank(group), row.tokens.device
-    ends, key_ends = (row.layout[name].cpu().numpy() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    chunks = [zigzag(ends, n, rank) for rank in range(n)]
-    rows = [_ranges(starts, stops) for starts, stops, _ in chunks]
-    most = max(map(len, rows))
-    place = torch.zeros(len(row.tokens), dtype=torch.int64)                 # where the gathered rows have each row
-    for rank, of_rank in enumerate(rows):
+    ends, key_ends = (row.layout[name].cpu().long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    chunk, owner = zigzag(ends, n)
+    most = int(owner.bincount().max())
+    place = torch.empty_like(owner)                                         # where the gathered rows have each row
+    for rank in range(n):
+        of_rank = (owner == rank).nonzero()[:, 0]
         place[of_rank] = rank * most + torch.arange(len(of_rank))
-    place = place.to(device)
     # with fewer tokens than ranks, some run row 0, and nobody reads it
-    starts, stops, segment = chunks[me] if len(rows[me]) else torch.tensor([[0], [1], [0]]).numpy()
+    local = (owner == me).nonzero()[:, 0] if me in owner else torch.tensor([0])
+    chunks, lengths = chunk[local].unique_consecutive(return_counts=True)
+    segment, stops = chunks // (2 * n), local[lengths.cumsum(0) - 1] + 1
     first_keys, last_keys = key_ends[segment], key_ends[segment + 1] - ends[segment + 1] + stops
-    keys = _ranges(first_keys, last_keys).to(device)                        # of its segment, up to a chunk's own end
+    # a chunk sees its segment's keys, up to its own end
+    keys = torch.cat([torch.arange(first, last) for first, last in zip(first_keys, last_keys)]).to(device)
     if "key_rows" in row.layout:
         keys = row.layout["key_rows"][keys]
+    place, local = place.to(device), local.to(device)
     layout = {
-        "cu_seq_lens_q": offsets(torch.from_numpy(stops - starts)).to(device),
-        "cu_seq_lens_k": offsets(torch.from_numpy(last_keys - first_keys)).to(device),
+        "cu_seq_lens_q": offsets(lengths).to(device), "cu_seq_lens_k": offsets(last_keys - first_keys).to(device),
         "key_rows": place[keys], "sequence_group": group, "num_rows": most,
     }
-    local = _ranges(starts, stops).to(device)
     here = place[row.before] // most == me
     return replace(
         row, tokens=row.tokens[local], positions=row.positions[local], before=(place[row.before] % most)[here],
@@ -97,15 +97,13 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
     )
 
 
-def zigzag(ends: np.ndarray, n: int, rank: int) -> np.ndarray:
-    """Start, end and segment of the chunks that a rank of n runs, two of each segment but for empty ones: [3, chunks].
-    What 2n does not divide goes to other chunks in every second segment."""
-    starts, lengths = ends[:-1].astype(np.int64), np.diff(ends).astype(np.int64)
-    segment = np.arange(len(lengths))
-    bounds = starts[:, None] + (lengths[:, None] * np.arange(2 * n + 1) + segment[:, None] % 2 * n) // (2 * n)
-    chunks = [(bounds[:, i], bounds[:, i + 1], segment) for i in (rank, 2 * n - 1 - rank)]
-    both = np.concatenate(chunks, axis=1)
-    return both[:, both[0] < both[1]]
+def zigzag(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """For each token of segments with these ends the number of its chunk, 2n a segment, and the rank of n that runs it.
+    What 2n does not divide goes to other chunks in every second segment: [t], [t]."""
+    segment = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
+    following = torch.arange(1, len(segment) + 1) - ends[segment]           # the position after it in its segment
+    chunk = (2 * n * following - segment % 2 * n - 1) // ends.diff()[segment]
+    return 2 * n * segment + chunk, torch.minimum(chunk, 2 * n - 1 - chunk)
 
 
 def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -114,8 +112,3 @@ def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup, num_rows: 
     both = F.pad(both, (0, 0, 0, 0, 0, num_rows - len(both))).contiguous()
     both = wait_tensor(all_gather_single(both, 0, group))               # its gradient is summed over the ranks
     return both.transpose(0, 1)[None].chunk(2, dim=1)
-
-
-def _ranges(starts: np.ndarray, stops: np.ndarray) -> Tensor:
-    """start, start + 1, ..., stop - 1 of each, one after the other."""
-    return torch.from_numpy(np.concatenate([np.arange(0), *map(np.arange, starts, stops)]))

@@ -83,11 +83,9 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}                                      # vLLM reads them
     own = dist.PrefixStore("trainers" if trains else "samplers", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
-    mesh = make_mesh(device.type, replicas, timeout)
-    sequence = make_sequence_group(sequence_parallel, timeout)
-    experts = None if expert_parallel == 1 else make_grid(device.type, ("shard", "expert"), expert_parallel, timeout)
-    samples = not (trains and num_samplers)
-    return World(rank, size, device, mesh, sequence, experts, trains, samples, num_samplers, store)
+    groups = make_groups(device.type, timeout, replicas, sequence_parallel, expert_parallel)
+    return World(rank, size, device, **groups, trains=trains, samples=not (trains and num_samplers),
+                 num_samplers=num_samplers, job_store=store)
 
 
 def _check_no_gpu() -> None:
@@ -115,28 +113,21 @@ def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1, expert
     return num_ranks // replicas
 
 
-def make_mesh(device_type: str, replicas: int, timeout: timedelta) -> DeviceMesh:
-    """The mesh for `fully_shard`: [shard], or [replicate, shard] where there are several copies. Ranks that follow each
-    other hold one copy, because they are on one machine, where links are fast. Collectives wait for `timeout`."""
+def make_groups(device_type: str, timeout: timedelta, replicas: int = 1, sequence_parallel: int = 1,
+                expert_parallel: int = 1) -> dict[str, Any]:
+    """`mesh` (for `fully_shard`: [shard], or [replicate, shard]), `sequence` and `experts` of World. Ranks that follow
+    each other are on one machine, where links are fast: they hold a copy, run a micro-batch, have all experts."""
     size = dist.get_world_size()
-    if replicas == 1:
-        return init_device_mesh(device_type, (size,))
-    return make_grid(device_type, ("replicate", "shard"), num_shards(size, replicas), timeout)
 
+    def grid(names: tuple[str, str], width: int) -> DeviceMesh:
+        ranks = torch.arange(size).view(-1, width)
+        groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
-def make_grid(device_type: str, names: tuple[str, str], width: int, timeout: timedelta) -> DeviceMesh:
-    """All ranks in rows of `width` ranks that follow each other."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, width)
-    groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
-
-
-def make_sequence_group(sequence_parallel: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """The ranks that run a micro-batch together, this one among them: they follow each other. None: each by itself."""
-    if sequence_parallel == 1:
-        return None
-    groups = torch.arange(dist.get_world_size()).view(-1, sequence_parallel)
-    return dist.new_subgroups_by_enumeration(groups.tolist(), timeout)[0]
+    mesh = init_device_mesh(device_type, (size,)) if replicas == 1 else grid(("replicate", "shard"), size // replicas)
+    sequence = None if sequence_parallel == 1 else dist.new_subgroups(sequence_parallel, timeout=timeout)[0]
+    experts = None if expert_parallel == 1 else grid(("shard", "expert"), expert_parallel)
+    return {"mesh": mesh, "sequence": sequence, "experts": experts}
 
 
 def shutdown() -> None:

@@ -39,7 +39,7 @@ def test_memory_is_that_of_the_plan(name, simulated):
     peaks, one = simulated[name], CASES[name]
     assert tuple(peaks) == PHASES
     peak = max(peaks[phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
-    assert sum(plan_of(one).update(one.tokens).values()) == pytest.approx(peak, rel=0.1)
+    assert peak <= sum(plan_of(one).update(one.tokens).values()) <= 1.15 * peak + 0.35
     shards = one.gpus // one.policy.replicas
     *others, experts = numbers(one.model, shards)
     at_rest = 12 * sum(others) / shards + 12 * experts / (one.gpus if one.policy.expert_parallel > 1 else shards)

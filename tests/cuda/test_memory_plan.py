@@ -20,6 +20,8 @@ SHARE = ModelConfig(gradient_checkpointing=False, share_prompt=True)
 SIZES = {"hidden": 512, "layers": 2, "heads": 8, "kv_heads": 4, "vocab": 32000}
 UNTIED, TIED = (dense("Llama", width=1376, is_tied=is_tied, **SIZES) for is_tied in (False, True))
 MIXTURE = mixture(width=384, experts=8, active=2, head_dim=64, **SIZES)
+VOCABULARY = dense("Llama", 2560, width=8192, layers=2, heads=16, kv_heads=8, vocab=262144)     # more than the blocks
+EXPERTS = mixture(2048, width=768, layers=3, heads=32, kv_heads=4, vocab=32000, experts=128, active=8)
 CASES = {
     "untied": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP),
     "untied, one rank, recomputed": Case(UNTIED, gpus=1, tokens=8192, policy=RECOMPUTE),
@@ -30,6 +32,9 @@ CASES = {
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
+    "vocabulary": Case(VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE),
+    "vocabulary, adapters": Case(VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE, lora=LoRAConfig(rank=8)),
+    "many experts, few tokens": Case(EXPERTS, gpus=64, tokens=1024, policy=RECOMPUTE),
     "7B": Case(MODELS["Qwen2.5-7B"], gpus=8, tokens=16384),                         # from 4 and from 8 layers
 }
 
@@ -47,7 +52,8 @@ def plan_of(case: Case) -> MemoryPlan:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_update_takes_what_is_simulated(name, simulated):
+def test_the_update_takes_at_most_what_is_planned(name, simulated):
+    """Never more. The plan may be 15% above it, and 0.35 GiB, as it has the tiles of many tokens for few ones too."""
     peak = max(simulated[name][phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
-    assert sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) == pytest.approx(peak, rel=0.1)
+    assert peak <= sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) <= 1.15 * peak + 0.35
     assert peak > 1.2 * simulated[name]["optimizer"].after_gb                           # passes are most of it

@@ -14,7 +14,7 @@ from common.model.loading import load_critic, load_policy
 from common.model.lora import LoRAConfig, is_adapter
 from common.model.policy import ModelConfig, saved_buffers
 from common.parallel import ranks
-from common.parallel.ranks import make_mesh
+from common.parallel.ranks import make_groups
 
 FLOAT32, BF16 = ModelConfig(compute_dtype="float32"), ModelConfig()
 
@@ -68,7 +68,7 @@ if __name__ == "__main__":
     export.FILE_BYTES = 6000                                            # many files
     places = [world]
     if world.size == 4:
-        places.append(replace(world, mesh=make_mesh("cpu", 2, ranks.collective_timeout(60))))
+        places.append(replace(world, **make_groups("cpu", ranks.collective_timeout(60), replicas=2)))
     found = []
     for folder in sys.argv[2:]:
         if "ForSequenceClassification" in (Path(folder) / "config.json").read_text():

@@ -128,26 +128,28 @@ def gpu(monkeypatch):
 def test_a_budget_that_is_given_is_taken(llama, gpu):
     gpu(6)
     plan = plan_of(llama)
-    assert plan.choose_budget(123, CPU) == plan.choose_budget(123, CUDA) == 123
-    assert "123 tokens (--max-tokens-per-gpu)" in plan.chosen and "of 6.0 GiB" in plan.chosen
-    assert plan.choose_budget(0, CPU) == 16384 and "16,384" in plan.chosen
+    assert plan.choose_budget(123, CPU) == (123, "micro-batches of 123 tokens (nothing is calculated for CPUs)")
+    tokens, why = plan.choose_budget(123, CUDA)
+    assert tokens == 123 and "123 tokens (--max-tokens-per-gpu)" in why and "of 6.0 GiB" in why
+    tokens, why = plan.choose_budget(0, CPU)
+    assert tokens == 16384 and "16,384" in why
 
 
 def test_the_budget_is_the_largest_that_fits(llama, gpu):
-    gpu(5.6)                                                            # 5.5 of these are reserved
+    gpu(6.3)                                                            # 5.5 of these are reserved, 0.7 are tiles
     plan = plan_of(llama)
-    budget = plan.choose_budget(0, CUDA)
+    budget, why = plan.choose_budget(0, CUDA)
     assert budget % 1024 == 0 and 1024 < budget < memory_plan.MAX_TOKENS
-    assert plan.update_gb(budget) <= 5.6 < plan.update_gb(budget + 1024)
-    assert f"{budget:,} tokens (the most that fit)" in plan.chosen
+    assert plan.update_gb(budget) <= 6.3 < plan.update_gb(budget + 1024)
+    assert f"{budget:,} tokens (the most that fit)" in why and why.endswith("stay beside the engine")
     gpu(80)
-    assert plan.choose_budget(0, CUDA) == memory_plan.MAX_TOKENS
-    assert plan_of(llama, longest=50_000).choose_budget(0, CUDA) == 50_000     # a longest sequence always runs
+    assert plan.choose_budget(0, CUDA)[0] == memory_plan.MAX_TOKENS
+    assert plan_of(llama, longest=50_000).choose_budget(0, CUDA)[0] == 50_000  # a longest sequence always runs
 
 
 def test_a_longest_sequence_that_does_not_fit_is_refused(llama, gpu):
     gpu(5)
-    with pytest.raises(ValueError, match=r"96 tokens, needs 5\.\d GiB, by calculation, and a GPU has 5\.0: use more"):
+    with pytest.raises(ValueError, match=r"96 tokens, needs 6\.\d GiB, by calculation, and a GPU has 5\.0: use more"):
         plan_of(llama).choose_budget(0, CUDA)
 
 
@@ -157,10 +159,10 @@ def test_supervised_training_is_planned_without_an_engine(llama, gpu):
     plan = MemoryPlan(sft.Args(model="", train_data=()), llama, 1, 96)
     assert plan.resident() == plan_of(llama).resident() != sampled.resident()
     assert plan.update_gb(500) == pytest.approx(plan_of(llama).update_gb(500) - 1.5) and plan.reserved_gb == 4
-    gpu(4.1)
-    budget = plan.choose_budget(0, CUDA)
-    assert 1024 <= budget < memory_plan.MAX_TOKENS and plan.update_gb(budget) <= 4.1 < plan.update_gb(budget + 1024)
-    assert plan.chosen.endswith("of 4.1 GiB") and plan.choose_budget(0, CPU) == 16384
+    gpu(4.8)
+    budget, why = plan.choose_budget(0, CUDA)
+    assert 1024 <= budget < memory_plan.MAX_TOKENS and plan.update_gb(budget) <= 4.8 < plan.update_gb(budget + 1024)
+    assert why.endswith("of 4.8 GiB") and plan.choose_budget(0, CPU)[0] == 16384
     gpu(3)
     with pytest.raises(ValueError, match=r"96 tokens, needs 4\.\d GiB, .* or a smaller --data\.max-length"):
         plan.choose_budget(0, CUDA)

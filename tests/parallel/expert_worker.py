@@ -17,7 +17,6 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import Policy
 from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.parallel import ranks
-from tests.parallel import sequence_worker
 from tests.parallel.layout_worker import Step, gradient
 from tests.parallel.sequence_worker import config_of, in_float64
 
@@ -36,11 +35,8 @@ class Case(NamedTuple):
 
 
 def place(world: ranks.World, case: Case) -> ranks.World:
-    world = sequence_worker.place(world, case)
-    if case.expert_parallel == 1:
-        return world
-    timeout = ranks.collective_timeout(60)
-    return replace(world, experts=ranks.make_grid("cpu", ("shard", "expert"), case.expert_parallel, timeout))
+    sizes = case.replicas, case.sequence_parallel, case.expert_parallel
+    return replace(world, **ranks.make_groups("cpu", ranks.collective_timeout(60), *sizes))
 
 
 def whole(parts: dict) -> dict[str, Tensor]:

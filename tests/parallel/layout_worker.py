@@ -23,7 +23,7 @@ from common.optim import OptimConfig, make_optimizer, optimizer_step
 from common.packing import plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
-from common.parallel.ranks import make_mesh
+from common.parallel.ranks import make_groups
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
@@ -149,7 +149,7 @@ def checkpoint(policy: Policy, folder: Path) -> dict[str, Tensor]:
 def replicated(folder: Path, todo: dict, config: ModelConfig, world: ranks.World, replicas: int) -> dict:
     """With so many copies of the model: the last layout's gradient, a clipped step, and what is saved after a step, and
     what a model of one copy and one of these copies then load."""
-    grouped = replace(world, mesh=make_mesh("cpu", replicas, ranks.collective_timeout(60)))
+    grouped = replace(world, **make_groups("cpu", ranks.collective_timeout(60), replicas))
     policy, single = (load_policy(todo["model"], config, place) for place in (grouped, world))
     hf_config, found = read_config(todo["model"], config), {"loaded": weights(policy)}
     name, budget, order, aggregation, _ = todo["layouts"][-1]
@@ -174,7 +174,7 @@ def with_adapters(todo: dict, config: ModelConfig, world: ranks.World) -> dict:
     """The last layout's gradient of adapters, in two copies of the model where there are two ranks; A and B; and the
     merged weights, as the engine gets them."""
     if world.size > 1:
-        world = replace(world, mesh=make_mesh("cpu", 2, ranks.collective_timeout(60)))
+        world = replace(world, **make_groups("cpu", ranks.collective_timeout(60), replicas=2))
     policy = load_policy(todo["model"], config, world, lora=LORA)
     adapters = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
     generator = torch.Generator().manual_seed(1)

@@ -18,7 +18,7 @@ from common.model import loading, sequence_parallel, sharding
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
-from common.parallel.ranks import make_mesh, make_sequence_group
+from common.parallel.ranks import make_groups
 from tests.parallel.layout_worker import Step, gradient
 
 
@@ -104,9 +104,7 @@ def without(reduction: str, world: ranks.World) -> contextlib.AbstractContextMan
 
 
 def place(world: ranks.World, case: Case) -> ranks.World:
-    timeout = ranks.collective_timeout(60)
-    mesh, group = make_mesh("cpu", case.replicas, timeout), make_sequence_group(case.sequence_parallel, timeout)
-    return replace(world, mesh=mesh, sequence=group)
+    return replace(world, **make_groups("cpu", ranks.collective_timeout(60), case.replicas, case.sequence_parallel))
 
 
 def config_of(case: Case) -> ModelConfig:

@@ -14,7 +14,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(ranks, "DEVICES", tmp_path)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **options: None)
-    monkeypatch.setattr(ranks, "make_mesh", lambda *_: None)
+    monkeypatch.setattr(ranks, "make_groups", lambda *_: {"mesh": None})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

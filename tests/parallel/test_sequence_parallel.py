@@ -173,16 +173,17 @@ def test_every_token_runs_once_and_ranks_have_as_much_to_do(n):
     lengths = (torch.randn(16, generator=generator) * 0.8 + 8).exp().long().clamp(1, 30000).tolist()
     lengths += [1, 2, 3, 2 * n]
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    owner, loads = torch.full((sum(lengths),), -1), []
-    for rank in range(n):
-        pairs = 0
-        for a, b, segment in zigzag(starts.numpy(), n, rank).T.tolist():
-            assert starts[segment] <= a < b <= starts[segment + 1] and (owner[a:b] == -1).all()
-            owner[a:b] = rank
-            first, last = a - int(starts[segment]), b - int(starts[segment])
-            pairs += (last * (last + 1) - first * (first + 1)) // 2
-        loads.append(pairs)
-    assert (owner >= 0).all()
+    chunk, owner = zigzag(starts, n)
+    assert len(chunk) == len(owner) == sum(lengths) and set(owner.tolist()) == set(range(n))
+    loads = [0] * n
+    for number in chunk.unique().tolist():
+        rows, segment = (chunk == number).nonzero()[:, 0], number // (2 * n)
+        first, last = int(rows[0] - starts[segment]), int(rows[-1] + 1 - starts[segment])
+        assert last - first == len(rows) and first >= 0 and last <= lengths[segment]    # one piece of one sequence
+        assert len(rows) <= lengths[segment] / (2 * n) + 1
+        rank = owner[rows[0]]
+        assert (owner[rows] == rank).all()
+        loads[rank] += (last * (last + 1) - first * (first + 1)) // 2
     assert max(loads) / (sum(loads) / n) < 1.02
 
 

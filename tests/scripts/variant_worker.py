@@ -17,16 +17,12 @@ import tyro
 from transformers import AutoTokenizer
 
 from common.parallel import ranks
-from common.parallel.ranks import make_grid, make_mesh, make_sequence_group
+from common.parallel.ranks import make_groups
 from common.tracking import profiling
 
 
-def grouped(world: ranks.World, timeout_s: float, replicas: int, sequence_parallel: int,
-            expert_parallel: int) -> ranks.World:
-    timeout = ranks.collective_timeout(timeout_s)
-    mesh, group = make_mesh("cpu", replicas, timeout), make_sequence_group(sequence_parallel, timeout)
-    experts = make_grid("cpu", ("shard", "expert"), expert_parallel, timeout) if expert_parallel > 1 else None
-    return replace(world, mesh=mesh, sequence=group, experts=experts)
+def grouped(world: ranks.World, timeout_s: float, *sizes: int) -> ranks.World:
+    return replace(world, **make_groups("cpu", ranks.collective_timeout(timeout_s), *sizes))
 
 
 def count_calls(counts: Counter) -> None:
