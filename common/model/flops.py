@@ -21,8 +21,8 @@ def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     cannot count (latent, linear, chunked)."""
     config = config.get_text_config()
     lengths = np.asarray(lengths, dtype=np.float64)
-    per_token = _layers_per_token(config) + 2 * config.hidden_size * config.vocab_size
-    return lengths * per_token + _attention(np.zeros_like(lengths), lengths, config)
+    head = 2 * lengths * config.hidden_size * config.vocab_size
+    return _layers(np.zeros_like(lengths), lengths, config) + head
 
 
 def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool) -> float:
@@ -31,13 +31,12 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs where the
     policy sampled a token, and nowhere else."""
     config = config.get_text_config()
-    num_queries = num_keys = np.float64(batch.host_lengths)
+    lengths = lengths_k = np.float64(batch.host_lengths)
     if share_prompt:
         shared = batch.shared_prompts
-        num_queries, num_keys = np.diff(np.float64(shared.ends)), np.diff(np.float64(shared.key_ends))
+        lengths, lengths_k = (x.diff().double().numpy(force=True) for x in (shared.cu_seqlens, shared.cu_seqlens_k))
     head = 2 * len(batch.sampled) * config.hidden_size * config.vocab_size
-    linear = num_queries.sum() * _layers_per_token(config) + head
-    return float(linear + _attention(num_keys - num_queries, num_queries, config).sum())
+    return float(_layers(lengths_k - lengths, lengths, config).sum() + head)
 
 
 def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_prompt: bool, lora_rank: int) -> float:
@@ -47,12 +46,19 @@ def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_
     return forward * (2 if lora_rank else 3)
 
 
-def _layers_per_token(config: PretrainedConfig) -> float:
-    """FLOPs of the projections and MLPs of all layers, a token."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    kv_heads = config.to_dict().get("num_key_value_heads") or heads
+def _layers(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:
+    """FLOPs of all layers for `new` [S] tokens, each after `before` [S] keys that came earlier: [S]."""
+    hidden, heads, fields = config.hidden_size, config.num_attention_heads, config.to_dict()
+    kv_heads = fields.get("num_key_value_heads") or heads
     projections = 2 * hidden * head_dim(config) * (2 * heads + 2 * kv_heads)                    # q and o, k and v
-    return config.num_hidden_layers * projections + 6 * hidden * sum(mlp_widths(config))
+    linear = config.num_hidden_layers * projections + 6 * hidden * sum(mlp_widths(config))      # a token
+    spans = {"full_attention": np.inf, "sliding_attention": fields.get("sliding_window") or np.inf}
+    kinds = fields.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
+    unknown = {"latent_attention"} if "kv_lora_rank" in fields else set(kinds) - set(spans)
+    if unknown:
+        raise ValueError(f"sequence_cost counts full and sliding attention; {config.model_type} has {sorted(unknown)}")
+    pairs = sum(_pairs(before + new, spans[kind]) - _pairs(before, spans[kind]) for kind in kinds)
+    return new * linear + 4 * heads * head_dim(config) * pairs
 
 
 def mlp_widths(config: PretrainedConfig) -> list[int]:
@@ -67,18 +73,6 @@ def mlp_widths(config: PretrainedConfig) -> list[int]:
             if layer not in dense and (layer + 1) % fields.get("decoder_sparse_step", 1) == 0:
                 widths[layer] = config.num_experts_per_tok * expert + shared
     return widths
-
-
-def _attention(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:
-    """FLOPs of QK^T and PV in all layers for `new` [S] queries, each after `before` [S] keys that came earlier: [S]."""
-    fields = config.to_dict()
-    spans = {"full_attention": np.inf, "sliding_attention": fields.get("sliding_window") or np.inf}
-    kinds = fields.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    unknown = {"latent_attention"} if "kv_lora_rank" in fields else set(kinds) - set(spans)
-    if unknown:
-        raise ValueError(f"sequence_cost counts full and sliding attention; {config.model_type} has {sorted(unknown)}")
-    pairs = sum(_pairs(before + new, spans[kind]) - _pairs(before, spans[kind]) for kind in kinds)
-    return 4 * config.num_attention_heads * head_dim(config) * pairs
 
 
 def _pairs(length: np.ndarray, window: float) -> np.ndarray:

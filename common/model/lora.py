@@ -106,13 +106,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
 def new_adapters(model: nn.Module) -> dict[str, Tensor]:
     """What adapters start with: A as in `nn.Linear` and peft, B zero, so that W' is W. The seed is torch's own."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    found = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_A"):
-            found[name] = (2 * torch.rand(parameter.shape, generator=generator) - 1) * parameter.shape[1] ** -0.5
-        elif name.endswith("lora_B"):
-            found[name] = torch.zeros(parameter.shape)
-    return found
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
+    return {name: torch.zeros(shape) if name.endswith("lora_B") else
+            (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5 for name, shape in shapes.items()}
 
 
 def is_adapter(name: str) -> bool:

@@ -38,10 +38,9 @@ TILES = 2.5 * CUDA_TILE_BYTES
 class Model:
     """The sizes of a model that memory follows from, and what a pass takes beside shards and gradients."""
 
-    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, is_critic: bool = False,
-                 lora: LoRAConfig = NO_ADAPTERS):
-        """`is_critic`: a backbone with a scalar head, else a causal LM. `lora`: the adapters that alone are trained."""
-        family = AutoModel if is_critic else AutoModelForCausalLM
+    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int,
+                 family: type = AutoModelForCausalLM, lora: LoRAConfig = NO_ADAPTERS):
+        """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters that alone are trained."""
         with torch.device("meta"):
             model = family.from_config(hf_config, trust_remote_code=config.trust_remote_code)
         if lora.rank:
@@ -60,17 +59,12 @@ class Model:
         self.block = sum(p.numel() // (config.expert_parallel if p.ndim == 3 else 1) for p in self.largest.parameters())
         self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)
         self.head = self.all - sum(map(count, blocks)) - self.embedding
-
-        def shard(parameter: nn.Parameter) -> int:
-            """Numbers on the fullest rank: a dimension is cut into equal chunks, the last ones shorter."""
-            if config.expert_parallel > 1 and parameter.ndim == 3:              # experts, over the ranks of all copies
-                return parameter.numel() // (ranks * config.replicas)
-            size = parameter.shape[shard_dim(parameter.shape, ranks)]
-            return -(-size // ranks) * (parameter.numel() // size)
-
-        self.trained_shard = sum(shard(p) for p in model.parameters() if p.requires_grad)
-        self.frozen_shard = sum(shard(p) for p in model.parameters() if not p.requires_grad)    # below adapters
-        self.frozen_gb = self.itemsize * (self.trained_shard + self.frozen_shard) / GIB
+        shards = {p: p.chunk(ranks, shard_dim(p.shape, ranks))[0].numel() for p in model.parameters()}  # the largest
+        if config.expert_parallel > 1:                                  # experts are sharded over all ranks
+            shards |= {p: p.numel() // (ranks * config.replicas) for p in shards if p.ndim == 3}
+        self.trained_shard = sum(numbers for p, numbers in shards.items() if p.requires_grad)
+        self.frozen_shard = sum(shards.values()) - self.trained_shard           # below adapters
+        self.frozen_gb = self.itemsize * sum(shards.values()) / GIB
         """What the shard takes of a model that is not trained."""
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
 
@@ -96,11 +90,9 @@ class Model:
         # one rank has all weights, others those of the head, of a block and of the next one on their way
         weights = self.all if self.ranks == 1 else self.head + 2 * self.block
         grads = 0 if self.frozen_shard else 1                           # of the large matrices; adapters merge some
-        # the gradients of head and embedding, one of them in float32 for its sum; of adapters' the weights on their way
-        tied = self.embedding or self.head
-        at_ends = size * (self.head + 2 * tied) + 4 * max(self.block, self.embedding) + 4 * tied / self.ranks
-        if self.frozen_shard:
-            at_ends = 2 * size * (self.head + max(self.block, self.embedding))
+        # first head and embedding arrive, and the buffers they come in; at last a gradient is summed in float32
+        at_ends = 2 * size * (self.head + max(self.block, self.embedding))
+        at_ends += grads * 4 * (self.embedding or self.head) * (1 + 1 / self.ranks)
         moments = [                                                     # unsharded weights, activations, tiles
             (size * (weights + grads * self.head), tokens * (of_blocks + 7 * hidden), TILES),
             (size * (weights + grads * (self.head + self.block)) + 4 * self.block, tokens * in_block, 0),
@@ -128,13 +120,12 @@ class MemoryPlan:
         self.trained = [self.policy]
         if critic:
             config = read_config(critic, policy, "--critic-model", CAUSAL_LM + SCORED)
-            self.trained.append(Model(config, policy, ranks, is_critic=True, lora=args.lora))
+            self.trained.append(Model(config, policy, ranks, AutoModel, args.lora))
         # with sequence parallel, the keys of all ranks, and of them what is seen
         self.keys = 2.0 * policy.sequence_parallel if policy.sequence_parallel > 1 else 0.0
         self.reference_gb = self.reward_model_gb = 0.0
         self.reserved_gb, self.offload = RESERVED_GB, OffloadConfig()
-        self.has_engine = "rollout" in vars(args)
-        if not self.has_engine:
+        if "rollout" not in vars(args):
             return
         self.offload = args.offload
         if args.teacher:
@@ -144,7 +135,7 @@ class MemoryPlan:
             self.reference_gb = self.policy.frozen_gb
         if args.reward_model.path:
             config = check_reward_model(args.reward_model, policy)
-            self.reward_model_gb = Model(config, policy, ranks, is_critic=True).frozen_gb
+            self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
         self.reserved_gb += 0 if args.rollout.enforce_eager else GRAPHS_GB
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
@@ -160,10 +151,8 @@ class MemoryPlan:
 
     def beside_engine(self) -> dict[str, float]:
         """What is on the GPU while the engine is awake."""
-        parts = self.resident()
-        if self.offload.params:
-            parts |= {"weights": 0, "frozen models": self.reward_model_gb}
-        return parts
+        left = {"weights": 0, "frozen models": self.reward_model_gb} if self.offload.params else {}
+        return self.resident() | left
 
     def update(self, tokens: int) -> dict[str, float]:
         """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
@@ -192,16 +181,15 @@ class MemoryPlan:
         gpu_gb = -all_max([-torch.cuda.mem_get_info()[1]]).item() / GIB         # all ranks need the same budget
         tokens = requested or self.largest_budget(gpu_gb)
         if not tokens:
-            shorter = "--rollout.max-response-length" if self.has_engine else "--data.max-length"
             raise ValueError(
                 f"the longest sequence, {self.longest} tokens, needs {self.update_gb(self.smallest):.1f} GiB, by "
                 f"calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing True, "
-                f"--policy.sequence-parallel or a smaller {shorter}; python -m tools.plan says what fits"
+                f"--policy.sequence-parallel or a smaller --rollout.max-response-length (sft.py and dpo.py: "
+                f"--data.max-length); python -m tools.plan says what fits"
             )
         why = (
             f"micro-batches of {tokens:,} tokens ({'--max-tokens-per-gpu' if requested else 'the most that fit'}); "
-            f"calculated: the update takes {self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB"
+            f"calculated: the update takes {self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB, and "
+            f"{sum(self.beside_engine().values()):.1f} stay between updates"
         )
-        if self.has_engine:
-            why += f", and {sum(self.beside_engine().values()):.1f} stay beside the engine"
         return tokens, why

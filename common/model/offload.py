@@ -47,31 +47,30 @@ class OffloadedTensors:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]):
         self.tensors = tensors
         self.host: list[Tensor] = []                    # host buffers, kept between rounds: pinning memory is slow
-        self.offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []      # emptied storages and their host buffers
+        self.emptied: list[torch.UntypedStorage] = []   # whose bytes are in `host`
 
     def to_host(self) -> None:
         """Copy the storages to host memory and free them, if they are not there already."""
-        if self.offloaded:
+        if self.emptied:
             return
         sharded = [tensor for tensor in self.tensors() if isinstance(tensor, DTensor)]         # Adam's step counts stay
-        storages = [tensor.to_local().untyped_storage() for tensor in sharded]
-        if [len(buffer) for buffer in self.host] != [storage.nbytes() for storage in storages]:
-            pin = any(storage.device.type == "cuda" for storage in storages)
-            self.host = [torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin) for storage in storages]
-        for storage, buffer in zip(storages, self.host):
+        self.emptied = [tensor.to_local().untyped_storage() for tensor in sharded]
+        if [len(buffer) for buffer in self.host] != [len(storage) for storage in self.emptied]:
+            pin = torch.cuda.is_available()
+            self.host = [torch.empty(len(storage), dtype=torch.uint8, pin_memory=pin) for storage in self.emptied]
+        for storage, buffer in zip(self.emptied, self.host):
             buffer.copy_(_bytes(storage), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()                    # the copies read what is freed next
-        for storage in storages:
+        for storage in self.emptied:
             storage.resize_(0)
-        self.offloaded = list(zip(storages, self.host))
 
     def to_device(self) -> None:
         """Bring the storages back, if they are away. A GPU's next kernels wait for the copies, the host does not."""
-        for storage, buffer in self.offloaded:
+        for storage, buffer in zip(self.emptied, self.host):
             storage.resize_(len(buffer))
             _bytes(storage).copy_(buffer, non_blocking=True)
-        self.offloaded = []
+        self.emptied = []
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

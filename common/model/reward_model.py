@@ -49,18 +49,16 @@ class RewardModel:
 
     def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
         """One score per conversation. All ranks call this together, each with its own ones (or none)."""
-        rows = []
-        for messages in conversations:
-            tokens = self.tokenizer.apply_chat_template(messages, return_dict=False)
-            # The critic gives a value to a token from the tokens before it. With one more token, its value is read at
-            # the end of the conversation.
-            rows.append(Batch.build([tokens], [[0]]))
-        rows.append(Batch.build([[0]], [[0]]))                              # a dummy: all ranks run as many groups
-        lengths = np.array([len(row.tokens) for row in rows])
+        rows = [self.tokenizer.apply_chat_template(messages, return_dict=False) for messages in conversations]
+        rows.append([0])                                                    # a dummy: all ranks run as many groups
+        # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
+        # end of the conversation.
+        batch = Batch.build(rows, [[0]] * len(rows))
+        lengths = batch.lengths.numpy()
         groups = list(chain(*plan_step(lengths, lengths, 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
         groups += [[len(conversations)]] * (int(all_max([len(groups)])[0]) - len(groups))
         scores = np.zeros(len(rows))
         for group in groups:
-            batch = Batch.cat([rows[i] for i in group]).to(self.world.device)
-            scores[group] = self.model.score(batch)[batch.mask].numpy(force=True)
+            part = batch.select(group).to(self.world.device)
+            scores[group] = self.model.score(part)[part.mask].numpy(force=True)
         return scores[: len(conversations)].tolist()

@@ -42,8 +42,11 @@ class Row:
 def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) -> Row:
     """The row of a micro-batch; with a `group`, this rank's part of the row of its ranks' micro-batches."""
     own = None
-    if group is not None:
-        batch, own = pool(batch, group)
+    if group is not None:                       # the micro-batches of all its ranks, one after the other
+        mine = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number)
+        batches = all_gather_objects(mine.to("cpu"), group)
+        start = sum(len(earlier.tokens) for earlier in batches[: dist.get_rank(group)])
+        batch, own = Batch.cat(batches).to(batch.tokens.device), slice(start, start + len(batch.tokens))
     # the shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1
     before = batch.sampled - 1                                                                  # [N]
     tokens, positions, longest = batch.tokens, batch.position_ids, max(batch.host_lengths)
@@ -56,14 +59,6 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
                    "key_rows": shared.key_rows}
     row = Row(tokens, positions, before, batch.sampled, batch, layout)
     return row if group is None else replace(cut(row, group), own=own, group=group)
-
-
-def pool(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, slice]:
-    """The micro-batches of all ranks of the group, one after the other, and which tokens are this rank's."""
-    own = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number)
-    batches = all_gather_objects(own.to("cpu"), group)
-    start = sum(len(earlier.tokens) for earlier in batches[: dist.get_rank(group)])
-    return Batch.cat(batches).to(batch.tokens.device), slice(start, start + len(batch.tokens))
 
 
 def cut(row: Row, group: dist.ProcessGroup) -> Row:

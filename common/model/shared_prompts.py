@@ -15,11 +15,9 @@ class SharedPrompts(NamedTuple):
     cu_seqlens: Tensor  # [segments + 1] int32, where each segment begins in `run`
     key_rows: Tensor  # [K] rows of `run` that a segment's queries see: those of its prompt, then its own
     cu_seqlens_k: Tensor  # [segments + 1] int32, where each segment's keys begin in `key_rows`
-    ends: list[int]  # the numbers of cu_seqlens
-    key_ends: list[int]  # the numbers of cu_seqlens_k
 
     def to(self, device: torch.device | str) -> "SharedPrompts":
-        return SharedPrompts(*(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self))
+        return SharedPrompts(*(x.to(device, non_blocking=True) for x in self))
 
 
 def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> SharedPrompts:
@@ -52,6 +50,4 @@ def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> SharedPro
         cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
         key_rows=torch.tensor(key_rows, device=device),
         cu_seqlens_k=torch.tensor(key_ends, dtype=torch.int32, device=device),
-        ends=ends,
-        key_ends=key_ends,
     )

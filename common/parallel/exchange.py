@@ -14,9 +14,7 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     number.
 
     Ranks first tell each other their fields and sizes; then one message goes from each rank to each. A rank may bring
-    or get nothing; ranks that bring responses must bring the same fields. Without a process group it only sorts."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return batch.sort()
+    or get nothing; ranks that bring responses must bring the same fields."""
     destination = torch.as_tensor(destination, dtype=torch.int64)
     sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
     batch = batch.select(destination.argsort())

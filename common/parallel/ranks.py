@@ -2,18 +2,17 @@
 
 import hashlib
 import os
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import set_seed
 
 DEVICES = Path("/dev")
 SAMPLERS = "RL_SAMPLERS"
@@ -190,7 +189,4 @@ def seed_of(*parts: int | str) -> int:
 
 
 def seed_everything(*parts: int | str) -> None:
-    seed = seed_of(*parts)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    set_seed(seed_of(*parts))                           # of random, numpy and torch

@@ -88,6 +88,7 @@ def test_select_is_list_indexing(rows, data):
     assert unpack(build(rows).select(torch.tensor(picks, dtype=torch.int64))) == [expected(rows[i]) for i in picks]
 
 
+@pytest.mark.usefixtures("world")
 @quick
 @given(samples(), st.data())
 def test_cat_of_pieces_restores_the_batch(rows, data):

@@ -150,7 +150,7 @@ def test_a_forward_reads_nothing(runs):
     """But for layouts of shared prompts that only the check of a new model and the probe use: three lists each."""
     for name in ("grpo", "shared", "mixture", "terms"):
         read = seen_of(runs, name)["reads"]
-        parts = "model/(policy|attention|flops)|kernels|segments|batch.py:(?!to$|<dictcomp>)|metrics.py:mean|correction"
+        parts = "model/(policy|attention)|kernels|segments|batch.py:(?!to$|<dictcomp>)|metrics.py:mean|correction"
         assert not [place for place in read if re.match(f"common/({parts})", place)], name
         assert read[A_MICROBATCH] >= 2
         moved = read["common/batch.py:to"] + read["common/batch.py:<dictcomp>"]         # for the advantages of a step

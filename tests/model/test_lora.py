@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.state import flags_of, tensors_of
@@ -290,5 +290,5 @@ def test_what_stays_by_hand(llama):
     update = plan.update(96)
     assert update["gradients"] == 4 * adapters / GIB
     assert sum(update.values()) < sum(plan_of(llama).update(96).values())
-    critics = [Model(llama, ModelConfig(), 1, is_critic=True, lora=config) for config in (RANK4, LoRAConfig())]
+    critics = [Model(llama, ModelConfig(), 1, AutoModel, lora=config) for config in (RANK4, LoRAConfig())]
     assert critics[0].trained_shard == adapters and critics[1].trained_shard == ALL - 53 * 64

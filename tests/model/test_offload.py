@@ -25,7 +25,8 @@ def storages(policy, optimizer):
 
 
 def offloaded_bytes(offload: Offload) -> int:
-    return sum(len(buffer) for tensors in [offload.params, *offload.moments] for _, buffer in tensors.offloaded)
+    away = [tensors for tensors in [offload.params, *offload.moments] if tensors.emptied]
+    return sum(len(buffer) for tensors in away for buffer in tensors.host)
 
 
 def run(model, world, config: OffloadConfig):
