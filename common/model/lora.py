@@ -78,11 +78,6 @@ class LoRALinear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         return _Adapted.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
-    def merged(self) -> Tensor:
-        """W', unsharded. A and B are rounded to W's dtype first, as FSDP2 does for the forward pass."""
-        weight, a, b = (p.to(self.weight.dtype).full_tensor() for p in (self.weight, self.lora_A, self.lora_B))
-        return merge(weight, a, b, self.scale)
-
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Freeze a model on the meta device and give its linear layers adapters. Raises ValueError for a wrong target."""
@@ -120,7 +115,9 @@ def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tupl
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
     for name, parameter in model.named_parameters():
         if name in adapted:
-            yield name, adapted[name].merged().to(dtype or parameter.dtype)
+            layer = adapted[name]               # A and B are rounded first, as FSDP2 does for the forward pass
+            weight, a, b = (p.to(parameter.dtype).full_tensor() for p in (parameter, layer.lora_A, layer.lora_B))
+            yield name, merge(weight, a, b, layer.scale).to(dtype or parameter.dtype)
         elif not is_adapter(name):
             yield name, parameter.to(dtype or parameter.dtype).full_tensor()
 

@@ -71,7 +71,12 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
-        _check_no_gpu()
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if torch.version.cuda and not hidden and any(DEVICES.glob("nvidia[0-9]*")):     # it would train on the CPU
+            raise ValueError(
+                f"torch {torch.__version__} cannot use this machine's NVIDIA GPUs: its driver (see nvidia-smi) may be "
+                f"too old for CUDA {torch.version.cuda}: update it (docs/gpus.md), or set CUDA_VISIBLE_DEVICES=-1"
+            )
         device, backend = torch.device("cpu"), "gloo"
     timeout = collective_timeout(timeout_s)
     store = dist.HashStore()                                                                        # this needs no port
@@ -85,16 +90,6 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     groups = make_groups(device.type, timeout, replicas, sequence_parallel, expert_parallel)
     return World(rank, size, device, **groups, trains=trains, samples=not (trains and num_samplers),
                  num_samplers=num_samplers, job_store=store)
-
-
-def _check_no_gpu() -> None:
-    """Raises ValueError where a CUDA build of torch cannot use the machine's NVIDIA GPUs: it would train on the CPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.version.cuda and not hidden and any(DEVICES.glob("nvidia[0-9]*")):
-        raise ValueError(
-            f"torch {torch.__version__} cannot use this machine's NVIDIA GPUs: its driver (see nvidia-smi) may be too "
-            f"old for CUDA {torch.version.cuda}: update it (docs/gpus.md), or set CUDA_VISIBLE_DEVICES=-1"
-        )
 
 
 def collective_timeout(timeout_s: float) -> timedelta:
