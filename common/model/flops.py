@@ -34,7 +34,7 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     lengths = lengths_k = np.float64(batch.host_lengths)
     if share_prompt:
         shared = batch.shared_prompts
-        lengths, lengths_k = (x.diff().double().numpy(force=True) for x in (shared.cu_seqlens, shared.cu_seqlens_k))
+        lengths, lengths_k = (x.cpu().diff().double().numpy() for x in (shared.cu_seqlens, shared.cu_seqlens_k))
     head = 2 * len(batch.sampled) * config.hidden_size * config.vocab_size
     return float(_layers(lengths_k - lengths, lengths, config).sum() + head)
 
