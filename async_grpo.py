@@ -145,7 +145,8 @@ def sample(run: Run, bridge: Bridge) -> None:
             continue
         start = time.perf_counter()
         *asked, with_greedy = asked
-        pending = start_rollout(engine, run.scoring, *asked, stop=bridge.has_message, with_greedy=with_greedy)
+        data = run.val_set if with_greedy else run.train_set    # only validation has greedy responses
+        pending = start_rollout(engine, run.scoring, data, *asked, stop=bridge.has_message, with_greedy=with_greedy)
         gen_s = time.perf_counter() - start
         if all_max([bridge.has_message()]).item():
             continue                                            # the trainers have ended: nobody wants this rollout

@@ -167,7 +167,7 @@ def main(args: Args) -> None:
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, columns=columns, parse=parse, per_row=2,
         ), args.rows_per_step)
-        run.max_sequence_length = run.train_set.loaded.max_length
+        run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         policy, optimizer = run.load_policy()
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)

@@ -25,6 +25,7 @@ class Batch:
     cu_seqlens: Tensor                              # [S+1] int32
     index: Tensor = field(metadata=PER_RESPONSE)    # [S] int64, number of the response in the step; a dummy's is -1
     number: Tensor = field(metadata=PER_RESPONSE)   # [S] int64, of the sequence in the step; some episodes have several
+    row: Tensor | None = field(default=None, metadata=PER_RESPONSE)     # [S] int64, of a prompt with images in the data
     rollout_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)   # [T] float32, 0 where mask is False
     old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, as the next six
     ref_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)
@@ -76,7 +77,7 @@ class Batch:
 
     @cached_property
     def shared_prompts(self) -> SharedPrompts:
-        return share_prompts(self.tokens, self.mask, self.cu_seqlens)
+        return share_prompts(self.tokens, self.mask, self.cu_seqlens, self.row)
 
     @classmethod
     def build(cls, prompts: list[list[int]], responses: list[list[int]], *, index: list[int] | None = None,

@@ -27,8 +27,8 @@ class TemplateConfig:
 class DataConfig(TemplateConfig):
     max_prompt_length: int = 1024
     """Longest prompt, in tokens, chat template included."""
-    on_long_prompt: Literal["filter", "error", "truncate-left", "truncate-middle"] = "filter"
-    """A longer prompt: leave it out, take it as a bad row (error), or cut tokens from its start or its middle."""
+    on_long_prompt: Literal["filter", "error", "truncate-left"] = "filter"
+    """A longer prompt: leave it out, take it as a bad row (error), or cut tokens from its start."""
     prompt_column: str = "prompt"
     """Column with the prompt: a list of {role, content}, or a string (one user message)."""
     data_source_column: str = "data_source"
@@ -51,6 +51,7 @@ class Prompt:
     extra_info: dict[str, Any]
     messages: list[dict[str, str]]
     row: dict[str, Any] = field(default_factory=dict, repr=False)  # the columns that were read; for episodes, all
+    images: Any = None  # common/dataset/images.py; None: there are none
 
 
 def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
@@ -58,15 +59,12 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     messages = parse_messages(row.get("prompt"), config.prompt_column)
     data_source = config.data_source or row.get("data_source")
     if not isinstance(data_source, str) or not data_source:
-        raise ValueError(f"{config.data_source_column} is {data_source!r:.80}; it must be a name")
-    for column in ("images", "videos"):
-        if row.get(column):
-            raise ValueError(f"{column} is not empty; no model here reads images or videos")
+        raise ValueError(f"{config.data_source_column} is {data_source!r:.80}; it must be a name (--data.data-source)")
     column, truth = config.reward_model_column, row.get("reward_model")
     if config.ground_truth_column:
         column, truth = config.ground_truth_column, {"ground_truth": row.get("ground_truth")}
     if not isinstance(truth, dict) or truth.get("ground_truth") is None:
-        raise ValueError(f"{column} is {truth!r:.80}; it must have a ground_truth")
+        raise ValueError(f"{column} is {truth!r:.80}; it must have a ground_truth (--data.ground-truth-column)")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise ValueError(f"{config.extra_info_column} is {extra_info!r:.80}; it must be a struct or absent")

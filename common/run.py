@@ -106,6 +106,8 @@ class Run(Training):
 
     def resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
+        for model in self.models.values():
+            model.prompts = self.train_set if self.train_set.first_with_images >= 0 else None
         self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
         super().resume()
         if self.val_set is not None and not self.is_validated:

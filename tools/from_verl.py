@@ -414,13 +414,13 @@ def set_data(verl: Settings, ours: Translation) -> None:
         if files := verl.items(key):
             ours.add(flag, *files)
     cut = verl.get("data.truncation", "error")
-    long = {"error": "error", "left": "truncate-left", "middle": "truncate-middle"}
+    long = {"error": "error", "left": "truncate-left"}
     if verl.is_on("data.filter_overlong_prompts"):
         ours.add("--data.on-long-prompt", "filter")
     elif cut in long:
         ours.add("--data.on-long-prompt", long[cut])
     else:
-        ours.without[f"data.truncation={cut}"] = "a prompt loses its start or its middle, never its end"
+        ours.without[f"data.truncation={cut}"] = "a prompt loses its start, never its middle or its end"
     if not verl.is_on("data.shuffle", True):
         ours.without["data.shuffle=False"] = "prompts are shuffled anew in every epoch"
     prefix = "data.apply_chat_template_kwargs."

@@ -112,9 +112,9 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
         rows, health = read_metrics(run), HealthCheck()
         names = sorted({name for row in rows for name in row} - {"step"})
         found, left_out = read_rollouts(Path(run), max_mb / len(runs))
-        rollouts += [
-            row | {"run": number, "prompt": prompts.setdefault(row["prompt"], len(prompts))} for row in found
-        ]
+        for row in found:
+            prompt = prompts.setdefault((row["prompt"], row["images"]), len(prompts))
+            rollouts.append(row | {"run": number, "prompt": prompt, "images": None})
         shown.append({
             "name": last_name if last_names.count(last_name) == 1 else run,
             "flags": read_flags(Path(run) / "config.json"),
@@ -123,7 +123,8 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
             "warnings": [line for row in rows for line in health.look(row["step"], row)],
             "left_out": left_out,
         })
-    return {"runs": shown, "prompts": list(prompts), "rollouts": rollouts, "version": now}
+    texts, pictures = [text for text, _ in prompts], [list(images) for _, images in prompts]
+    return {"runs": shown, "prompts": texts, "pictures": pictures, "rollouts": rollouts, "version": now}
 
 
 class Server(http.server.ThreadingHTTPServer):

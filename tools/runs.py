@@ -3,6 +3,7 @@
 import base64
 import gzip
 import hashlib
+import io
 import json
 import math
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from PIL import Image
 
 from common.checkpoint.secrets import redacted
 
@@ -88,16 +90,26 @@ def read_rollouts(run: Path, max_mb: float) -> tuple[list[dict[str, Any]], str]:
 @cache                                                      # --serve reads no file twice
 def rollouts_of(file: Path, changed: int) -> list[dict[str, Any]]:
     """A file's responses as the page wants them. What they have per token is packed: the page unpacks what it shows."""
-    rows = []
+    rows, images = [], {}                                   # of a group, the first response has the prompt's images
     for batch in pq.read_table(file).to_batches(max_chunksize=1):
         (row,) = batch.to_pylist()
+        of_row = tuple(map(thumbnail, row.pop("images", None) or ()))
         per_token = {name: row.pop(name) for name in list(row) if isinstance(row[name], list)}
         parts = json.loads(row["reward_parts"])
         row = {name: finite(value) if isinstance(value, float) else value for name, value in row.items()}
         row |= {"validation": file.name.startswith("val"), "per_token": packed(per_token) if per_token else None}
         row["reward_parts"] = {key: finite(part) if isinstance(part, float) else part for key, part in parts.items()}
-        rows.append(row)
+        rows.append(row | {"images": images.setdefault(row["group"], of_row)})
     return rows
+
+
+def thumbnail(file: bytes) -> str:
+    """An image as a JPEG of at most 256 pixels a side, in a data URL."""
+    small = io.BytesIO()
+    picture = Image.open(io.BytesIO(file)).convert("RGB")
+    picture.thumbnail((256, 256))
+    picture.save(small, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def packed(per_token: dict[str, list]) -> str:

@@ -15,14 +15,13 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import cached_file
 
 from common.model.policy import Policy
 from common.parallel.ranks import World
@@ -43,9 +42,10 @@ def hf_files(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config.__class__.from_dict(config.to_dict() | {"dtype": dtype}).save_pretrained(folder)
-        if cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
-            GenerationConfig.from_pretrained(model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        for kind in ("generation", "processor", "preprocessor", "video_preprocessor"):      # they stay as they were
+            if found := cached_file(model, f"{kind}_config.json", _raise_exceptions_for_missing_entries=False):
+                shutil.copy(found, folder)
         return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.dataset.store import Loaded, load_shared, store_rows
+from common.dataset.store import Loaded, load_rows
 from common.dataset.template import template_arguments
 from common.engine.base import Response
 from common.model.flops import sequence_cost
@@ -26,9 +26,7 @@ from common.rollout import Minibatch, Rollout, gather_rollout
 
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
-Parse = Callable[[dict[str, Any], Any, dict[str, Any] | None], list[list[Piece]]]
-"""A row, the tokenizer and the arguments of the chat template (None: plain) -> the pieces of each conversation."""
-SCHEMA = pa.schema({"tokens": pa.list_(pa.list_(pa.int32())), "mask": pa.list_(pa.list_(pa.bool_()))})
+SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_())})
 
 
 @dataclass
@@ -44,9 +42,8 @@ class ConversationSet:
 
     def __init__(self, table: pa.Table, loaded: Loaded, per_row: int):
         self.loaded, self.per_row = loaded, per_row
-        self.tokens, self.mask = (pc.list_flatten(column) for column in table.columns)      # by number
+        self.tokens, self.mask = table.columns                                                  # by number
         self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
-        loaded.min_length, loaded.max_length = int(self.lengths.min()), int(self.lengths.max())
 
     def __len__(self) -> int:
         return len(self.lengths) // self.per_row
@@ -72,21 +69,25 @@ class ConversationSet:
 
 def load_conversations(
     files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig, columns: dict[str, str],
-    parse: Parse, per_row: int = 1,
+    parse: Callable[[dict[str, Any], Any, dict[str, Any] | None], list[list[Piece]]], per_row: int = 1,
 ) -> ConversationSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `columns`: our name -> the name in the
-    files. `parse`: the `per_row` conversations of a row. `stops`: ids that end an answer. Raises ValueError, naming
-    file, row, rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left."""
-    if config.max_length < 2:
-        raise ValueError(f"--data.max-length {config.max_length} must be at least 2")
+    files. `parse`: a row, the tokenizer and the arguments of the chat template (None: plain) -> the pieces of `per_row`
+    conversations. `stops`: ids that end an answer. Raises ValueError as `load_prompts` does."""
     template = template_arguments(tokenizer, config)
-    return ConversationSet(*load_shared(lambda path: store_rows(
-        path, files, config, f"--data.max-length {config.max_length}", SCHEMA,
-        choose=lambda file, names: {ours: name for ours, name in columns.items() if name in names},
-        encode=lambda row, loaded: cut_to_length(
-            [encode(x, tokenizer, template, stops) for x in parse(row, tokenizer, template)], config, loaded
-        ),
-    )), per_row)
+
+    def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, list]]:
+        encoded = [encode(pieces, tokenizer, template, stops) for pieces in parse(row, tokenizer, template)]
+        if any(len(tokens) > config.max_length for tokens, _ in encoded):
+            encoded = [(tokens[: config.max_length], mask[: config.max_length]) for tokens, mask in encoded]
+            if config.on_long_row == "filter" or not all(any(mask) for _, mask in encoded):
+                loaded.num_filtered += 1
+                return []
+            loaded.num_truncated += 1
+        return [{"tokens": tokens, "mask": mask} for tokens, mask in encoded]
+
+    limit = "--data.max-length", config.max_length
+    return ConversationSet(*load_rows(files, config, *limit, SCHEMA, columns, encode_row), per_row)
 
 
 def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
@@ -102,19 +103,6 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
         tokens += new
         mask += [n < end for n in range(len(new))]
     return tokens, mask
-
-
-def cut_to_length(encoded: list[tuple[list[int], list[bool]]], config: ConversationConfig,
-                  loaded: Loaded) -> dict[str, list] | None:
-    """The sequences of a row, cut if the flags say so, or None if it is left out. Counts in `loaded` what was done."""
-    limit = config.max_length
-    if any(len(tokens) > limit for tokens, _ in encoded):
-        encoded = [(tokens[:limit], mask[:limit]) for tokens, mask in encoded]
-        if config.on_long_row == "filter" or not all(any(mask) for _, mask in encoded):
-            loaded.num_filtered += 1
-            return None
-        loaded.num_truncated += 1
-    return {"tokens": [tokens for tokens, _ in encoded], "mask": [mask for _, mask in encoded]}
 
 
 def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:

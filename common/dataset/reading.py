@@ -1,71 +1,65 @@
 """Reads the rows of parquet and JSON lines files as a stream: a file may be larger than memory.
 
 `find_files` turns what the user names into files, `read_rows` gives a file's rows, and `row_of` turns one of them into
-Python values. What cannot be read, or lacks a column, raises ValueError.
+Python values. What cannot be read raises ValueError.
 """
 
 import glob
 import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import os
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.prompts import DataConfig
-
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 BATCH_ROWS = 512  # read and stored together
-Choose = Callable[[Path, list[str]], dict[str, str]]
-"""A file, and the names of its columns (of a JSON line: of its fields) -> {our name: name in the file}."""
 
 
-def find_files(entries: Sequence[str]) -> list[Path]:
+def find_files(entries: Sequence[str]) -> list[str]:
     """Files, folders (all data files below, sorted) and globs (sorted) -> files."""
     if not entries:
         raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
-    files: list[Path] = []
+    files: list[str] = []
     for entry in entries:
-        path = Path(entry)
-        if path.is_dir():
-            found = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
-        else:
-            found = [path] if path.exists() else [Path(name) for name in glob.glob(entry, recursive=True)]
+        pattern = glob.escape(entry) if os.path.exists(entry) else entry
+        names = glob.glob(f"{pattern}/**" if os.path.isdir(entry) else pattern, recursive=True)
+        found = sorted(name for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
         if not found:
-            raise ValueError(f"data file {entry} does not exist, or the folder or glob matches no "
-                             f"{'/'.join(SUFFIXES)} file")
-        for file in found:
-            if file.suffix not in SUFFIXES:
-                raise ValueError(f"data file {file} must end in one of {', '.join(SUFFIXES)}")
-        files += sorted(found)
+            raise ValueError(f"data file {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
+                             f"that has some")
+        files += found
     return files
 
 
-def read_rows(file: Path, choose: Choose) -> Iterator[bytes | pa.StructScalar]:
-    """The rows of a file as it has them, for `row_of`: JSON lines that are not blank, or parquet's chosen columns."""
+def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
+    """The rows of a file as it has them, for `row_of`: JSON lines that are not blank, or parquet's, of which only the
+    columns with these names are read; all, if there are no names."""
     num_rows = 0
     try:
-        if file.suffix not in PARQUET:
+        if not file.endswith(PARQUET):
             with open(file, "rb") as text:
                 for line in filter(bytes.strip, text):
                     yield line
                     num_rows += 1
             return
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
-            columns = choose(file, parquet.schema_arrow.names)
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns.values())):
-                yield from pa.StructArray.from_arrays([batch.column(name) for name in columns.values()], list(columns))
+            found = [name for name in parquet.schema_arrow.names if name in names or not names]
+            if not found:
+                raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
+                                 f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=found):
+                yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
                 num_rows += batch.num_rows
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
-        kind = "parquet" if file.suffix in PARQUET else "JSON lines"
+        kind = "parquet" if file.endswith(PARQUET) else "JSON lines"
         raise ValueError(f"{file} cannot be read as {kind} from row {num_rows} on (counted from 0): {error}") from None
 
 
-def row_of(found: bytes | pa.StructScalar, file: Path, choose: Choose) -> dict[str, Any]:
-    """A row of `read_rows` as Python values, under our names. Raises ValueError for what is no text or no JSON object,
-    or lacks a column."""
+def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
+    """A row of `read_rows` as Python values. Raises ValueError for what is no text or no JSON object."""
     if isinstance(found, pa.StructScalar):
         return found.as_py()
     try:
@@ -75,25 +69,4 @@ def row_of(found: bytes | pa.StructScalar, file: Path, choose: Choose) -> dict[s
         raise ValueError(f"the line must be a JSON object ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"the line must be a JSON object, not {type(row).__name__}")
-    return {ours: row[name] for ours, name in choose(file, list(row)).items()}
-
-
-def find_columns(file: Path, names: list[str], config: DataConfig, all_columns: bool) -> dict[str, str]:
-    """Our name -> the file's name, of the columns to read. `all_columns`: those that only episodes look at, too."""
-    wanted = {"prompt": config.prompt_column}
-    if not config.data_source:
-        wanted["data_source"] = config.data_source_column
-    if config.ground_truth_column:
-        wanted["ground_truth"] = config.ground_truth_column
-    else:
-        wanted["reward_model"] = config.reward_model_column
-    missing = [name for name in wanted.values() if name not in names]
-    if missing:
-        raise ValueError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}; verl's columns "
-                         f"are needed, and other names can be given, e.g. --data.prompt-column NAME; plain columns "
-                         f"need --data.ground-truth-column NAME and --data.data-source NAME")
-    wanted |= {"extra_info": config.extra_info_column, "images": "images", "videos": "videos"}
-    columns = {ours: name for ours, name in wanted.items() if name in names}
-    if all_columns:
-        columns |= {name: name for name in names if name not in {*columns, *columns.values()}}
-    return columns
+    return row

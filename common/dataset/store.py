@@ -10,19 +10,24 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch.distributed as dist
 
-from common.dataset.reading import BATCH_ROWS, Choose, find_columns, find_files, read_rows, row_of
-from common.dataset.template import encode, template_arguments
+from common.dataset.images import Images, encode_prompt, flatten_contents
+from common.dataset.reading import BATCH_ROWS, find_files, read_rows, row_of
+from common.dataset.template import render, template_arguments
 from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 
-SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "row": pa.large_string()})
+TOKENS = pa.list_(pa.int32())
+FILES = pa.list_(pa.binary())  # null where a prompt has no images, as engine_tokens
+SCHEMA = pa.schema({"tokens": TOKENS, "row": pa.large_string(), "engine_tokens": TOKENS, "images": FILES})
 
 
 @dataclass
@@ -33,16 +38,14 @@ class Loaded:
     num_filtered: int = 0  # longer than max_prompt_length and left out
     num_truncated: int = 0  # longer and cut
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # left out: {file, row, rule}
-    num_kept: int = 0  # what is left
     data_sources: set[str] = field(default_factory=set)  # of the prompts that are left
-    min_length: int = 0  # of these prompts, in tokens
-    max_length: int = 0
+    lengths: str = ""  # of these prompts, in tokens
     data_hash: str = ""  # of all that is in these prompts, in their order
 
     def summary(self) -> str:
-        return (f"{self.num_kept} prompts from {len(self.files)} file(s), {self.min_length} to {self.max_length} "
-                f"tokens; of {self.num_rows} rows {self.num_filtered} filtered (too long), {self.num_truncated} "
-                f"truncated, {len(self.bad_rows)} bad")
+        num_left = self.num_rows - self.num_filtered - len(self.bad_rows)
+        return (f"{num_left} prompts from {len(self.files)} file(s), {self.lengths} tokens; of {self.num_rows} rows "
+                f"{self.num_filtered} filtered (too long), {self.num_truncated} truncated, {len(self.bad_rows)} bad")
 
     def write_skipped(self, path: str | Path) -> None:
         """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
@@ -53,10 +56,13 @@ class Loaded:
 class PromptSet(Sequence):
     """The prompts in file order, read from the stored `table`; `loaded` says what was left out."""
 
-    def __init__(self, table: pa.Table, loaded: Loaded, config: DataConfig):
+    def __init__(self, table: pa.Table, loaded: Loaded, config: DataConfig, tokenizer):
         self.table = table
         self.loaded = loaded
         self.config = config
+        self.tokenizer = tokenizer
+        self.first_with_images = pc.index(table["images"].is_valid(), True).as_py()  # -1: there is none
+        self.pixels = lru_cache(64)(lambda index: self[index].images.pixels())  # 5 MB for an image of 1,000 patches
 
     def __len__(self) -> int:
         return len(self.table)
@@ -64,9 +70,11 @@ class PromptSet(Sequence):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        tokens, row = (column[index].as_py() for column in self.table.columns)
+        tokens, row, engine_tokens, images = (column[index].as_py() for column in self.table.columns)
         prompt = parse_row(json.loads(row), self.config)
         prompt.tokens = tokens
+        if images:
+            prompt.images = Images(images, engine_tokens, len(tokens), self.tokenizer.name_or_path)
         return prompt
 
 
@@ -74,94 +82,91 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). Raises ValueError, naming file, row,
     rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left. `all_columns`: keep
     also those that have no meaning here, in `Prompt.row`."""
-    if config.max_prompt_length < 1:
-        raise ValueError(f"--data.max-prompt-length {config.max_prompt_length} must be at least 1")
     template = template_arguments(tokenizer, config)
-    return PromptSet(*load_shared(lambda path: store_rows(
-        path, files, config, f"--data.max-prompt-length {config.max_prompt_length}", SCHEMA,
-        choose=lambda file, names: find_columns(file, names, config, all_columns),
-        encode=lambda row, loaded: read_prompt(row, tokenizer, template, config, loaded),
-    )), config)
+
+    def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
+        prompt = parse_row(row, config)
+        text, images = render(prompt.messages, tokenizer, template), row.pop("images")
+        encoded = encode_prompt(text, images, tokenizer, add_special_tokens=template is None)
+        tokens = encoded["tokens"]
+        if not tokens:
+            raise ValueError("the chat template renders nothing; --data.chat-template-file FILE names another")
+        if len(tokens) > config.max_prompt_length:
+            if config.on_long_prompt == "error":
+                raise ValueError(f"the prompt has {len(tokens)} tokens, more than --data.max-prompt-length "
+                                 f"{config.max_prompt_length}; raise it or set --data.on-long-prompt")
+            if config.on_long_prompt == "filter" or images:     # without some of its tokens, an image is none
+                loaded.num_filtered += 1
+                return []
+            encoded["tokens"] = tokens[-config.max_prompt_length :]
+            loaded.num_truncated += 1
+        loaded.data_sources.add(prompt.data_source)
+        return [encoded | {"row": json.dumps(row, default=str)}]
+
+    named = "prompt", "data_source", "reward_model", "ground_truth", "extra_info"
+    columns = {name: vars(config)[f"{name}_column"] for name in named}
+    limit = "--data.max-prompt-length", config.max_prompt_length
+    return PromptSet(*load_rows(files, config, *limit, SCHEMA, columns, encode_row, all_columns), config, tokenizer)
 
 
-def load_shared(store: Callable[[str], Loaded]) -> tuple[pa.Table, Loaded]:
-    """The table that `store(path)` wrote, mapped to memory: what is not indexed is not read. In a process group,
-    where all ranks must call this, the first one on each node writes, the others wait and get the same rows or the
-    same error."""
+def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
+    """What `store_rows` writes, mapped to memory: what is not indexed is not read. In a process group, where all ranks
+    must call this, the first one on each node writes, the others wait and get the same rows or the same error."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     first = max(rank - int(os.environ.get("LOCAL_RANK", "0")), 0)  # torchrun: the ranks of a node are consecutive
     with tempfile.TemporaryDirectory("-prompts") as folder:  # it stays empty where another rank writes
         def work() -> tuple[str, Loaded]:
             try:
-                return f"{folder}/rows.arrow", store(f"{folder}/rows.arrow")
+                return f"{folder}/rows.arrow", store_rows(f"{folder}/rows.arrow", *arguments)
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
-        results = together(lambda: work() if rank == first else None, ValueError)
-        path, loaded = results[first]
+        path, loaded = together(lambda: work() if rank == first else None, ValueError)[first]
         with pa.memory_map(path) as arrow:
             table = pa.ipc.open_stream(arrow).read_all()
         if dist.is_initialized():
             dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
+    loaded.lengths = "{min} to {max}".format(**pc.min_max(pc.list_value_length(table["tokens"])).as_py())
     return table, loaded
 
 
-def store_rows(path: str, files: Sequence[str], config: TemplateConfig, limit: str, schema: pa.Schema, choose: Choose,
-               encode: Callable[[dict[str, Any], Loaded], dict[str, Any] | None]) -> Loaded:
-    """Stream `files` into the Arrow file `path`: of each row what `encode` makes of it, in the columns of `schema`. A
-    row is left out if that is None or, if the row breaks a rule, raises ValueError. Raises ValueError if no row is
-    left, and for a bad row that is not to be skipped. `limit`: the flag of the longest length, and its value."""
-    found = find_files(files)
-    loaded = Loaded([str(file) for file in found])
+def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: str, limit: int, schema: pa.Schema,
+               columns: dict[str, str], encode: Callable[[dict[str, Any], Loaded], list[dict[str, Any]]],
+               all_columns: bool = False) -> Loaded:
+    """Stream `files` into the Arrow file `path`: of each row what `encode` makes of it, none if it is left out. Raises
+    ValueError for a row that breaks a rule, unless such rows are skipped, and if no row is left. `limit`: the longest
+    length, and its `flag`; `columns`: those to read, our name -> the files' name; `all_columns`: the others, too."""
+    if limit < 1:
+        raise ValueError(f"{flag} {limit} must be at least 1")
+    columns = columns | {"images": "images", "videos": "videos"}
+    loaded = Loaded(find_files(files))
+    bad = loaded.bad_rows
     data_hash = hashlib.sha256()
     with open(path, "wb") as arrow, pa.ipc.new_stream(arrow, schema) as stream:
-        for file in found:
-            rows = enumerate(read_rows(file, choose))
+        for file in loaded.files:
+            rows = enumerate(read_rows(file, [] if all_columns else columns.values()))
             while batch := list(islice(rows, BATCH_ROWS)):
-                encoded: list[dict[str, Any] | None] = []
+                kept: list[dict[str, Any]] = []
                 for number, row in batch:
                     try:
-                        encoded.append(encode(row_of(row, file, choose), loaded))
+                        found = row_of(row)
+                        renamed = {ours: found[name] for ours, name in columns.items() if name in found}
+                        found = flatten_contents((found if all_columns else {}) | renamed)
+                        if found.get("videos") or (found["images"] and (all_columns or "images" not in schema.names)):
+                            raise ValueError("images or videos is not empty; nothing here reads videos, and images do "
+                                             "not go with sft.py, dpo.py and --rollout.episode")
+                        kept += encode(found, loaded)
                     except ValueError as error:
                         if config.on_bad_row == "error":
                             raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
                                              f"leaves such rows out") from None
-                        loaded.bad_rows.append({"file": str(file), "row": number, "rule": str(error)})
-                kept = [row for row in encoded if row is not None]
+                        bad.append({"file": file, "row": number, "rule": str(error)})
                 loaded.num_rows += len(batch)
-                loaded.num_kept += len(kept)
                 data_hash.update(repr(kept).encode())
                 stream.write_batch(pa.RecordBatch.from_pylist(kept, schema))
-    bad = loaded.bad_rows
-    if not loaded.num_kept:
+    if loaded.num_rows == loaded.num_filtered + len(bad):
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
-                         f"have more than {limit} tokens, {len(bad)} are bad{shown}")
+                         f"have more than {flag} {limit} tokens, {len(bad)} are bad{shown}")
     loaded.data_hash = data_hash.hexdigest()
     return loaded
-
-
-def read_prompt(row: dict[str, Any], tokenizer, template: dict[str, Any] | None, config: DataConfig,
-                loaded: Loaded) -> dict[str, Any] | None:
-    """A row, checked, and the tokens of its prompt, cut to the limit if the flags say so; None if it is left out.
-    Counts in `loaded` what was done. Raises ValueError if the row breaks a rule."""
-    prompt = parse_row(row, config)
-    tokens = encode(prompt.messages, tokenizer, template)
-    if not tokens:
-        raise ValueError("the chat template renders nothing; --data.chat-template-file FILE names another")
-    limit = config.max_prompt_length
-    if len(tokens) > limit:
-        if config.on_long_prompt == "error":
-            raise ValueError(f"the prompt has {len(tokens)} tokens, more than --data.max-prompt-length {limit}; raise "
-                             f"it or set --data.on-long-prompt")
-        if config.on_long_prompt == "filter":
-            loaded.num_filtered += 1
-            return None
-        head = 0 if config.on_long_prompt == "truncate-left" else limit // 2
-        tail = limit - head
-        tokens = tokens[:head] + tokens[len(tokens) - tail:]
-        loaded.num_truncated += 1
-    loaded.min_length = min(len(tokens), loaded.min_length or len(tokens))
-    loaded.max_length = max(len(tokens), loaded.max_length)
-    loaded.data_sources.add(prompt.data_source)
-    return {"tokens": tokens, "row": json.dumps(row, default=str)}

@@ -25,13 +25,12 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
     return arguments
 
 
-def encode(messages: list[dict], tokenizer, template: dict[str, Any] | None) -> list[int]:
-    """Token ids of a prompt, through the chat template with the arguments `template`, or without one if that is None.
+def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] | None) -> str:
+    """The text of a prompt, through the chat template with the arguments `template`, or without one if that is None.
     Raises ValueError for a prompt that the chat template refuses."""
     if template is None:
-        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        return "\n\n".join(message["content"] for message in messages)
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from None

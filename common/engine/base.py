@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.dataset.images import Images
 from common.engine.sync import Checksum, check_difference, checksum
 from common.metrics import Meter
 from common.model.offload import Offload, OffloadConfig
@@ -154,6 +155,7 @@ class Engine:
         """The number of this rank's engine."""
         self.tp_rank = world.rank % config.tp
         self.probe = [list(prompt) for prompt in probe]
+        self.name_of: Callable[[str], str] = lambda weight: weight  # the engine's name of a weight of the trainer's
         self.awake = False
         self.offload = Offload(OffloadConfig(), [], [])
         """Moves trainer tensors to the host while the engine is awake. Set it once the optimizer exists."""
@@ -191,22 +193,23 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: SamplingConfig,
         on_finish: Callable[[int, Response], None] | None = None, stop: Callable[[], bool] = lambda: False,
-        begun: Sequence[Response] = (),
+        begun: Sequence[Response] = (), images: Sequence[Images | None] = (),
     ) -> list[Response]:
         """One response per prompt (token ids), in order; a greedy one where the seed is None. All ranks of an engine
         pass the same prompts and seeds.
 
         A prompt that follows an equal one is not computed again. `on_finish(i, response)` is called as response i ends.
         Once `stop()` is true, responses may be unfinished. `begun`: what earlier calls returned, perhaps unfinished; it
-        is continued, with the tokens that it has as part of the prompt.
+        is continued, with the tokens that it has as part of the prompt. `images`: of each prompt, if any has some.
         """
         self.begin(stop)
         responses = [*begun] or [Response([], [], "") for _ in prompts]
+        images = images or [None] * len(responses)
         for i, (prompt, seed, response) in enumerate(zip(prompts, seeds, responses, strict=True)):
             if not response.finish_reason:
                 count = len(response.tokens)
                 limited = replace(sampling, max_response_length=sampling.max_response_length - count)
-                self.add(i, [*prompt, *response.tokens], seed_of(seed, count) if count else seed, limited)
+                self.add(i, [*prompt, *response.tokens], seed_of(seed, count) if count else seed, limited, images[i])
         while self.has_unfinished() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)
@@ -255,7 +258,7 @@ class Engine:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
             for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None):
-                sent[name] = checksum(tensor, self.dtype)
+                sent[self.name_of(name)] = checksum(tensor, self.dtype)
                 yield name, tensor
 
         num_compared, differing = self._load(tensors(), sent)
@@ -307,7 +310,8 @@ class Engine:
         that were compared and the names of those that differ."""
         raise NotImplementedError
 
-    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:
+    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
+            images: Images | None = None) -> None:
         """Queue a request under this number; no seed: greedy. All ranks of an engine add the same in the same order."""
         raise NotImplementedError
 

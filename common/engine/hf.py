@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from common.dataset.images import Images
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Checksum, checksum
 from common.model.policy import ModelConfig, saved_buffers
+from common.model.vision import auto_class
 from common.parallel.ranks import World
 
 ROWS = 8
@@ -29,6 +31,7 @@ class Request(NamedTuple):
 
     number: int
     prompt: list[int]
+    images: Images | None
     sampling: SamplingConfig
     generator: torch.Generator | None  # None: greedy
     response: Response
@@ -44,7 +47,7 @@ class HFEngine(Engine):
         super().__init__(config, model_config, world, probe)
         self.stop_token_ids = stop_token_ids
         with torch.device(world.device):
-            self.model = AutoModelForCausalLM.from_config(
+            self.model = auto_class(hf_config).from_config(
                 copy.deepcopy(hf_config),  # from_config changes it
                 dtype=self.dtype,
                 attn_implementation="eager",  # the only one that has soft caps and attention sinks in every family
@@ -67,11 +70,12 @@ class HFEngine(Engine):
         differing = {name for name in sent if checksum(own[name], self.dtype) != sent[name]}
         return len(sent), differing
 
-    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:
+    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
+            images: Images | None = None) -> None:
         generator = None
         if seed is not None and sampling.temperature:
             generator = torch.Generator(self.world.device).manual_seed(seed)
-        self.waiting.append(Request(request, list(prompt), sampling, generator, Response([], [], "")))
+        self.waiting.append(Request(request, list(prompt), images, sampling, generator, Response([], [], "")))
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting)
@@ -79,13 +83,17 @@ class HFEngine(Engine):
     @torch.no_grad()
     def step(self) -> Iterator[tuple[int, Response]]:
         """All tokens of a block: responses to the same prompt, sampled in the same way."""
-        prompt, sampling = self.waiting[0].prompt, self.waiting[0].sampling
-        alike = takewhile(lambda request: (request.prompt, request.sampling) == (prompt, sampling), self.waiting)
+        _, prompt, images, sampling, *_ = first = self.waiting[0]
+        alike = takewhile(lambda request: request[1:4] == first[1:4], self.waiting)
         self.block = [*islice(alike, ROWS)]
         ids = torch.tensor([prompt] * ROWS, device=self.world.device)  # [ROWS, L]
         cache = None
         if len(prompt) > 1:  # all but its last token, which `generate` adds, is computed once and not for each row
-            cache = self.model(ids[:1, :-1], use_cache=True, logits_to_keep=1).past_key_values
+            self.model.base_model.rope_deltas = None  # Qwen's vision-language models keep those of the prompt before
+            pixels = {name: x.to(ids.device) for name, x in images.pixels().items()} if images else {}
+            if "image_grid_thw" in pixels:
+                pixels["mm_token_type_ids"] = (ids[:1, :-1] == self.model.config.image_token_id).long()
+            cache = self.model(ids[:1, :-1], use_cache=True, logits_to_keep=1, **pixels).past_key_values
             cache.batch_repeat_interleave(ROWS)
         self.model.generate(
             ids,

@@ -90,7 +90,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
         scoring.episodes.run(engine, prompts, seeds, sampling, end_episode, is_complete, begun)
     else:
         engine.generate([prompt.tokens for prompt in prompts], seeds, sampling,
-                        lambda i, _: take(i // num_samples), is_complete, begun)
+                        lambda i, _: take(i // num_samples), is_complete, begun, [prompt.images for prompt in prompts])
     for response in chain.from_iterable(group.responses for group in groups):
         num_dropped -= len(response.versions)
         response.versions = [*response.versions, *[step] * (response.num_sampled_in_all - len(response.versions))]

@@ -7,13 +7,14 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig, PretrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, is_torchvision_available
 
 from common.engine.base import Engine, RolloutConfig
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
 from common.model.policy import ModelConfig
+from common.model.vision import FAMILIES
 from common.parallel.ranks import World
 from common.tracking.console import print_on_main
 
@@ -42,6 +43,9 @@ def check_rollout(
             f"engine correction, or use these in validation only (--rollout.val-top-p, ...)"
         )
     check_in_flight(config, world, has_correction)
+    if config.engine == "vllm" and hf_config.model_type in FAMILIES and not is_torchvision_available():
+        raise ValueError("vLLM needs torchvision: install the build that fits torch, or use --rollout.engine hf")
+    hf_config = hf_config.get_text_config()
     heads, num_ranks = hf_config.num_attention_heads, world.num_samplers or world.size
     if config.tp < 1 or num_ranks % config.tp or heads % config.tp:
         raise ValueError(

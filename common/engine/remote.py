@@ -2,6 +2,7 @@
 weights. Trainers ask for one thing at a time and samplers do it, so no number depends on which side is faster."""
 
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -60,7 +61,7 @@ class RemoteEngine(Engine):
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         self.bridge.send(("weights",))
-        for _, layer in groupby(tensors, lambda named: named[0].split(".")[:3]):
+        for _, layer in groupby(tensors, lambda named: re.match(r"\D*\d*", named[0])[0]):  # up to a layer's number
             bucket = list(layer)
             self.bridge.send([(name, tensor.shape, tensor.dtype, sent.get(name)) for name, tensor in bucket])
             if self.world.is_main:
@@ -85,7 +86,7 @@ def receive_weights(engine: Engine, bridge: Bridge) -> tuple[int, list[str], Bat
             bridge.group.broadcast(data, 0).wait()
             for (name, shape, dtype, known), part in zip(bucket, data.split(sizes)):
                 if known is not None:
-                    sent[name] = known
+                    sent[engine.name_of(name)] = known
                 yield name, part.clone().view(dtype).view(shape)
 
     engine._wake_weights()

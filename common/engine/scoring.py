@@ -58,8 +58,7 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
     sampling ends early; then the result must not be collected. `with_greedy`: one more, numbered after all the others.
     """
     if isinstance(engine, RemoteEngine):
-        prompts = {row: data[row] for row in rows}
-        engine.bridge.send(("rollout", prompts, rows, num_samples, sampling, seed, with_greedy))
+        engine.bridge.send(("rollout", rows, num_samples, sampling, seed, with_greedy))
         return RemoteRollout(engine.bridge, data)
     prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
     samples, seeds = [], []
@@ -79,7 +78,8 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
     if scoring.episodes is not None:
         scoring.episodes.run(engine, [sample.prompt for sample in samples], seeds, sampling, score, stop)
     else:
-        engine.generate([sample.prompt.tokens for sample in samples], seeds, sampling, score, stop)
+        engine.generate([sample.prompt.tokens for sample in samples], seeds, sampling, score, stop,
+                        images=[sample.prompt.images for sample in samples])
     return pending
 
 

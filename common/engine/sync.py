@@ -39,7 +39,7 @@ def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dty
         path, _, own_name = prefix.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
             names, parts = [f"{prefix}.{name}"], [parameter]
-            if own_name in model.packed_modules_mapping:  # several matrices, such as those of qkv_proj, in one
+            if len(model.packed_modules_mapping.get(own_name, ())) > 1:  # matrices in one: qkv_proj, but not a tower's
                 names = [f"{path}.{part}.{name}" for part in model.packed_modules_mapping[own_name]]
                 parts = parameter.split(module.output_partition_sizes)
             elif name in EXPERTS:

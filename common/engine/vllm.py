@@ -11,12 +11,14 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from common.dataset.images import Images, decode
 from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
@@ -56,6 +58,9 @@ class VLLMEngine(Engine):
             "max_num_seqs": config.max_num_seqs,
             "logprobs_mode": "processed_logprobs",
             "seed": seed_of(seed, self.engine_rank),
+            "limit_mm_per_prompt": {"video": 0},
+            "mm_hasher_algorithm": "sha256",  # part of Python
+            "mm_device_do_normalize": False,  # a tower's buffers for it would be random: the load format is dummy
         }
         if self.on_cpu:
             options |= {
@@ -85,6 +90,9 @@ class VLLMEngine(Engine):
             extra |= json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
+        mapper = vars(type(self.model)).get("hf_to_vllm_mapper")
+        if mapper is not None:
+            self.name_of = replace(mapper, orig_to_new_stacked={}).map_name  # what is fused is compared in parts
         self._sleep()
 
     def _wake_weights(self) -> None:
@@ -115,6 +123,7 @@ class VLLMEngine(Engine):
             gc.collect()
             torch.cuda.empty_cache()  # the unsharded tensors
             self.llm.wake_up(tags=["kv_cache"])
+        self.llm.llm_engine.reset_encoder_cache()  # the old tower's
         # the cache holds keys and values of the old weights
         if not self.llm.reset_prefix_cache() or self.llm.llm_engine.is_sleeping():
             raise RuntimeError("vLLM did not wake up: it sleeps, or requests of before are still in its cache")
@@ -130,7 +139,8 @@ class VLLMEngine(Engine):
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
         return {"sleep/used_gb": (total - free) / 2**30}
 
-    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig) -> None:
+    def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
+            images: Images | None = None) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -148,7 +158,11 @@ class VLLMEngine(Engine):
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.llm.llm_engine.add_request(str(request), {"prompt_token_ids": list(prompt)}, params)
+        inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if images is not None:  # vLLM expands the placeholders itself, and would expand expanded ones again
+            inputs["prompt_token_ids"] = [*images.engine_tokens, *prompt[images.num_tokens :]]
+            inputs["multi_modal_data"] = {"image": decode(images.files)}
+        self.llm.llm_engine.add_request(str(request), inputs, params)
 
     def has_unfinished(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()

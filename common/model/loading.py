@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.model.attention import choose_attention
@@ -21,6 +21,7 @@ from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.model.sharding import kept_tensors, shard, shard_slice
 from common.model.stored import Experts, open_folder, weights_of
+from common.model.vision import FAMILIES, auto_class
 from common.parallel.ranks import World, all_max, all_sum
 from common.tracking.console import print_on_main
 
@@ -43,7 +44,10 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model config from {path} ({flag}): {error}") from error
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-    if causal_lm is None and not config.trust_remote_code:
+    reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM and flag != "--critic-model"
+    if reads_images and config.sequence_parallel > 1:
+        raise ValueError(f"{path} reads images: --policy.sequence-parallel {config.sequence_parallel} must be 1")
+    if causal_lm is None and not reads_images and not config.trust_remote_code:
         raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
     if causal_lm is not None:
         saved_as = (hf_config.architectures or [causal_lm])[0]
@@ -53,7 +57,7 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} is quantized, and what is trained is not: choose the model that it was made from")
     if is_scored(hf_config) and hf_config.num_labels != 1:
         raise ValueError(f"{path} has {hf_config.num_labels} labels, must have 1: choose another {flag}")
-    if not hasattr(hf_config, "hidden_size"):
+    if not reads_images and not hasattr(hf_config, "hidden_size"):
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
     try:
         sequence_cost(np.ones(1), hf_config)
@@ -70,6 +74,8 @@ def is_scored(hf_config: PretrainedConfig) -> bool:
 def read_teacher(path: str, model: str, config: ModelConfig, is_used: bool) -> PretrainedConfig:
     """The config of --teacher. Raises ValueError if its tokens are not those of `model`, or if no KL is computed."""
     hf_config = read_config(path, config, "--teacher")
+    if auto_class(hf_config) is not auto_class(read_config(model, config)):
+        raise ValueError(f"--teacher {path} must read images if --model does, and else not")
     if not is_used:
         raise ValueError(f"--teacher {path} has no effect without a KL: set --kl-loss-coef (or --kl-reward-coef)")
     theirs, ours = (
@@ -88,7 +94,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
 
     Weights that are trained are float32. The others have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
-    lm = _build(AutoModelForCausalLM, path, hf_config, config, world, frozen, lora)
+    lm = _build(auto_class(hf_config), path, hf_config, config, world, frozen, lora)
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
@@ -144,10 +150,14 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     """The model, without memory for its weights."""
     attention = choose_attention(world.device, hf_config, config)
     dtype = getattr(torch, config.compute_dtype) if frozen or lora.rank else torch.float32
+    kinds = {"text_config": attention, "vision_config": "sdpa"} if hf_config.model_type in FAMILIES else attention
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
-            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            hf_config, dtype=dtype, attn_implementation=kinds, trust_remote_code=config.trust_remote_code
         )
+    if config.freeze_vision:
+        model.base_model.requires_grad_(False)
+        model.get_decoder().requires_grad_(True)
     if uses_liger(world.device, hf_config, config):
         use_liger(model)
     if lora.rank:

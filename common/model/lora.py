@@ -81,7 +81,7 @@ class LoRALinear(nn.Linear):
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Freeze a model on the meta device and give its linear layers adapters. Raises ValueError for a wrong target."""
-    blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    blocks = [module for module in model.get_decoder().modules() if type(module).__name__ in model._no_split_modules]
     linears = [(block, name, module) for block in blocks for name, module in block.named_modules()
                if type(module) is nn.Linear]
     possible = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModel, PretrainedConfig
 
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import CUDA_TILE_BYTES
@@ -21,6 +21,7 @@ from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.model.sharding import shard_dim
+from common.model.vision import auto_class
 from common.parallel.ranks import all_max, num_shards
 
 MAX_TOKENS = 32768
@@ -38,11 +39,11 @@ TILES = 2.5 * CUDA_TILE_BYTES
 class Model:
     """The sizes of a model that memory follows from, and what a pass takes beside shards and gradients."""
 
-    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int,
-                 family: type = AutoModelForCausalLM, lora: LoRAConfig = NO_ADAPTERS):
+    def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, family: type | None = None,
+                 lora: LoRAConfig = NO_ADAPTERS):
         """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters that alone are trained."""
         with torch.device("meta"):
-            model = family.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+            model = (family or auto_class(hf_config)).from_config(hf_config, trust_remote_code=config.trust_remote_code)
         if lora.rank:
             add_adapters(model, lora)
         self.config, self.ranks = hf_config.get_text_config(), ranks

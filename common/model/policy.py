@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from common.batch import Batch
 from common.kernels import linear_logp
 from common.model.lora import is_adapter, merged_weights
 from common.model.sequence_parallel import Row, make_row
+from common.model.vision import hidden_with_images
 
 
 @dataclass
@@ -36,6 +37,8 @@ class ModelConfig:
     They hold as many times the token budget. Not with --policy.attention flash_attention_2."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture are divided: tokens travel to them in the place of weights."""
+    freeze_vision: bool = False
+    """Train the language model of a vision-language model and leave its vision tower and projector as they are."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
@@ -60,12 +63,15 @@ class PackedModel(nn.Module):
         super().__init__()
         self.share_prompt = False
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
+        self.prompts: Any = None  # those of the training data, if they have images
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
         """What runs of the micro-batch, and the hidden states [N, H] that predict the tokens that were sampled."""
         row = make_row(batch, self.share_prompt, self.sequence_group)
+        if self.prompts is not None and batch.row is not None:
+            return row, hidden_with_images(backbone, row, self.prompts, self.share_prompt)[row.before]
         out = backbone(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **row.layout)
         return row, out.last_hidden_state[0, row.before]
 

@@ -20,8 +20,9 @@ class SharedPrompts(NamedTuple):
         return SharedPrompts(*(x.to(device, non_blocking=True) for x in self))
 
 
-def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> SharedPrompts:
-    """The layout of a batch. A prompt is what stands before the first token that the policy sampled."""
+def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> SharedPrompts:
+    """The layout of a batch. A prompt is what stands before the first token that the policy sampled; `rows`
+    [S]: with the same tokens it is another one in another row, because its images may be others."""
     device = tokens.device
     tokens, mask = tokens.tolist(), mask.tolist()
     begins: dict[tuple[int, ...], int] = {}                             # prompt -> its first row in `run`
@@ -33,13 +34,14 @@ def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> SharedPro
         ends.append(len(run))
         key_ends.append(len(key_rows))
 
-    for start, end in pairwise(cu_seqlens.tolist()):
+    rows = [-1] * (len(cu_seqlens) - 1) if rows is None else rows.tolist()
+    for number, (start, end) in zip(rows, pairwise(cu_seqlens.tolist())):
         split = next((t for t in range(start, end) if mask[t]), end)    # where the policy's first token is
-        prompt = tuple(tokens[start:split])
+        prompt = (number, *tokens[start:split])
         if prompt not in begins:
             begins[prompt] = len(run)
             add_segment(start, split, range(0))
-        prefix = range(begins[prompt], begins[prompt] + len(prompt))
+        prefix = range(begins[prompt], begins[prompt] + split - start)
         row += prefix
         if split < end:
             row += range(len(run), len(run) + end - split)

@@ -2,7 +2,7 @@
 """
 
 import json
-from itertools import chain
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ COLUMNS = {
     pa.string(): "data_source prompt response ground_truth reward_parts finish_reason end_reason messages",
     pa.list_(pa.int32()): "tokens version",
     pa.list_(pa.string()): "token_texts",
+    pa.list_(pa.binary()): "images",
     pa.list_(pa.bool_()): "mask trained clipped",
     pa.list_(pa.float32()): "rollout_logp old_logp ref_logp token_advantage value returns entropy ratio",
 }
@@ -33,7 +34,8 @@ rest of its dict as JSON. Lists have one entry per response token; they are null
 critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of `token_advantage` over it.
 After several passes, entropy, ratio and clipped are those of the last one. Of episodes only: `mask` is true for tokens
 that the model wrote, and `messages` is the conversation as JSON, with calls of tools and results. With
---rollout.in-flight only: `version` is the number of steps that the policy had been trained when it sampled a token."""
+--rollout.in-flight only: `version` is the number of steps that the policy had been trained when it sampled a token.
+`images`: files of the prompt's images, in the first response of a group only."""
 SCHEMA = pa.schema({name: kind for kind, names in COLUMNS.items() for name in names.split()})
 
 
@@ -98,13 +100,14 @@ def write_validation(config: LogConfig, run_dir: Path, step: int, tokenizer: Pre
 
 def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward: float) -> dict[str, Any]:
     prompt = sample.prompt
-    response = sample.response
+    response, images = sample.response, prompt.images
     return {
         "step": step,
         "index": sample.index,
         "group": sample.group,
         "data_source": prompt.data_source,
-        "prompt": tokenizer.decode(response.prompt or prompt.tokens),
+        "prompt": tokenizer.decode(response.prompt or (images.engine_tokens if images else prompt.tokens)),
+        "images": images.files if images else None,
         "ground_truth": str(prompt.ground_truth),
         "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
         "score": sample.score,
@@ -130,6 +133,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if dist.is_initialized() and dist.get_rank():
         return
     rows.sort(key=lambda row: row["index"])
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        for row in islice(group, 1, None):
+            row["images"] = None
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")

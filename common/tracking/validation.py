@@ -1,9 +1,8 @@
 """Validation results of a step, by data source, under verl's names."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from statistics import multimode
 
 import numpy as np
@@ -50,12 +49,11 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
     """
     rows = [(sample.prompt.data_source, sample.group, *acc_and_vote(sample)) for sample in samples]
-    groups: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
-    for source, group, acc, vote in sorted(chain(*all_gather_objects(rows)), key=lambda row: row[:3]):
-        groups[source][group].append((acc, vote))
+    rows = sorted(chain(*all_gather_objects(rows)), key=lambda row: row[:3])
     metrics = {}
-    for source, found in groups.items():
-        accs = np.array([[acc for acc, _ in group] for group in found.values()])                # [P, N]
+    for source, of_source in groupby(rows, key=lambda row: row[0]):
+        groups = [[row[2:] for row in group] for _, group in groupby(of_source, key=lambda row: row[1])]
+        accs = np.array([[acc for acc, _ in group] for group in groups])                        # [P, N]
         core, aux, N = f"val-core/{source}/acc", f"val-aux/{source}/acc", accs.shape[1]
         name = "greedy" if greedy else f"mean@{N}"
         metrics[f"{core}/{name}"] = float(accs.mean())
@@ -64,8 +62,8 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
             metrics[f"{core}/best@{N}/mean"] = float(best_at(accs, N).mean())
             for k in (2**e for e in range(1, (N - 1).bit_length())):
                 metrics[f"{aux}/best@{k}/mean"] = float(best_at(accs, k).mean())
-            if any(vote is not None for group in found.values() for _, vote in group):
-                metrics[f"{core}/maj@{N}/mean"] = float(np.mean([majority(group) for group in found.values()]))
+            if any(vote is not None for group in groups for _, vote in group):
+                metrics[f"{core}/maj@{N}/mean"] = float(np.mean([majority(group) for group in groups]))
     return metrics
 
 

@@ -84,12 +84,12 @@ NO_ROLE = "prompt has a message whose role is None; it must be a string"
 
 # (what is wrong, its files, flags, what an error says; "N prompts, M bad" where nothing is wrong with the rest)
 FILES = [
-    ("a file that does not exist", named("absent.parquet"), {}, "absent.parquet does not exist"),
-    ("a glob that matches nothing", named("*.parquet"), {}, "matches no .parquet"),
-    ("a folder without data files", named(""), {}, "matches no .parquet"),
+    ("a file that does not exist", named("absent.parquet"), {}, "absent.parquet must be a .* file that exists"),
+    ("a glob that matches nothing", named("*.parquet"), {}, "or a folder or glob that has some"),
+    ("a folder without data files", named(""), {}, "or a folder or glob that has some"),
     ("no file at all", lambda folder: [], {}, "no data files given"),
-    ("a file of another kind", text(GOOD, "rows.csv"), {}, "rows.csv must end in one of .parquet"),
-    ("a compressed file", text(GOOD, "rows.jsonl.gz"), {}, "rows.jsonl.gz must end in one of .parquet"),
+    ("a file of another kind", text(GOOD, "rows.csv"), {}, "rows.csv must be a .parquet/"),
+    ("a compressed file", text(GOOD, "rows.jsonl.gz"), {}, "rows.jsonl.gz must be a .parquet/"),
     ("a parquet file of 0 bytes", parquet([row()], lambda b: b""), {}, "rows.parquet cannot be read as parquet"),
     ("a parquet file cut in half", parquet([row()], lambda b: b[: len(b) // 2]), {}, "cannot be read as parquet"),
     ("a parquet file cut by one byte", parquet([row()], lambda b: b[:-1]), {}, "cannot be read as parquet"),
@@ -101,9 +101,11 @@ FILES = [
      "none of 0 rows is left"),
     ("a JSON lines file without rows", text(b"\n\n"), {}, "none of 0 rows is left"),
     ("a column is missing", table(prompt=COLUMNS["prompt"], question=["?", "?"]), {},
-     "rows.parquet has no column data_source, reward_model; it has prompt, question; .*--data.prompt-column NAME"),
+     "data_source is None; it must be a name .--data.data-source"),
+    ("no column is known", table(question=["?"], answer=["4"]), {},
+     "rows.parquet has none of the columns prompt, .*; it has question, answer: .* --data.prompt-column NAME"),
     ("a column name that does not exist", parquet([row()]), {"prompt_column": "question"},
-     "has no column question; it has data_source"),
+     "question is None; must be a string or a list"),
     ("two columns of the same name", table(**COLUMNS, prompt_=["a", "b"]), {}, 'Field "prompt" exists 2 times'),
 ]
 ROWS = [
@@ -115,7 +117,7 @@ ROWS = [
     ("bytes that are not UTF-8, in parquet", sources(not_utf8([b"mine", b"\xff\xfe"])), {}, 
      "'utf-8' codec can't decode"),
     ("half a surrogate pair", lines(prompt="\ud800?"), {}, f"{NO_OBJECT} .*surrogates not allowed"),
-    ("an empty JSON object", between(b"{}"), {}, "rows.jsonl has no column prompt, data_source, reward_model; it has "),
+    ("an empty JSON object", between(b"{}"), {}, "prompt is None; must be a string or a list"),
     ("prompt is null", lines(prompt=None), {}, "prompt is None; must be a string or a list"),
     ("prompt is a number", lines(prompt=5), {}, "prompt is 5; must be a string or a list"),
     ("prompt is an empty list", lines(prompt=[]), {}, "prompt is empty; there must be at least one message"),
@@ -125,9 +127,12 @@ ROWS = [
     ("a message without role", lines(prompt=[{"content": "x"}]), {}, NO_ROLE),
     ("a message without content", lines(prompt=[{"role": "user"}]), {}, "a message whose content is None"),
     ("a message with an image", lines(prompt=[{"role": "user", "content": [{"type": "image"}]}]), {},
-     r"a message whose content is \[{'type': 'image'}\]; it must be a string"),
+     "images is not empty, and .* is a llama model; .* read images"),
+    ("a message with a video", lines(prompt=[{"role": "user", "content": [{"type": "video"}]}]), {},
+     "a message's content has {'type': 'video'}; a part must be a text or an image"),
+    ("a message with a number", lines(prompt=[{"role": "user", "content": 5}]), {}, "a message whose content is 5"),
     ("an images column with an image", lines(images=[{"bytes": "x"}]), {},
-     "images is not empty; no model here reads images or videos"),
+     "images is not empty, and .* is a llama model; .* read images"),
     ("a videos column with two videos, in parquet", parquet([row(videos=[]), row(videos=["a.mp4", "b.mp4"])]), {},
      "videos is not empty"),
     ("data_source is null", lines(data_source=None), {}, "data_source is None; it must be a name"),
@@ -176,6 +181,8 @@ UNUSUAL = [
     ("strings stored as categories", sources(pa.array(["a", "b"]).dictionary_encode()), {}, 2),
     ("large strings", sources(pa.array(["a", "b"], pa.large_string())), {}, 2),
     ("string views", sources(pa.array(["a", "b"], pa.string_view())), {}, 2),
+    ("content in parts of text", parquet([row(), row(prompt=[{"role": "user", "content": [
+        {"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]}])][1:]), {}, 1),
     ("a key that only one message has", parquet([row(prompt=[
         {"role": "user", "content": "x"}, {"role": "user", "content": "y", "tool_calls": "z"}])]), {}, 1),
 ]

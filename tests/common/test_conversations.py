@@ -76,13 +76,25 @@ def test_prompts_are_those_of_a_rollout(tokenizer, tmp_path):
     rows = [{"prompt": prompt.messages, "response": f"#### {prompt.ground_truth}"} for prompt in prompts]
     for name in ("rows.parquet", "rows.jsonl"):
         data = load(tmp_path / name, rows, tokenizer)
-        assert len(data) == 4 and data.loaded.min_length == data.lengths.min() > 90
+        assert len(data) == 4 and data.lengths.min() > 90
+        assert data.loaded.lengths == f"{data.lengths.min()} to {data.lengths.max()}"
         for i, prompt in enumerate(prompts):
             tokens, mask = data.tokens[i].as_py(), data.mask[i].as_py()
             assert tokens[: len(prompt.tokens)] == prompt.tokens and not any(mask[: len(prompt.tokens)])
             assert trained(tokens, mask, tokenizer) == [f"#### {prompt.ground_truth}<|im_end|>"]
         assert data.loaded.data_hash == load(tmp_path / name, rows, tokenizer).loaded.data_hash
     assert data.loaded.data_hash != load(tmp_path / name, rows[::-1], tokenizer).loaded.data_hash
+
+
+def test_content_may_be_a_list_of_texts(tokenizer, tmp_path):
+    parted = [x | {"content": [{"type": "text", "text": part} for part in (x["content"][:2], x["content"][2:])]}
+              for x in DIALOGUE]
+    for name in ("a.parquet", "a.jsonl"):
+        whole, same = (load(tmp_path / name, [{"messages": rows}], tokenizer) for rows in (DIALOGUE, parted))
+        assert whole.tokens[0] == same.tokens[0] and whole.mask[0] == same.mask[0]
+    image = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(ValueError, match=r"row 0 .*images do not go with sft.py"):
+        load(tmp_path / "a.jsonl", [{"messages": image}], tokenizer)
 
 
 def test_a_minibatch_has_every_row_once_and_keeps_the_budget(tokenizer, tmp_path, world):

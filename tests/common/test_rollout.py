@@ -61,7 +61,7 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
     by one rank of the engine."""
     seen = {}
 
-    def generate(prompts, seeds, sampling, on_finish, stop):
+    def generate(prompts, seeds, sampling, on_finish, stop, images):
         seen.update(prompts=prompts, seeds=seeds)
         for i in reversed(range(len(prompts))):
             on_finish(i, Response([i], [-0.5], "stop"))
@@ -91,7 +91,7 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
     """Greedy answers are right on rows 4 and 2, sampled ones where the number is 1; a stop leaves no results."""
     calls, recorded = [], []
 
-    def generate(prompts, seeds, sampling, on_finish, stop):
+    def generate(prompts, seeds, sampling, on_finish, stop, images):
         calls.append(sampling)
         for i, seed in enumerate(seeds):
             number = 2 if seed is None else [seed_of(7, "val", i // (1 + num_samples), n) for n in range(2)].index(seed)

@@ -159,7 +159,7 @@ class Handover(Engine):
             pass
         return len(sent), set()
 
-    def add(self, request, prompt, seed, sampling) -> None:
+    def add(self, request, prompt, seed, sampling, images) -> None:
         self.waiting.append(request)
         self.length = sampling.max_response_length
 

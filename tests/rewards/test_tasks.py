@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rewards import TABLE, countdown, find, lookup, math, math_dapo, reasoning_gym, search_qa
+from rewards import TABLE, countdown, find, geo3k, lookup, math, math_dapo, reasoning_gym, search_qa, shapes
 from rewards import format as form
 from rewards.runtime.pool import RewardPool
 
@@ -236,17 +236,32 @@ def test_every_source_of_the_table_has_its_function():
                "numina_aops_forum": "math", "numina_olympiads": "math", "codecontests": "code", "apps": "code",
                "codeforces": "code", "taco": "code", "mbpp": "code", "countdown": "countdown",
                "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k",
-               "searchR1_nq": "search_qa", "searchR1_2wikimultihopqa": "search_qa"}
+               "searchR1_nq": "search_qa", "searchR1_2wikimultihopqa": "search_qa", "hiyouga/geometry3k": "geo3k",
+               "shapes": "shapes"}
     for source, file in sources.items():
         assert find(source).__module__ == f"rewards.{file}"
     assert set(TABLE.values()) == set(sources.values())
-    assert find("hiyouga/geometry3k") is None
     assert find("my_aime") is None
 
 
-def test_a_source_that_cannot_be_scored_is_refused_by_name():
-    with pytest.raises(ValueError, match="data_source 'hiyouga/geometry3k': its questions are pictures, and no model"):
-        lookup(["openai/gsm8k", "hiyouga/geometry3k"])
+@pytest.mark.parametrize(("response", "truth", "score", "pred"), [
+    (r"<think>2 + 3</think> so \boxed{5}", "5", 1.0, "5"),
+    (r"<think>2 + 3</think> so \boxed{\frac{10}{2}}", "5", 1.0, r"\frac{10}{2}"),
+    (r"\boxed{5}", "5", 0.9, "5"),                                      # without its reasoning
+    (r"<think>\boxed{5}</think>", "5", 0.9, "5"),                       # no answer after it
+    (r"<think>?</think> \boxed{6}", "5", 0.1, "6"),
+    ("<think>?</think> 5", "5", 0.0, ""),
+])
+def test_geo3k_scores_answer_and_form(response, truth, score, pred):
+    found = geo3k.compute_score("hiyouga/geometry3k", response, truth)
+    assert found["score"] == pytest.approx(score) and found["pred"] == pred
+
+
+@pytest.mark.parametrize(("response", "score"), [
+    ("red", 1.0), ("The shapes are RED.", 1.0), ("blue", 0.0), ("red or blue", 0.0), ("", 0.0), ("reddish", 0.0),
+])
+def test_shapes_scores_the_last_word(response, score):
+    assert shapes.compute_score("shapes", response, "red") == score
 
 
 @pytest.mark.parametrize(("response", "truth", "score", "pred"), [

@@ -47,7 +47,11 @@ EPISODES = ["--rollout.episode", f"{FILE}:three_turns", "--rollout.max-response-
 @pytest.mark.parametrize("more", [[], EPISODES], ids=["responses", "episodes"])
 def test_without_staleness_it_is_grpo(more, flags, tmp_path):
     """All numbers and weights, bit for bit; the start says that nothing is corrected."""
+    other = tmp_path / "val.jsonl"                                      # samplers validate on these rows, not on others
+    other.write_text(json.dumps({"prompt": "What is 7 + 70?", "data_source": "sums",
+                                 "reward_model": {"ground_truth": "77"}}))
     flags = [*flags, "--correction.weights", "none", "--total-steps", "3", "--eval-every", "2", *more]
+    flags += ["--val-data", other]
     launch("grpo.py", *flags, "--run-dir", tmp_path / "grpo", warm=True)
     split = ["--max-staleness", "0", "--run-dir", tmp_path / "run"]
     done = launch("async_grpo.py", *flags, *split, ranks=2, warm=True)

@@ -432,11 +432,17 @@ async function drawDetail() {
   }), {root: detail, rootMargin: "400px"});
   const columns = Math.max(20, Math.floor((detail.clientWidth - 60) / 7.55));
   cards.append(...group.map(other => cardOf(other, tokens.get(other), scale, short || other === r, columns)));
-  detail.replaceChildren(make("h2", truth), make("p", summaryOf(group)), timesOf(r), prompt, paintOf(scale), cards);
+  detail.replaceChildren(make("h2", truth), make("p", summaryOf(group)), timesOf(r), ...data.pictures[r.prompt].map(pictureOf), prompt, paintOf(scale), cards);
   detail.dataset.group = `${timeOf(r)} ${r.group}`;
   prompt.scrollTop = prompt.scrollHeight;               // the question stands at the end
   detail.scrollTop = sameCards ? scrolled : 0;
   if (!short) cards.querySelector(".on").scrollIntoView({block: "nearest"});
+}
+
+function pictureOf(source) {                            // an image of the prompt
+  const picture = make("img");
+  picture.src = source;
+  return picture;
 }
 
 function summaryOf(group) {

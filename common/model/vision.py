@@ -1,0 +1,67 @@
+"""Vision-language models: a tower turns images into embeddings that take the place of tokens in a packed row.
+
+Pixels never travel between ranks. A micro-batch holds the numbers of its prompts' rows in the data, and the rank that
+runs it makes their pixels from the data again.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+
+from common.model.sequence_parallel import Row
+
+QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+FAMILIES = {"qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "internvl": "<IMG_CONTEXT>\n"}
+"""What stands for an image in a prompt, of the families whose language model is causal over images too. Gemma 3, for
+one, lets an image's tokens see each other."""
+WORKERS = ThreadPoolExecutor(4)  # make pixels
+
+
+def auto_class(config: PretrainedConfig) -> type:
+    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+
+
+def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any, share_prompt: bool) -> Tensor:
+    """The hidden states [t, H] of a packed row. `prompts`: those of the data (PromptSet).
+
+    The tower runs once for each different prompt. A row without images runs it too, on another prompt's and without an
+    effect, because FSDP's collectives must match on all ranks."""
+    batch, config, device = row.batch, backbone.config, row.tokens.device
+    numbers = torch.where(batch.index < 0, -1, batch.row).tolist()                              # a dummy has no images
+    different = sorted({*numbers} - {-1})
+    made = list(WORKERS.map(prompts.pixels, different or [prompts.first_with_images]))
+    pixels = {name: torch.cat([of_prompt[name] for of_prompt in made]).to(device) for name in made[0]}
+    features = backbone.get_image_features(**pixels)
+    layers = [torch.cat(tuple(x)) for x in (features.pooler_output, *features.get("deepstack_features", ()))]
+
+    counts = [prompts[number].tokens.count(config.image_token_id) for number in different]
+    # a prompt's first feature, how many it has, and its pixels
+    known = {-1: (0, 0, {})} | dict(zip(different, zip(accumulate(counts, initial=0), counts, made)))
+    positions, sources = [], []
+    for number, tokens in zip(numbers, batch.tokens.cpu().split(batch.host_lengths)):
+        first, count, of_prompt = known[number]
+        nth = (tokens == config.image_token_id).cumsum(0)
+        is_image = (tokens == config.image_token_id) & (nth <= count)                           # a policy may sample it
+        axes = torch.arange(len(tokens))[None]
+        if "mrope_section" in (config.get_text_config().rope_parameters or {}):                 # time, height, width
+            axes = backbone.get_rope_index(tokens[None], is_image[None].long(), **of_prompt)[0][:, 0]
+        positions.append(axes)
+        sources.append(torch.where(is_image, first + nth - 1, -1))
+    positions, source = (torch.cat(x, dim=-1).to(device) for x in (positions, sources))         # [axes, T], [T]
+    if share_prompt:
+        positions, source = (x[..., batch.shared_prompts.run] for x in (positions, source))
+    replaced = source >= 0
+
+    embeddings = backbone.get_input_embeddings()(row.tokens)                                    # [t, H]
+    embeddings = torch.where(replaced[:, None], layers[0][source].to(embeddings.dtype), embeddings)
+    more = [layer[source[replaced]] for layer in layers[1:]]        # Qwen3-VL adds them to its first layers' outputs
+    deep = {"visual_pos_masks": replaced[None], "deepstack_visual_embeds": more} if more else {}
+    out = backbone.language_model(
+        inputs_embeds=embeddings[None], position_ids=positions[:, None] if len(positions) == 3 else positions,
+        use_cache=False, **row.layout, **deep,
+    )
+    return out.last_hidden_state[0]

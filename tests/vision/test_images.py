@@ -1,0 +1,197 @@
+"""Rows with images: what is read, counted, refused; what is recorded of them and shown on the page."""
+
+import base64
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+import tools.report
+from common.checkpoint.export import hf_files
+from common.dataset.conversations import ConversationConfig, load_conversations
+from common.dataset.images import load_processor
+from common.dataset.store import load_prompts
+from common.engine.base import Response, RolloutConfig
+from common.engine.make import check_rollout
+from common.model.flops import microbatch_flops
+from common.model.loading import read_config
+from common.model.policy import ModelConfig
+from common.prompts import DataConfig
+from common.rollout import Sample
+from common.tracking.logger import LogConfig
+from common.tracking.rollouts import write_validation
+from tests.tools.test_report import write_run
+from tests.vision.test_trainer import batch_of
+from tests.vision.tiny_models import ROWS, make_row, make_vision_model, picture, write_rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, smollm) -> str:
+    return make_vision_model("qwen2_5_vl", tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer, tmp_path_factory):
+    return load_prompts([write_rows(tmp_path_factory.mktemp("rows") / "rows.parquet", ROWS)], tokenizer, DataConfig())
+
+
+def load(rows, tokenizer, path, all_columns=False, **flags):
+    return load_prompts([write_rows(path / "rows.parquet", rows)], tokenizer, DataConfig(**flags), all_columns)
+
+
+def test_tokens_are_expanded_for_the_trainer_and_not_for_the_engine(prompts, tokenizer):
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    # a picture's sides become multiples of 28 pixels, and each square of 28 one token
+    assert [prompt.tokens.count(pad) for prompt in prompts] == [2 * 3, 0, 3 * 3 + 1 * 4, 2 * 3]
+    assert [prompt.images and prompt.images.engine_tokens.count(pad) for prompt in prompts] == [1, None, 2, 1]
+    assert prompts[0].tokens == prompts[3].tokens and prompts[0].images.files != prompts[3].images.files
+    assert prompts.first_with_images == 0
+    pixels = prompts.pixels(2)
+    assert pixels["image_grid_thw"].tolist() == [[1, 6, 6], [1, 2, 8]]
+    assert prompts.pixels(2) is pixels                                  # cached
+    assert (prompts[2].images.pixels()["pixel_values"] == pixels["pixel_values"]).all()     # and deterministic
+
+
+def test_the_length_filter_counts_expanded_tokens(prompts, tokenizer, tmp_path):
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    kept = load(ROWS, tokenizer, tmp_path, max_prompt_length=longest - 1)
+    assert [prompt.tokens for prompt in kept] == [prompts[i].tokens for i in (0, 1, 3)]
+    assert kept.loaded.num_filtered == 1 and len(prompts[2].images.engine_tokens) < longest - 1
+    never_cut = load(ROWS, tokenizer, tmp_path, max_prompt_length=longest - 1, on_long_prompt="truncate-left")
+    assert len(never_cut) == 3 and (never_cut.loaded.num_filtered, never_cut.loaded.num_truncated) == (1, 0)
+
+
+def test_a_path_is_as_good_as_bytes(prompts, tokenizer, tmp_path):
+    (tmp_path / "one.png").write_bytes(ROWS[0]["images"][0]["bytes"])
+    row = make_row("What is <image>?", {"bytes": None, "path": str(tmp_path / "one.png")})
+    (found,) = load([row], tokenizer, tmp_path)
+    assert found.tokens == prompts[0].tokens and found.images.files == prompts[0].images.files
+
+
+def test_a_content_list_is_as_good_as_placeholders(prompts, tokenizer, tmp_path):
+    """With the images in their column, or inside the list, in both file formats; a text may be in several parts."""
+    files = ROWS[2]["images"]
+    for n, file in enumerate(files):
+        (tmp_path / f"{n}.png").write_bytes(file["bytes"])
+    marks = [{"type": "image"}, {"type": "text", "text": " and "}, {"type": "text", "text": "then "}, {"type": "image"}]
+    inside = [part | ({"image": files[n // 3]} if n in (0, 3) else {}) for n, part in enumerate(marks)]
+    paths = [part | ({"image": str(tmp_path / f"{n // 3}.png")} if n in (0, 3) else {}) for n, part in enumerate(marks)]
+    rows = [row | {"prompt": [{"role": "user", "content": parts}]} for row, parts in (
+        (ROWS[2], marks), (make_row(""), inside), (make_row(""), paths), (ROWS[2], inside))]
+    for number, row in enumerate(rows):
+        path = tmp_path / f"rows_{number}.parquet"
+        if number == 2:
+            path = path.with_suffix(".jsonl")
+            path.write_text(json.dumps(row))
+        else:
+            pq.write_table(pa.Table.from_pylist([row]), path)
+        (found,) = load_prompts([str(path)], tokenizer, DataConfig())
+        assert found.tokens == prompts[2].tokens and found.images == prompts[2].images
+        assert found.messages == prompts[2].messages and "PNG" not in json.dumps(found.row)
+
+
+def test_content_lists_of_several_messages(tokenizer, tmp_path):
+    """An image belongs where its part is; what is neither image nor text, or an image that is nowhere, is a bad row."""
+    first, second = picture(60, 90, 0), picture(84, 84, 1)
+    turns = [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "image"}]},
+             {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+             {"role": "user", "content": [{"type": "image"}]}]
+    rows = [make_row("", first, second) | {"prompt": turns}, make_row("", first) | {"prompt": turns},
+            make_row("") | {"prompt": turns},
+            make_row("") | {"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows[:1]), path)
+    (found,) = load_prompts([str(path)], tokenizer, DataConfig())
+    text = tokenizer.decode(found.images.engine_tokens)
+    vision = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert f"a {vision}<|im_end|>" in text and f"user\n{vision}<|im_end|>" in text
+    assert found.images.files == [first["bytes"], second["bytes"]]
+    for row, rule in zip(rows[1:], ("has 2 <image> and images has 1", "cannot be read", "a part must be a text or")):
+        (tmp_path / "bad.jsonl").write_text(json.dumps(row, default=str))
+        with pytest.raises(ValueError, match=rule):
+            load_prompts([str(tmp_path / "bad.jsonl")], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize(("row", "rule"), [
+    (make_row("<image>?", {"bytes": b"no picture", "path": None}), "cannot be read .UnidentifiedImageError"),
+    (make_row("<image>?", {"bytes": ROWS[0]["images"][0]["bytes"][:60], "path": None}), "cannot be read"),
+    (make_row("<image>?", {"bytes": None, "path": "missing.png"}), "cannot be read .FileNotFoundError: .*missing.png"),
+    (make_row("<image>?", {"bytes": None, "path": None}), "cannot be read"),
+    (make_row("No placeholder", picture(30, 30, 0)), "the prompt has 0 <image> and images has 1"),
+    (make_row("<image> <image>", picture(30, 30, 0)), "the prompt has 2 <image> and images has 1"),
+], ids=["no image", "cut", "no file", "nothing", "no placeholder", "too few images"])
+def test_a_bad_image_is_a_bad_row(row, rule, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=rf"row 1 .counted from 0.: .*{rule}"):
+        load([ROWS[0], row], tokenizer, tmp_path)
+    kept = load([ROWS[0], row], tokenizer, tmp_path, on_bad_row="skip")
+    assert len(kept) == 1 and len(kept.loaded.bad_rows) == 1
+
+
+def test_what_takes_no_images_says_so(model, tokenizer, prompts, smollm, world, tmp_path):
+    with pytest.raises(ValueError, match=r"is a llama model; qwen2_5_vl, .* read images"):
+        load(ROWS, AutoTokenizer.from_pretrained(smollm), tmp_path)
+    with pytest.raises(ValueError, match=r"images do not go with sft.py, dpo.py and --rollout.episode"):
+        load(ROWS, tokenizer, tmp_path, all_columns=True)
+    with pytest.raises(ValueError, match=r"row 0 .*images or videos is not empty; .* do not go with sft.py"):
+        load_conversations([str(tmp_path / "rows.parquet")], tokenizer, [2], ConversationConfig(), {"prompt": "prompt"},
+                           lambda row, tokenizer, template: [])
+    with pytest.raises(ValueError, match=r"--policy.sequence-parallel 2 must be 1"):
+        read_config(model, ModelConfig(sequence_parallel=2))
+    with pytest.raises(ValueError, match=r"qwen2_5_vl model, which is no causal LM: choose another --critic-model"):
+        read_config(model, ModelConfig(), "--critic-model")
+    with pytest.raises(ValueError, match=r"install the build that fits torch, or use --rollout.engine hf"):
+        check_rollout(RolloutConfig(), read_config(model, ModelConfig()), world, 100)
+
+
+@pytest.mark.parametrize(("family", "matrices", "num_full"), [("qwen2_5_vl", 3, 1), ("qwen3_vl", 2, 2),
+                                                              ("internvl", 2, 2)])
+def test_flops_count_each_image_once(family, matrices, num_full, tmp_path, smollm):
+    """Two blocks of width 64: q, k, v, o, an MLP of two matrices or three, and attention within an image (InternVL:
+    within a tile of it); of Qwen2.5-VL's blocks, one sees windows, whose attention is not counted."""
+    model = make_vision_model(family, tmp_path / "model")
+    config, prompts = read_config(model, ModelConfig()), load(ROWS, AutoTokenizer.from_pretrained(model), tmp_path)
+    order = [(0, 0), (0, 1), (2, 0), (1, 0), (3, 0)]                    # placeholders that were sampled are no images
+    with_images, text = batch_of(prompts, order), batch_of(prompts, order)
+    text.row = None
+    expected = 0
+    for row in (0, 2, 3):
+        pixels = prompts.pixels(row)
+        tiles = [16] * len(pixels["pixel_values"])                      # of 28 x 28 pixels, patches of 7 x 7
+        for patches in pixels["image_grid_thw"].prod(1).tolist() if "image_grid_thw" in pixels else tiles:
+            expected += patches * 2 * (2 * 4 * 64 * 64 + 2 * matrices * 64 * 96) + num_full * 4 * patches**2 * 64
+    assert microbatch_flops(with_images, config, False) - microbatch_flops(text, config, False) == expected > 1e6
+
+
+def test_rollouts_and_the_page_show_a_prompts_images_once(prompts, tokenizer, tmp_path):
+    run = tmp_path / "run"
+    write_run(run)
+    samples = [
+        Sample(i, row, row, prompts[row], Response([5, 2], [0.0, 0.0], "stop"), score=1.0)
+        for i, row in enumerate([0, 0, 1, 3])
+    ]
+    write_validation(LogConfig(), run, 3, tokenizer, samples)
+    recorded = pq.read_table(run / "rollouts/val_000003.parquet").to_pylist()
+    assert [row["images"] for row in recorded] == [prompts[0].images.files, None, None, prompts[3].images.files]
+    assert recorded[0]["prompt"].count("<|image_pad|>") == 1
+    data = tools.report.page_data([str(run)], max_mb=1)
+    assert [row["prompt"] for row in data["rollouts"]] == [0, 0, 1, 2]  # the same text, other images
+    assert [len(pictures) for pictures in data["pictures"]] == [1, 0, 1]
+    kind, _, shown = data["pictures"][0][0].partition(",")
+    assert kind == "data:image/jpeg;base64" and Image.open(io.BytesIO(base64.b64decode(shown))).size == (90, 60)
+    assert "img-src data:" in tools.report.page(data | {"version": ""}, connect="'none'")
+
+
+def test_an_exported_model_has_its_processor(model, tokenizer, tmp_path):
+    for name, content in hf_files(model, read_config(model, ModelConfig()), tokenizer, "float32").items():
+        (tmp_path / name).write_bytes(content)
+    (ours, _), (written, _) = load_processor(model), load_processor(str(tmp_path))
+    assert written.image_processor.to_dict() == ours.image_processor.to_dict()
