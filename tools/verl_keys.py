@@ -184,9 +184,9 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "*.checkpoint.*": "a checkpoint always has weights, optimizer and the rest",
     "*.optim.override_optimizer_config.*": "the optimizer is torch's AdamW on the GPU",
     "*.optim.*": "AdamW with a constant, linear or cosine learning rate",
-    "*.rollout.over_sample_rate": "--rollout.in-flight keeps what is too long for a step instead of dropping it",
+    "*.rollout.over_sample_rate": "--rollout.in-flight 1 + RATE with --rollout.max-staleness 0 does it",
     "reward.reward_model.*": "a reward model is a classifier that runs in the trainer, without an engine",
     "algorithm.*pf_ppo*": "responses are not drawn again by their reward",
-    "trainer.v1.*": "rollout and update take turns: no asynchronous trainer",
+    "trainer.v1.*": "rollout and update take turns here; async_grpo.py has samplers on ranks of their own",
     "transfer_queue.*": "there is no transfer queue",
 }

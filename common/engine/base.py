@@ -60,7 +60,8 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Sample so many times --prompts-per-step prompts at once, from 1 to 2. A step ends when --prompts-per-step groups
     are complete; the others continue in the next step, after the weight sync. 1: it waits for its longest response."""
     max_staleness: int = 4
-    """No token is trained more than so many steps (weight syncs) after it was sampled; those groups are waited for."""
+    """No token is trained more than so many steps (weight syncs) after it was sampled; those groups are waited for. 0:
+    unfinished groups are dropped, which is oversampling and favours short responses."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1

@@ -46,7 +46,8 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     """
     step = int(seed[1])
     num_wanted = len(engine.local_prompts(len(rows)))
-    saved = state.get("in_flight", [])
+    carried = state.get("in_flight", [])
+    saved = [old for old in carried if old["step"] + sampling.max_staleness >= step]  # --rollout.max-staleness 0: none
     num_additional = round(sampling.in_flight * len(rows)) - len(rows) - len(saved)
     new = [*enumerate([*rows, *sampler.take(max(num_additional, 0))])]
     share = slice(engine.engine_rank, None, engine.num_engines)
@@ -55,7 +56,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
         groups.append(Group(row, step, seeds, [Response([], [], "") for _ in seeds], [None] * num_samples))
     # tokens of groups that are due would be too old in the next step
-    due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step}
+    due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step > group.step}
     pending = PendingRollout(scoring, [], sampling)
     taken: list[int] = []
 
@@ -85,16 +86,19 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     seeds = [*chain.from_iterable(group.seeds for group in groups)]
     begun = [*chain.from_iterable(group.responses for group in groups)]
     prompts = [data[group.row] for group in groups for _ in group.seeds]
-    num_dropped = sum(len(response.versions) for response in begun)
+    num_tokens = sum(len(response.versions) for response in begun)
     if scoring.episodes is not None:
         scoring.episodes.run(engine, prompts, seeds, sampling, end_episode, is_complete, begun)
     else:
         engine.generate([prompt.tokens for prompt in prompts], seeds, sampling,
                         lambda i, _: take(i // num_samples), is_complete, begun, [prompt.images for prompt in prompts])
-    for response in chain.from_iterable(group.responses for group in groups):
-        num_dropped -= len(response.versions)
-        response.versions = [*response.versions, *[step] * (response.num_sampled_in_all - len(response.versions))]
+    held = [*chain.from_iterable(group.responses for group in groups)]
+    num_dropped = num_tokens - sum(len(response.versions) for response in held)
+    if engine.engine_rank == 0:
+        num_dropped += sum(len(r["versions"]) for old in carried if old not in saved for r in old["responses"])
     meter.total("rollout/dropped_tokens", num_dropped if engine.tp_rank == 0 else 0)
+    for response in held:
+        response.versions = [*response.versions, *[step] * (response.num_sampled_in_all - len(response.versions))]
 
     left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
     mine = [vars(group) | {"responses": [response.to_dict() for response in group.responses]} for group in left]

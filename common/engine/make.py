@@ -76,13 +76,13 @@ def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
 def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -> None:
     """Refuse what --rollout.in-flight cannot work with; say what it does to the gradient."""
     flag = f"--rollout.in-flight {config.in_flight:g}"
-    if not 1 <= config.in_flight <= 2 or config.max_staleness < 1:
+    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
         raise ValueError(f"{flag} must be from 1 to 2, so that what a step carries over fits into the next one, and "
-                         f"--rollout.max-staleness {config.max_staleness} at least 1")
+                         f"--rollout.max-staleness {config.max_staleness} at least 0")
     if config.in_flight > 1 and config.stop:
         raise ValueError(f"{flag} does not go with --rollout.stop: only the tokens of a response are carried over, not "
                          f"a text that is half written")
-    if config.in_flight > 1 and not has_correction:
+    if config.in_flight > 1 and config.max_staleness and not has_correction:
         print_on_main(world, f"{flag} without engine correction: tokens that older weights sampled are trained as "
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")
 

@@ -387,7 +387,7 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"in_flight": 0.9}, r"--rollout.in-flight 0.9 must be from 1 to 2"),
         ({"in_flight": 2.5}, r"--rollout.in-flight 2.5 must be from 1 to 2"),
-        ({"in_flight": 1.5, "max_staleness": 0}, r"--rollout.max-staleness 0 at least 1"),
+        ({"in_flight": 1.5, "max_staleness": -1}, r"--rollout.max-staleness -1 at least 0"),
         ({"in_flight": 1.5, "stop": ("a",)}, r"--rollout.in-flight 1.5 does not go with --rollout.stop"),
         ({"engine": "hf", "in_flight": 1.5}, r"--rollout.in-flight 1.5 needs --rollout.engine vllm"),
         ({"engine": "hf", "stop": ("a",)}, r"--rollout.stop \('a',\) needs --rollout.engine vllm"),

@@ -117,6 +117,23 @@ def test_staleness_is_bounded_and_measured(vllm):
     assert oldest[1] == 1 < oldest[4]
 
 
+def test_without_staleness_unfinished_groups_are_dropped_and_counted(vllm):
+    """Oversampling: each step takes its share of the first groups to end, all of its own weights."""
+    engine, policy = vllm
+    steps = Steps(engine, in_flight=2.0, max_staleness=0)
+    left, rows = 0, []
+    for step in range(4):
+        engine.wake(policy)
+        rollout = steps(engine, step)
+        engine.sleep()
+        assert steps.metrics["rollout/dropped_tokens"] == left and steps.metrics["rollout/staleness/max"] == 0
+        left = steps.metrics["rollout/carried_tokens"]
+        rows.append({sample.row for sample in rollout.samples})
+        assert left > 0 and len(rollout.samples) == 8 and len(steps.state["in_flight"]) == 4
+    taken = PromptSampler(len(DATA), "", 0).take(8 * 4)
+    assert all(found < {*taken[8 * step : 8 * step + 8]} for step, found in enumerate(rows))
+
+
 def test_a_rollout_in_the_same_step_continues_what_the_one_before_left(awake):
     """dapo.py's dynamic sampling: several rollouts by one version of the policy."""
     steps = Steps(awake, in_flight=2.0)
