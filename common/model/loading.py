@@ -45,6 +45,8 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"cannot read a model config from {path} ({flag}): {error}") from error
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
     reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM and flag != "--critic-model"
+    if config.freeze_vision and flag == "--model" and not reads_images:
+        raise ValueError(f"--policy.freeze-vision: {path} reads no images, leave it out")
     if reads_images and config.sequence_parallel > 1:
         raise ValueError(f"{path} reads images: --policy.sequence-parallel {config.sequence_parallel} must be 1")
     if causal_lm is None and not reads_images and not config.trust_remote_code:

@@ -34,6 +34,7 @@ class StandIn:
         self.model.load_weights = self.load_weights
         self.llm_engine = types.SimpleNamespace(
             vllm_config=types.SimpleNamespace(use_v2_model_runner=True), is_sleeping=lambda: bool(self.asleep),
+            reset_encoder_cache=lambda: None,
             add_request=self.add_request, step=self.step, abort_request=lambda ids: None,
             output_processor=types.SimpleNamespace(request_states={}, external_req_ids={}),
             has_unfinished_requests=lambda: bool(self.requests),

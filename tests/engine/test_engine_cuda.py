@@ -30,6 +30,7 @@ class StandIn:
         self.model.load_weights = self.load_weights
         self.llm_engine = types.SimpleNamespace(
             vllm_config=types.SimpleNamespace(model_config=None),
+            reset_encoder_cache=lambda: None,
             is_sleeping=lambda: bool(self.asleep), add_request=self.add_request, step=self.step,
             abort_request=self.abort_request,
             output_processor=types.SimpleNamespace(request_states={}, external_req_ids={}),

@@ -84,6 +84,7 @@ def test_a_teacher_that_cannot_be_one_is_refused(tiny_llama, teacher, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(tiny_llama).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must have the tokens of --model: only one has '<extra>' as 4096"):
         read_teacher(teacher, str(tmp_path), config, is_used=True)
 

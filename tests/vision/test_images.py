@@ -195,3 +195,9 @@ def test_an_exported_model_has_its_processor(model, tokenizer, tmp_path):
         (tmp_path / name).write_bytes(content)
     (ours, _), (written, _) = load_processor(model), load_processor(str(tmp_path))
     assert written.image_processor.to_dict() == ours.image_processor.to_dict()
+
+
+def test_a_tower_that_is_not_there_cannot_be_frozen(tiny_llama):
+    with pytest.raises(ValueError, match=r"--policy.freeze-vision: .* reads no images, leave it out"):
+        read_config(tiny_llama, ModelConfig(freeze_vision=True))
+    read_config(tiny_llama, ModelConfig(freeze_vision=True), "--critic-model")
