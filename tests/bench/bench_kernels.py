@@ -88,7 +88,7 @@ def run(tokens: int, vocab: int, width: int, dtype: torch.dtype, repeats: int) -
     rows = []
     for name, function in rivals(device).items():
         def step(function=function):
-            logp, _ = function(hidden, weight, targets)
+            logp, *_ = function(hidden, weight, targets)
             return torch.autograd.grad((logp * up).sum(), (hidden, weight))
 
         m = measure(step, repeats)

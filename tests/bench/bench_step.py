@@ -2,8 +2,9 @@
 
     tools/setup.sh trl && python -m tests.bench.bench_step [--rounds 3] [--steps 3] [--threads 2]
 
-Each round runs three programs one after another: grpo.py as the quickstart does (`ours`), grpo.py with each response's
-prompt computed and no group left out (`ours_equal`), and TRL with its own generate (`trl`). All write a line a step to
+Each round runs four programs one after another: grpo.py as the quickstart does (`ours`), grpo.py with each response's
+prompt computed and no group left out (`ours_equal`), and TRL with its own generate in micro-batches of 32 sequences, as
+large as ours (`trl`), and of 16 (`trl_16`). All write a line a step to
 metrics.jsonl; from outside, each line's moment, and the CPU seconds and peak memory of the processes then. So a step
 is everything between two lines: set-up and the first step are not in it. Ratios are taken within a round, then their
 median. TRL with colocated vLLM is tried once, unpatched; it joins the rounds if it runs.
@@ -137,8 +138,8 @@ def main(args: Args) -> None:
         folder = Path(name)
         write_prompts(folder / "prompts.jsonl", flags, args)
 
-        def trl(run_dir: Path, use_vllm: bool) -> list[str]:
-            per_microbatch = math.gcd(32, responses)        # 32 sequences of about 127 tokens: grpo.py's 4,096 tokens
+        def trl(run_dir: Path, use_vllm: bool = False, sequences: int = 32) -> list[str]:
+            per_microbatch = math.gcd(sequences, responses)  # 32 of about 127 tokens: grpo.py's 4,096 tokens
             job = {"model": value_of(flags, "--model"), "prompts": str(folder / "prompts.jsonl"),
                    "run_dir": str(run_dir), "prompts_per_step": args.prompts, "samples_per_prompt": args.samples,
                    "sequences_per_microbatch": per_microbatch, "max_new_tokens": args.max_new_tokens,
@@ -150,7 +151,8 @@ def main(args: Args) -> None:
         programs = {
             "ours": lambda at: [*ours, "--run-dir", str(at)],
             "ours_equal": lambda at: [*ours, "--run-dir", str(at), "--policy.no-share-prompt", "--run-zero-advantage"],
-            "trl": lambda at: trl(at, use_vllm=False),
+            "trl": trl,
+            "trl_16": lambda at: trl(at, sequences=16),
         }
         trl_vllm = "not tried"
         if args.try_trl_vllm:

@@ -173,7 +173,7 @@ def main(job: dict) -> None:
                            rng.integers(5, config.vocab_size, (job["max_tokens"] // length, length // 2)).tolist())
         full.rollout_logp = torch.zeros(len(full.tokens))
         small = full.select(torch.tensor([0])).dummy()
-        small.mask[1] = True
+        small.mask[1], small.index[0] = True, 0
         for batch in (small, full):
             backward([batch])
         return {"flops": 2 * n**3 / min(cpu_seconds(lambda: a @ a, 1) for _ in range(7)),
