@@ -61,7 +61,7 @@ def main(args: Args) -> None:
         rng = np.random.default_rng(seed_of(*prompt, number % args.samples))
         return min(int(rng.lognormal(np.log(args.median), args.sigma)) + 1, args.max_tokens)
 
-    def add_with_length(request, prompt, seed, sampling):
+    def add_with_length(request, prompt, seed, sampling, images):
         size = len(data[0].tokens)
         limit = length_of(prompt[:size], request) - (len(prompt) - size)
         add(request, prompt, seed, replace(sampling, max_response_length=min(sampling.max_response_length, limit)))
