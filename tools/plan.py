@@ -29,7 +29,7 @@ from common.engine import make
 from common.engine.base import RolloutConfig
 from common.model.flops import head_dim
 from common.model.loading import read_config
-from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, TILES, MemoryPlan, Model
+from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model.policy import ModelConfig
 from common.parallel.ranks import SAMPLERS, World
 from common.run import Run, RunArgs
@@ -103,7 +103,7 @@ class Command:
         moments = [
             (at_start, hidden, 0),
             (in_block, self.tokens * in_forward(model), 0),
-            (in_head, hidden, TILES),
+            (in_head, hidden, model.tiles(self.tokens)),
         ]
         return {part: x / GIB for part, x in zip(IN_PASSES, max(moments, key=sum))}
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
-from common.kernels import CUDA_TILE_BYTES
+from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
 from common.model.liger import uses_liger
 from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher
@@ -32,8 +32,6 @@ IN_PASSES = "unsharded weights", "activations", "log-prob tiles"
 FREE_BLOCKS = {"gradients": 0.5, **dict.fromkeys(IN_PASSES, 0.15)}
 """Bytes that torch's allocator holds between the blocks in use, for each of a part's bytes (as simulated: gradients
 arrive one by one between what comes and goes)."""
-TILES = 2.5 * CUDA_TILE_BYTES
-"""Bytes at most of the logits, their gradient and the head's that `linear_logp` has at a time."""
 
 
 class Model:
@@ -82,6 +80,13 @@ class Model:
         kept += size * (hidden + (3 if self.is_fused else 4) * self.mlp_width)  # input; gate(s), up, product
         return kept + self.experts * (2 * size * hidden + 32)           # inputs and outputs of experts, their order
 
+    def tiles(self, tokens: int) -> float:
+        """Bytes at most of the logits, their gradient and the head's that `linear_logp` has at a time."""
+        hidden, vocab = self.config.hidden_size, self.config.vocab_size
+        rows, columns = tile_shape(*(torch.empty(n, hidden, device="meta") for n in (tokens, vocab)))
+        logits, gradient = 4 * rows * min(columns, vocab), 4 * hidden * min(columns, vocab)
+        return max(2 * logits, 1.5 * logits + gradient)
+
     def update(self, tokens: int, keys: float) -> dict[str, float]:
         """Bytes of a forward and backward pass at its fullest moment, by part."""
         size, hidden, kept = self.itemsize, self.itemsize * self.config.hidden_size, self.kept_by_block(keys)
@@ -95,7 +100,7 @@ class Model:
         at_ends = 2 * size * (self.head + max(self.block, self.embedding))
         at_ends += grads * 4 * (self.embedding or self.head) * (1 + 1 / self.ranks)
         moments = [                                                     # unsharded weights, activations, tiles
-            (size * (weights + grads * self.head), tokens * (of_blocks + 7 * hidden), TILES),
+            (size * (weights + grads * self.head), tokens * (of_blocks + 7 * hidden), self.tiles(tokens)),
             (size * (weights + grads * (self.head + self.block)) + 4 * self.block, tokens * in_block, 0),
             (at_ends, 3 * tokens * hidden, 0),
         ]

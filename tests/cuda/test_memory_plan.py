@@ -53,7 +53,8 @@ def plan_of(case: Case) -> MemoryPlan:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_update_takes_at_most_what_is_planned(name, simulated):
-    """Never more. The plan may be 15% above it, and 0.35 GiB, as it has the tiles of many tokens for few ones too."""
+    """Never more, and at most a tenth too much; of the vocabulary that is larger than the blocks, a seventh."""
     peak = max(simulated[name][phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
-    assert peak <= sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) <= 1.15 * peak + 0.35
+    most = 1.14 if name == "vocabulary" else 1.1
+    assert peak <= sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) <= most * peak
     assert peak > 1.2 * simulated[name]["optimizer"].after_gb                           # passes are most of it

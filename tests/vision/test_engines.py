@@ -2,33 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from common.batch import Batch
-from common.dataset.store import load_prompts
 from common.engine.base import Response, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
-from common.prompts import DataConfig
 from tests.engine.engine_models import perturb
 from tests.vision.stand_in import without_torchvision
-from tests.vision.tiny_models import ROWS, make_vision_model, write_rows
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl")
 TOLERANCE = 2e-5                        # as tests/engine: log-probs of up to 20 in float32
 FLOAT32 = ModelConfig(compute_dtype="float32")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request, tmp_path_factory, smollm) -> str:
-    return make_vision_model(request.param, tmp_path_factory.mktemp("vision") / request.param)
-
-
-@pytest.fixture(scope="module")
-def prompts(model, tmp_path_factory):
-    files = [write_rows(tmp_path_factory.mktemp("rows") / "rows.parquet", ROWS)]
-    return load_prompts(files, AutoTokenizer.from_pretrained(model), DataConfig())
 
 
 def sample(engine, prompts, policy, begun: list[int] | None = None) -> float:

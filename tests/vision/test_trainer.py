@@ -4,32 +4,17 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from common.batch import Batch
 from common.dataset.images import decode, load_processor
-from common.dataset.store import load_prompts
 from common.model.loading import load_policy
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig
-from common.prompts import DataConfig
-from tests.vision.tiny_models import ROWS, make_vision_model, write_rows
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl")
 TOLERANCE = 2e-5                        # log-probs of up to 20 in float32; reached: 5e-6
 RESPONSES = {0: [[5, 7, 2], [900, 901, 902, 903]], 1: [[8, 2]], 2: [[4098, 17, 4097, 30, 2]], 3: [[5, 7, 2]]}
 """By row. 4097 and 4098 are placeholders, which a policy may sample like any token."""
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request, tmp_path_factory, smollm) -> str:
-    return make_vision_model(request.param, tmp_path_factory.mktemp("vision") / request.param)
-
-
-@pytest.fixture(scope="module")
-def prompts(model, tmp_path_factory):
-    files = [write_rows(tmp_path_factory.mktemp("rows") / "rows.parquet", ROWS)]
-    return load_prompts(files, AutoTokenizer.from_pretrained(model), DataConfig())
 
 
 def batch_of(prompts, order: list[tuple[int, int]]) -> Batch:
