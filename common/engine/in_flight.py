@@ -32,10 +32,6 @@ class Group:
     responses: list[Response]
     outcomes: list[dict[str, Any] | None]  # of episodes that have ended, what they sent last
 
-    @property
-    def is_complete(self) -> bool:
-        return all(response.finish_reason for response in self.responses)
-
 
 def drop_surplus(state: dict[str, Any], sampling: RolloutConfig, num_prompts: int, world: World, meter: Meter) -> None:
     """Before a rollout of `num_prompts` prompts: of the groups in flight, keep the oldest ones that --rollout.in-flight
@@ -82,7 +78,8 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     def take(number: int) -> None:
         """Score a complete group, unless the places that are left are for groups that are due."""
         group = groups[number]
-        if group.is_complete and len(taken) + len(due - {number}) < num_wanted:
+        is_complete = all(response.finish_reason for response in group.responses)
+        if is_complete and len(taken) + len(due - {number}) < num_wanted:
             place = engine.engine_rank + engine.num_engines * len(taken)
             for k, response in enumerate(group.responses):
                 pending.samples.append(Sample(place * num_samples + k, place, group.row, data[group.row]))
@@ -97,7 +94,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
         groups[number].responses[k], groups[number].outcomes[k] = response, outcome
         take(number)
 
-    def is_complete() -> bool:
+    def has_ended() -> bool:
         return len(taken) == num_wanted or stop()
 
     for number in range(len(groups)):
@@ -107,10 +104,10 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     prompts = [data[group.row] for group in groups for _ in group.seeds]
     num_tokens = sum(len(response.versions) for response in begun)
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, prompts, seeds, sampling, end_episode, is_complete, begun)
+        scoring.episodes.run(engine, prompts, seeds, sampling, end_episode, has_ended, begun)
     else:
         engine.generate([prompt.tokens for prompt in prompts], seeds, sampling,
-                        lambda i, _: take(i // num_samples), is_complete, begun, [prompt.images for prompt in prompts])
+                        lambda i, _: take(i // num_samples), has_ended, begun, [prompt.images for prompt in prompts])
     held = [*chain.from_iterable(group.responses for group in groups)]
     num_dropped = num_tokens - sum(len(response.versions) for response in held)
     if engine.engine_rank == 0:

@@ -233,12 +233,14 @@ def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, script, more, f
              "--rollout.in-flight", "2", "--correction.preset", "decoupled-token-is",
              "--rollout.max-response-length", "50", "--rollout.stop-token-ids", *map(str, range(0, VOCAB, 16)), *more]
     start, log, errors = server(VLLM), tmp_path / "log", tmp_path / "errors"
+    env = {"TMPDIR": str(tmp_path)}                                         # kill -9 leaves temporary folders
     assert start(log, "none", script, *flags, "--run-dir", tmp_path / "whole", ranks=ranks) == 0, log.read_text()
     flags += ["--run-dir", tmp_path / "again"]
     for saved, fault in enumerate(faults, 1):
         errors.unlink(missing_ok=True)
         code = -signal.SIGKILL if fault.endswith("kill") else 128 + signal.SIGTERM
-        assert start(log, fault, script, *flags, ranks=ranks, errors=errors) == code, errors.read_text()[-6000:]
+        found = start(log, fault, script, *flags, ranks=ranks, errors=errors, env=env)
+        assert found == code, errors.read_text()[-6000:]
         assert [row["step"] for row in metrics(tmp_path / "again")] == list(range(saved + 1))
         if code > 0:
             assert f"stopped by SIGTERM after step {saved}, which is saved" in log.read_text()
@@ -264,8 +266,8 @@ def test_without_in_flight_what_a_checkpoint_has_in_flight_is_dropped_and_counte
     files.write_manifest(saved, manifest)
     flags, log = [*flags, "--run-dir", tmp_path / "run", "--save.allow-changes"], tmp_path / "log"
     assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
-    said = "--rollout.in-flight 1 has room for 0 of the 2 unfinished groups in the checkpoint; the others, with 12 tokens"
-    assert said in log.read_text()
+    assert ("--rollout.in-flight 1 has room for 0 of the 2 unfinished groups in the checkpoint; the others, with 12 "
+            "tokens, are dropped") in log.read_text()
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(row) for row in rows]
     assert numbers[3].pop("rollout/dropped_tokens") == 12.0 and "rollout/dropped_tokens" not in numbers[4]

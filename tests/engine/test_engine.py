@@ -383,7 +383,7 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"tp": 2}, r"world size 1 and the model.s . attention heads must be multiples of --rollout.tp 2"),
         ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
         ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
-        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a filtered distribution"),
+        ({"top_k": 9}, r"--rollout.top-k 9: responses then come from a filtered distribution"),
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"in_flight": 0.9}, r"--rollout.in-flight 0.9 must be from 1 to 2"),
         ({"in_flight": 2.5}, r"--rollout.in-flight 2.5 must be from 1 to 2"),
