@@ -331,6 +331,14 @@ def test_what_was_sampled_takes_the_place_of_the_probe(tiny_llama, world):
     assert "sync/probe_prob_diff" in engine.sleep()
 
 
+def test_a_weight_that_is_not_sent_to_the_hf_engine_stops_the_run(tiny_llama, world, monkeypatch):
+    engine, policy = start("hf", tiny_llama, world, [[5, 17, 300, 41]]), load_policy(tiny_llama, ModelConfig(), world)
+    read, name = policy.full_tensors, "model.norm.weight"
+    monkeypatch.setattr(policy, "full_tensors", lambda dtype: [named for named in read(dtype) if named[0] != name])
+    with pytest.raises(RuntimeError, match=r"checksums differ.* in 1 tensors: model\.norm\.weight"):
+        engine.wake(policy)
+
+
 def test_the_hf_engine_stops_between_tokens(tiny_llama, world):
     prompts = [[5, 17, 300, 41], [7] * 9]
     engine = start("hf", tiny_llama, world, prompts)
