@@ -64,7 +64,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     carried = state.get("in_flight", [])
     saved = [old for old in carried if old["step"] + sampling.max_staleness >= step]  # --rollout.max-staleness 0: none
     num_additional = round(sampling.in_flight * len(rows)) - len(rows) - len(saved)
-    new = [*enumerate([*rows, *sampler.take(max(num_additional, 0))])]
+    new = [*enumerate([*rows, *sampler.take(num_additional)])]
     share = slice(engine.engine_rank, None, engine.num_engines)
     groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
