@@ -241,7 +241,7 @@ def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, script, more, f
         code = -signal.SIGKILL if fault.endswith("kill") else 128 + signal.SIGTERM
         found = start(log, fault, script, *flags, ranks=ranks, errors=errors, env=env)
         assert found == code, errors.read_text()[-6000:]
-        assert [row["step"] for row in metrics(tmp_path / "again")] == list(range(saved + 1))
+        assert steps_on_disk(tmp_path / "again")[-1] == saved
         if code > 0:
             assert f"stopped by SIGTERM after step {saved}, which is saved" in log.read_text()
             assert "Traceback" not in errors.read_text() and "Exception" not in errors.read_text(), errors.read_text()
