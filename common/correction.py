@@ -87,7 +87,7 @@ class CorrectionConfig:
 
     @property
     def covers_cut_sampling(self) -> bool:
-        """The loss is multiplied by p_trainer / p_engine, as sampling with top-p, top-k or min-p needs."""
+        """The loss is multiplied by p_trainer / p_engine, as sampling with top-p or top-k needs."""
         return self.weights != "none" or self.bypass
 
 

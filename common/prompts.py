@@ -98,10 +98,6 @@ class PromptSampler:
         self.seed = seed
         self.epoch = 0
         self.position = 0
-        self.order = self.shuffled()
-
-    def shuffled(self) -> np.ndarray:
-        return np.random.default_rng((self.seed, self.epoch)).permutation(self.num_prompts)
 
     def take(self, n: int) -> list[int]:
         taken: list[int] = []
@@ -109,8 +105,8 @@ class PromptSampler:
             if self.position == self.num_prompts:
                 self.epoch += 1
                 self.position = 0
-                self.order = self.shuffled()
-            chunk = self.order[self.position : self.position + n - len(taken)].tolist()
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_prompts)
+            chunk = order[self.position : self.position + n - len(taken)].tolist()
             self.position += len(chunk)
             taken += chunk
         return taken
@@ -126,4 +122,3 @@ class PromptSampler:
                              f"--run-dir")
         self.epoch = state["epoch"]
         self.position = state["position"]
-        self.order = self.shuffled()

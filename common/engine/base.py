@@ -36,9 +36,6 @@ class SamplingConfig:
     correction."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0: from all. Above 0, training needs the engine correction."""
-    min_p: float = 0.0
-    """Sample from tokens whose probability is at least this share of the most likely one's. Above 0, training needs the
-    engine correction."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -86,7 +83,6 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutCon
         temperature=temperature,
         top_p=config.val_top_p,
         top_k=config.val_top_k,
-        min_p=0.0,
         drop=(),
     )
 
@@ -96,7 +92,7 @@ class Response:
     tokens: list[int]
     """What the engine sampled, including the stop token."""
     logp: list[float]
-    """The log-prob of each token under the distribution it was drawn from: after temperature, min_p, top_k, top_p."""
+    """The log-prob of each token under the distribution it was drawn from: after temperature, top_k, top_p."""
     finish_reason: str
     """stop: it ended by itself. length: it was truncated at max_tokens. Empty: it has not ended."""
 
@@ -163,7 +159,7 @@ class Engine:
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
         # where filters change the distribution, or older weights sampled some tokens, a step's own tokens are no probe
-        is_filtered = config.top_p < 1 or config.top_k or config.min_p
+        is_filtered = config.top_p < 1 or config.top_k
         self.probe_every = 1 if is_filtered or config.in_flight > 1 or world.num_samplers else 10
         self._sleeps_to_probe = 0
 

@@ -77,7 +77,11 @@ class Episodes:
             while waiting and len(running) < self.config.episodes_at_once:
                 number = waiting.pop()
                 running[number] = self.start(number, prompts[number], seeds[number], begun[number], sampling)
-            for number, message in engine.from_first_rank(self.listen(not engine.has_unfinished())):
+            heard: list[tuple[int, dict[str, Any]]] = []
+            if self.processes is not None:
+                wait_s = SLICE_S if self.config.lockstep or not engine.has_unfinished() else 0.0
+                heard = self.processes.events(wait_s, wait_for_all=self.config.lockstep)
+            for number, message in engine.from_first_rank(heard):
                 episode = running[number]
                 episode.tool_s += message["seconds"]
                 if "messages" in message:
@@ -103,13 +107,6 @@ class Episodes:
         messages = list(prompt.messages)
         conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages)
         return Episode(conversation, seed, begun)
-
-    def listen(self, is_idle: bool) -> list[tuple[int, dict[str, Any]]]:
-        """What episodes have sent since, in the order of their numbers. `is_idle`: the engine has nothing to do."""
-        if self.processes is None:
-            return []
-        lockstep = self.config.lockstep
-        return self.processes.events(SLICE_S if is_idle or lockstep else 0.0, wait_for_all=lockstep)
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> None:

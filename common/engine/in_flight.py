@@ -5,7 +5,7 @@ tokens and log-probs so far are kept. In the next step, after the weight sync, t
 new weights compute its keys and values again and sample what follows, with another random seed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,9 +16,10 @@ from common.dataset.store import PromptSet
 from common.engine.base import Engine, Response, RolloutConfig
 from common.engine.scoring import PendingRollout, Scoring
 from common.metrics import Meter
-from common.parallel.ranks import all_gather_objects, seed_of
+from common.parallel.ranks import World, all_gather_objects, seed_of
 from common.prompts import PromptSampler
 from common.rollout import Sample
+from common.tracking.console import print_on_main
 
 
 @dataclass
@@ -31,9 +32,23 @@ class Group:
     responses: list[Response]
     outcomes: list[dict[str, Any] | None]  # of episodes that have ended, what they sent last
 
-    @property
-    def is_complete(self) -> bool:
-        return all(response.finish_reason for response in self.responses)
+
+def drop_surplus(state: dict[str, Any], sampling: RolloutConfig, num_prompts: int, world: World, meter: Meter) -> None:
+    """Before a rollout of `num_prompts` prompts: of the groups in flight, keep the oldest ones that --rollout.in-flight
+    has room for. The others come from a checkpoint of a run with other flags; their tokens are counted."""
+    groups = state.get("in_flight", [])
+    num_kept = round(sampling.in_flight * num_prompts) - num_prompts
+    if dropped := groups[num_kept:]:
+        state["in_flight"] = groups[:num_kept]
+        num_tokens = count_tokens(dropped)
+        meter.total("rollout/dropped_tokens", num_tokens if world.is_main else 0)
+        print_on_main(world, f"--rollout.in-flight {sampling.in_flight:g} has room for {num_kept} of the {len(groups)} "
+                             f"unfinished groups in the checkpoint; the others, with {num_tokens} tokens, are dropped")
+
+
+def count_tokens(groups: Iterable[dict[str, Any]]) -> int:
+    """Number of tokens that were sampled for groups in flight, as checkpoints have them."""
+    return sum(len(response["versions"]) for group in groups for response in group["responses"])
 
 
 def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
@@ -49,7 +64,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     carried = state.get("in_flight", [])
     saved = [old for old in carried if old["step"] + sampling.max_staleness >= step]  # --rollout.max-staleness 0: none
     num_additional = round(sampling.in_flight * len(rows)) - len(rows) - len(saved)
-    new = [*enumerate([*rows, *sampler.take(max(num_additional, 0))])]
+    new = [*enumerate([*rows, *sampler.take(num_additional)])]
     share = slice(engine.engine_rank, None, engine.num_engines)
     groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
@@ -63,7 +78,8 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     def take(number: int) -> None:
         """Score a complete group, unless the places that are left are for groups that are due."""
         group = groups[number]
-        if group.is_complete and len(taken) + len(due - {number}) < num_wanted:
+        is_complete = all(response.finish_reason for response in group.responses)
+        if is_complete and len(taken) + len(due - {number}) < num_wanted:
             place = engine.engine_rank + engine.num_engines * len(taken)
             for k, response in enumerate(group.responses):
                 pending.samples.append(Sample(place * num_samples + k, place, group.row, data[group.row]))
@@ -78,7 +94,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
         groups[number].responses[k], groups[number].outcomes[k] = response, outcome
         take(number)
 
-    def is_complete() -> bool:
+    def has_ended() -> bool:
         return len(taken) == num_wanted or stop()
 
     for number in range(len(groups)):
@@ -88,14 +104,14 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     prompts = [data[group.row] for group in groups for _ in group.seeds]
     num_tokens = sum(len(response.versions) for response in begun)
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, prompts, seeds, sampling, end_episode, is_complete, begun)
+        scoring.episodes.run(engine, prompts, seeds, sampling, end_episode, has_ended, begun)
     else:
         engine.generate([prompt.tokens for prompt in prompts], seeds, sampling,
-                        lambda i, _: take(i // num_samples), is_complete, begun, [prompt.images for prompt in prompts])
+                        lambda i, _: take(i // num_samples), has_ended, begun, [prompt.images for prompt in prompts])
     held = [*chain.from_iterable(group.responses for group in groups)]
     num_dropped = num_tokens - sum(len(response.versions) for response in held)
     if engine.engine_rank == 0:
-        num_dropped += sum(len(r["versions"]) for old in carried if old not in saved for r in old["responses"])
+        num_dropped += count_tokens(carried) - count_tokens(saved)
     meter.total("rollout/dropped_tokens", num_dropped if engine.tp_rank == 0 else 0)
     for response in held:
         response.versions = [*response.versions, *[step] * (response.num_sampled_in_all - len(response.versions))]

@@ -35,14 +35,23 @@ def check_rollout(
     for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
         if not 0 < top_p <= 1:
             raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
-    filters = changed_flags(config, "top_p", "top_k", "min_p")
+    filters = changed_flags(config, "top_p", "top_k")
     if filters and not has_correction:
         raise ValueError(
             f"{' and '.join(filters)}: responses then come from a filtered distribution q, the trainer's log-probs are "
             f"of the unfiltered p, and the gradient is biased unless losses are multiplied by p / q: turn on the "
             f"engine correction, or use these in validation only (--rollout.val-top-p, ...)"
         )
-    check_in_flight(config, world, has_correction)
+    given = f"--rollout.in-flight {config.in_flight:g}"
+    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
+        raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "
+                         f"--rollout.max-staleness {config.max_staleness} at least 0")
+    if config.in_flight > 1 and config.stop:
+        raise ValueError(f"{given} does not go with --rollout.stop: only the tokens of a response are carried over, "
+                         f"not a text that is half written")
+    if config.in_flight > 1 and config.max_staleness and not has_correction:
+        print_on_main(world, f"{given} without engine correction: tokens that older weights sampled are trained as "
+                             f"if the current ones had; --correction.preset decoupled-token-is corrects it")
     if config.engine == "vllm" and hf_config.model_type in FAMILIES and not is_torchvision_available():
         raise ValueError("vLLM needs torchvision: install the build that fits torch, or use --rollout.engine hf")
     hf_config = hf_config.get_text_config()
@@ -71,20 +80,6 @@ def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
     defaults = RolloutConfig()
     values = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
     return [f"--rollout.{name.replace('_', '-')} {value}" for name, value in values.items()]
-
-
-def check_in_flight(config: RolloutConfig, world: World, has_correction: bool) -> None:
-    """Refuse what --rollout.in-flight cannot work with; say what it does to the gradient."""
-    flag = f"--rollout.in-flight {config.in_flight:g}"
-    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
-        raise ValueError(f"{flag} must be from 1 to 2, so that what a step carries over fits into the next one, and "
-                         f"--rollout.max-staleness {config.max_staleness} at least 0")
-    if config.in_flight > 1 and config.stop:
-        raise ValueError(f"{flag} does not go with --rollout.stop: only the tokens of a response are carried over, not "
-                         f"a text that is half written")
-    if config.in_flight > 1 and config.max_staleness and not has_correction:
-        print_on_main(world, f"{flag} without engine correction: tokens that older weights sampled are trained as "
-                             f"if the current ones had; --correction.preset decoupled-token-is corrects it")
 
 
 def check_vllm(config: RolloutConfig) -> None:

@@ -129,7 +129,10 @@ class PendingRollout:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         if self.scoring.model is not None:
-            judged = self.scoring.model.score([conversation_of(sample) for sample in mine])
+            judged = self.scoring.model.score([
+                sample.response.messages or [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
+                for sample in mine
+            ])
             meter.mean("reward/model", torch.tensor(judged, dtype=torch.float64))
             for sample, score in zip(mine, judged, strict=True):
                 sample.score += self.scoring.model.weight * score
@@ -139,11 +142,6 @@ class PendingRollout:
                 if sample.response.end_reason in self.sampling.drop:
                     sample.score = torch.nan
         return gather_rollout(mine)
-
-
-def conversation_of(sample: Sample) -> list[dict[str, Any]]:
-    """Prompt and response, or the whole episode, as messages."""
-    return sample.response.messages or [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
 
 
 class RemoteRollout:
@@ -157,9 +155,8 @@ class RemoteRollout:
     def collect(self, meter: Meter) -> Rollout:
         if self.made is None:
             self.made, _ = self.bridge.receive()
-        weight = sum(group == 0 for _, group, *_ in self.made["samples"])  # responses to a prompt
         for name, value in self.made["metrics"].items():
-            meter.mean(name, torch.full([weight], value, dtype=torch.float64))
+            meter.mean(name, torch.tensor([value], dtype=torch.float64))
         return responses_from_state(self.made["samples"], self.data, self.bridge.world)
 
 

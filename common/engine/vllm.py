@@ -148,7 +148,6 @@ class VLLMEngine(Engine):
             temperature=0.0 if seed is None else sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            min_p=sampling.min_p,
             max_tokens=sampling.max_response_length,
             stop=list(sampling.stop),
             stop_token_ids=[*self.stop_token_ids, *sampling.stop_token_ids],

@@ -27,6 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = {
     "rollout": "common.engine.hf HFEngine._sample",
+    "episode": "envs.runtime.processes EpisodeProcesses.tell",
     "reward": "rewards.runtime.pool RewardPool.results",
     "forward": "common.model.policy Policy.forward",
     "optimizer": "torch.optim AdamW.step",

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from common.checkpoint import files
+from common.engine.base import Response
+from common.engine.in_flight import Group
 from tests.checkpoint.faulty import server
 from tests.conftest import VLLM, VOCAB, launch, make_tiny_llama
 from tests.engine.episode_runs import FILE
@@ -58,6 +60,10 @@ def assert_same_run(run, want, total: int = TOTAL) -> None:
     assert found.keys() == state.keys()
     assert [name for name in state if not torch.equal(found[name], state[name])] == []
     assert (run / "model/model.safetensors").read_bytes() == (want / "model/model.safetensors").read_bytes()
+    recorded = sorted(path.name for path in (run / "rollouts").iterdir())
+    assert recorded == sorted(path.name for path in (want / "rollouts").iterdir()) and len(recorded) > 1
+    for name in recorded:
+        assert (run / "rollouts" / name).read_bytes() == (want / "rollouts" / name).read_bytes(), name
 
 
 def steps_on_disk(run_dir) -> list[int]:
@@ -207,32 +213,66 @@ def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, t
     assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
+EPISODES = ["--rollout.episode", f"{FILE}:long_talk", "--rollout.lockstep", "--rollout.in-flight", "1.5",
+            "--rollout.max-response-length", "150"]
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize(("ranks", "fault", "code", "script", "more"), [
-    (1, "reward:3:0:term", 128 + signal.SIGTERM, "grpo.py", []),
-    pytest.param(2, "log after:3:0:kill", -signal.SIGKILL, "dapo.py", ["--keep-surplus", "--max-gen-batches", "3"],
+@pytest.mark.parametrize(("ranks", "script", "more", "faults"), [
+    (1, "grpo.py", EPISODES, ["episode:100:0:kill", "episode:50:0:term"]),
+    pytest.param(1, "grpo.py", [], ["reward:3:0:term"], marks=pytest.mark.slow),
+    pytest.param(2, "dapo.py", ["--keep-surplus", "--max-gen-batches", "3"], ["log after:3:0:kill"],
                  marks=pytest.mark.slow),
 ])
-def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, fault, code, script, more, tmp_path, smollm):
-    """In step 2: by SIGTERM, where the engine must be closed before the process group, or by kill -9. What was in
-    flight, and dapo.py's surplus groups, come back with step 1."""
+def test_with_vllm_a_run_that_was_ended_continues_exactly(ranks, script, more, faults, tmp_path, smollm):
+    """In step 2, episodes also in step 3 as they go on: by kill -9, or by SIGTERM, where the engine must be closed
+    before the process group. What was in flight, and dapo.py's surplus groups, come back with the step before."""
     model = make_tiny_llama(tmp_path / "tiny", 128)                         # vLLM's attention on CPUs: heads of 32
     flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
-             "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3", "--rollout.in-flight", "2",
-             "--correction.preset", "decoupled-token-is",
+             "--rollout.max-num-seqs", "8", "--save.every", "1", "--total-steps", "3", "--log.rollouts-every", "1",
+             "--rollout.in-flight", "2", "--correction.preset", "decoupled-token-is",
              "--rollout.max-response-length", "50", "--rollout.stop-token-ids", *map(str, range(0, VOCAB, 16)), *more]
     start, log, errors = server(VLLM), tmp_path / "log", tmp_path / "errors"
+    env = {"TMPDIR": str(tmp_path)}                                         # kill -9 leaves temporary folders
     assert start(log, "none", script, *flags, "--run-dir", tmp_path / "whole", ranks=ranks) == 0, log.read_text()
     flags += ["--run-dir", tmp_path / "again"]
-    assert start(log, fault, script, *flags, ranks=ranks, errors=errors) == code, errors.read_text()[-6000:]
-    assert steps_on_disk(tmp_path / "again") == [1]
-    if "term" in fault:
-        assert "stopped by SIGTERM after step 1, which is saved" in log.read_text()
-        assert "Traceback" not in errors.read_text() and "Exception" not in errors.read_text(), errors.read_text()
-    assert start(log, "none", script, *flags, ranks=ranks) == 0 and "resumed after step 1" in log.read_text()
+    for saved, fault in enumerate(faults, 1):
+        errors.unlink(missing_ok=True)
+        code = -signal.SIGKILL if fault.endswith("kill") else 128 + signal.SIGTERM
+        found = start(log, fault, script, *flags, ranks=ranks, errors=errors, env=env)
+        assert found == code, errors.read_text()[-6000:]
+        assert steps_on_disk(tmp_path / "again")[-1] == saved
+        if code > 0:
+            assert f"stopped by SIGTERM after step {saved}, which is saved" in log.read_text()
+            assert "Traceback" not in errors.read_text() and "Exception" not in errors.read_text(), errors.read_text()
+    assert start(log, "none", script, *flags, ranks=ranks) == 0 and f"resumed after step {saved}" in log.read_text()
     rows = metrics(tmp_path / "again")
     assert rows[1]["rollout/carried_tokens"] > 0 and rows[2]["fully_async/partial/partial_ratio"] > 0
+    assert all(row["actor/grad_norm"] > 0.01 for row in rows[1:])
     assert_same_run(tmp_path / "again", tmp_path / "whole", 3)
+
+
+def test_without_in_flight_what_a_checkpoint_has_in_flight_is_dropped_and_counted(flags, start, in_one_go, tmp_path):
+    """In the first step after the resume; all else is as if nothing had been in flight."""
+    saved = tmp_path / "run/checkpoints/step_000002"
+    shutil.copytree(in_one_go / "checkpoints/step_000002", saved)
+    shutil.copytree(in_one_go / "rollouts", tmp_path / "run/rollouts")
+    shutil.copy(in_one_go / "metrics.jsonl", tmp_path / "run")
+    manifest = files.read_manifest(saved)
+    responses = [Response([5] * n, [0.0] * n, "", versions=[1] * n).to_dict() for n in range(SAMPLES)]
+    group = Group(row=0, step=1, seeds=[0] * SAMPLES, responses=responses, outcomes=[None] * SAMPLES)
+    manifest["state"]["script"]["in_flight"] = [vars(group), vars(group)]
+    manifest["flags"]["--rollout.in-flight"] = 2.0
+    files.write_manifest(saved, manifest)
+    flags, log = [*flags, "--run-dir", tmp_path / "run", "--save.allow-changes"], tmp_path / "log"
+    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert ("--rollout.in-flight 1 has room for 0 of the 2 unfinished groups in the checkpoint; the others, with 12 "
+            "tokens, are dropped") in log.read_text()
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    numbers = [json.loads(row) for row in rows]
+    assert numbers[3].pop("rollout/dropped_tokens") == 12.0 and "rollout/dropped_tokens" not in numbers[4]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbers))
+    assert_same_run(tmp_path / "run", in_one_go)
 
 
 def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):

@@ -331,6 +331,14 @@ def test_what_was_sampled_takes_the_place_of_the_probe(tiny_llama, world):
     assert "sync/probe_prob_diff" in engine.sleep()
 
 
+def test_a_weight_that_is_not_sent_to_the_hf_engine_stops_the_run(tiny_llama, world, monkeypatch):
+    engine, policy = start("hf", tiny_llama, world, [[5, 17, 300, 41]]), load_policy(tiny_llama, ModelConfig(), world)
+    read, name = policy.full_tensors, "model.norm.weight"
+    monkeypatch.setattr(policy, "full_tensors", lambda dtype: [named for named in read(dtype) if named[0] != name])
+    with pytest.raises(RuntimeError, match=r"checksums differ.* in 1 tensors: model\.norm\.weight"):
+        engine.wake(policy)
+
+
 def test_the_hf_engine_stops_between_tokens(tiny_llama, world):
     prompts = [[5, 17, 300, 41], [7] * 9]
     engine = start("hf", tiny_llama, world, prompts)
@@ -383,7 +391,7 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"tp": 2}, r"world size 1 and the model.s . attention heads must be multiples of --rollout.tp 2"),
         ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
         ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
-        ({"min_p": 0.1}, r"--rollout.min-p 0.1: responses then come from a filtered distribution"),
+        ({"top_k": 9}, r"--rollout.top-k 9: responses then come from a filtered distribution"),
         ({"top_p": 0.0}, r"--rollout.top-p 0.0 must be in \(0, 1\]"),
         ({"in_flight": 0.9}, r"--rollout.in-flight 0.9 must be from 1 to 2"),
         ({"in_flight": 2.5}, r"--rollout.in-flight 2.5 must be from 1 to 2"),

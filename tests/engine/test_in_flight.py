@@ -10,7 +10,7 @@ import pytest
 
 from common.engine.base import SamplingConfig
 from common.engine.episodes import start_episodes
-from common.engine.in_flight import continue_rollout
+from common.engine.in_flight import continue_rollout, drop_surplus
 from common.engine.scoring import Scoring
 from common.metrics import Meter
 from common.model.reward_model import RewardModelConfig
@@ -132,6 +132,23 @@ def test_without_staleness_unfinished_groups_are_dropped_and_counted(vllm):
         assert left > 0 and len(rollout.samples) == 8 and len(steps.state["in_flight"]) == 4
     taken = PromptSampler(len(DATA), "", 0).take(8 * 4)
     assert all(found < {*taken[8 * step : 8 * step + 8]} for step, found in enumerate(rows))
+
+
+def test_a_lower_in_flight_drops_the_youngest_groups_and_counts_them(awake, world, capsys):
+    """After a resume with --save.allow-changes; else there is nothing to drop."""
+    steps = Steps(awake, in_flight=2.0)
+    for step in range(3):
+        steps(awake, step)
+    before, meter = steps.state["in_flight"], Meter()
+    drop_surplus(steps.state, steps.sampling, 4, world, meter)
+    assert steps.state["in_flight"] == before and not meter.sums and not capsys.readouterr().out
+    lower = replace(steps.sampling, in_flight=1.5)
+    drop_surplus(steps.state, lower, 4, world, meter)
+    assert steps.state["in_flight"] == before[:2] and before[0]["step"] <= before[2]["step"]
+    num_tokens = sum(len(response["tokens"]) for group in before[2:] for response in group["responses"])
+    assert meter.reduce() == {"rollout/dropped_tokens": num_tokens} and num_tokens > 0
+    assert f"has room for 2 of the 4 unfinished groups in the checkpoint; the others, with {num_tokens} tokens, are " \
+           f"dropped" in capsys.readouterr().out
 
 
 def test_a_rollout_in_the_same_step_continues_what_the_one_before_left(awake):

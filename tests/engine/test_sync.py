@@ -200,13 +200,12 @@ def test_cycles_leave_nothing_behind(awake):
     assert grown < 16 * 2**20
 
 
-FILTERS = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}]
+FILTERS = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.8}]
 
 
-def filtered_by_hand(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
+def filtered_by_hand(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0) -> dict[int, float]:
     """Token -> log-prob in the filtered distribution, in float64, one rule after the other."""
     weights = dict(enumerate((logits.double() / temperature).softmax(-1).tolist()))
-    weights = {i: w for i, w in weights.items() if w >= min_p * max(weights.values())}
     best = sorted(weights, key=weights.get, reverse=True)[: top_k or None]
     total, kept, mass = sum(weights[i] for i in best), [], 0.0
     for i in best:
