@@ -19,6 +19,7 @@ from common.model.liger import use_liger, uses_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.router_replay import router_class, routers_of
 from common.model.sharding import kept_tensors, shard, shard_slice
 from common.model.stored import Experts, open_folder, weights_of
 from common.model.vision import FAMILIES, auto_class
@@ -47,6 +48,8 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM and flag != "--critic-model"
     if config.freeze_vision and flag == "--model" and not reads_images:
         raise ValueError(f"--policy.freeze-vision: {path} reads no images, leave it out")
+    if config.router_replay != "none" and flag == "--model":
+        router_class(auto_class(hf_config)._model_mapping.get(type(hf_config), PreTrainedModel), hf_config)
     if reads_images and config.sequence_parallel > 1:
         raise ValueError(f"{path} reads images: --policy.sequence-parallel {config.sequence_parallel} must be 1")
     if causal_lm is None and not reads_images and not config.trust_remote_code:
@@ -95,12 +98,14 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     whose shards are copied; nothing is read.
 
     Weights that are trained are float32. The others have the compute dtype: nothing is accumulated in them."""
-    hf_config = read_config(path, config)
+    hf_config = read_config(path, config, "--teacher" if frozen else "--model")
     lm = _build(auto_class(hf_config), path, hf_config, config, world, frozen, lora)
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
     shard(policy, lm, config, world, frozen)
+    if config.router_replay != "none" and not frozen:
+        policy.routers = routers_of(lm)
     if like is None:
         weights = weights_of(lm, path, open_folder(path)) | new_adapters(lm)
         _read_in_turns(path, lm, weights, world)

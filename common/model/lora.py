@@ -6,7 +6,7 @@ same function, so trainer and engine hold the same numbers. The reference is the
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,15 @@ def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tupl
 
 
 class Reference:
-    """A policy as it was before training: its adapters are off while it scores. It has no weights of its own."""
+    """A policy as it was before training: its adapters are off while it scores, and its routers choose. It has no
+    weights of its own."""
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
 
-    def score(self, *args: Any, **kwargs: Any) -> Tensor:
+    def score(self, batch: Any, temperature: float) -> Tensor:
         LoRALinear.are_on = False
-        logp = self.policy.score(*args, **kwargs)
+        logp = self.policy.score(replace(batch, routing=None), temperature)
         LoRALinear.are_on = True
         return logp
 
