@@ -123,15 +123,14 @@ def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tupl
 
 
 class Reference:
-    """A policy as it was before training: its adapters are off while it scores, and its routers choose. It has no
-    weights of its own."""
+    """A policy as it was before training: its adapters are off while it scores. It has no weights of its own."""
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
 
     def score(self, batch: Any, temperature: float) -> Tensor:
         LoRALinear.are_on = False
-        logp = self.policy.score(replace(batch, routing=None), temperature)
+        logp = self.policy.score(replace(batch, routing=None), temperature)     # its own experts
         LoRALinear.are_on = True
         return logp
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from common.batch import Batch
 from common.kernels import linear_logp
 from common.model.lora import is_adapter, merged_weights
-from common.model.router_replay import Router, changed_share, replay
+from common.model.router_replay import Router
 from common.model.sequence_parallel import Row, make_row
 from common.model.vision import hidden_with_images
 
@@ -22,8 +22,6 @@ from common.model.vision import hidden_with_images
 class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of activations and matrix products. Master weights, gradients and logits are float32 in any case."""
-    attention: Literal["auto", "flash_attention_2", "packed_varlen", "packed_sdpa"] = "auto"
-    """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
     replicas: int = 1
@@ -31,33 +29,23 @@ class ModelConfig:
     liger: bool | None = None
     """Liger's fused kernels for norms, rotary embeddings and MLPs. None: on GPUs where the family has them."""
     share_prompt: bool = False
-    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
-    Not with --policy.attention flash_attention_2; on GPUs auto then means packed_varlen."""
+    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens."""
     sequence_parallel: int = 1
     """Ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit one GPU.
-    They hold as many times the token budget. Not with --policy.attention flash_attention_2."""
+    They hold as many times the token budget."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture are divided: tokens travel to them in the place of weights."""
     router_replay: Literal["none", "old-logp"] = "none"
-    """The update runs each token through the experts that the pass of the old log-probs has chosen for it, if there is
-    one."""
+    """old-logp: a token's experts in the update are those of the pass that scored old log-probs, if there was one."""
     freeze_vision: bool = False
     """Train the language model of a vision-language model and leave its vision tower and projector as they are."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
     def __post_init__(self):
-        if self.gathers_keys() and self.attention == "flash_attention_2":
-            raise ValueError("--policy.share-prompt and --policy.sequence-parallel: --policy.attention "
-                             "flash_attention_2 cannot, packed_varlen can")
-        if self.compute_dtype == "float32" and self.attention in ("flash_attention_2", "packed_varlen"):
-            raise ValueError(
-                f"--policy.attention {self.attention} takes no --policy.compute-dtype float32: choose auto"
-            )
-
-    def gathers_keys(self) -> bool:
-        """Whether a query may see keys that do not stand in one piece before it."""
-        return self.share_prompt or self.sequence_parallel > 1
+        if self.router_replay != "none" and self.share_prompt and self.sequence_parallel > 1:
+            raise ValueError("--policy.router-replay goes with --policy.share-prompt or --policy.sequence-parallel, "
+                             "not with both: tokens that a correction rejects then change what a rank runs")
 
 
 class PackedModel(nn.Module):
@@ -75,7 +63,8 @@ class PackedModel(nn.Module):
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
         """What runs of the micro-batch, and the hidden states [N, H] that predict the tokens that were sampled."""
         row = make_row(batch, self.share_prompt, self.sequence_group)
-        replay(self.routers, row.routing)
+        for layer, router in enumerate(self.routers):
+            router.replayed = None if batch.routing is None else batch.routing[layer]
         if self.prompts is not None and batch.row is not None:
             return row, hidden_with_images(backbone, row, self.prompts, self.share_prompt)[row.before]
         out = backbone(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **row.layout)
@@ -110,11 +99,10 @@ class Policy(PackedModel):
             **head_options(self.lm.config),
         )                                                                                       # [N] each
         self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
-        self.routing = self.router_changed = None
-        if self.routers and batch.routing is not None:
-            self.router_changed = row.per_token(changed_share(self.routers)[row.before])        # [T]
-        elif self.routers and not torch.is_grad_enabled():
-            self.routing = row.of_tokens(torch.cat([router.own for router in self.routers], dim=1))
+        self.router_changed = None
+        if batch.routing is not None and self.routers:
+            changed = torch.stack([router.changed for router in self.routers]).float().mean(0)      # share of layers
+            self.router_changed = row.per_token(changed[row.before])                            # [T]
         return row.per_token(logp), row.per_token(entropy)                                      # [T], [T]
 
     @torch.no_grad()
@@ -123,8 +111,8 @@ class Policy(PackedModel):
         logp, _ = self(batch, temperature)
         if self.keeps_sum_p2:
             batch.sum_p2 = self.sum_p2
-        if self.routing is not None:
-            batch.routing = self.routing
+        if self.routers and batch.routing is None:
+            batch.routing = [router.own for router in self.routers]
         self.free_unsharded()
         return logp
 

@@ -1,7 +1,7 @@
-"""Router replay: the experts that one pass has chosen for a token are those of later passes over it.
+"""Router replay (R2 of arXiv 2507.18071): the experts that one pass chooses for a token are those of later passes.
 
-Where two experts are nearly equal, rounding decides between them, and a token's probability jumps (arXiv 2507.18071,
-2510.11370). Only the choice is replayed: the router weighs the chosen experts by its own logits, and is trained.
+Where two experts are nearly equal, rounding decides between them, and probabilities jump. Only the choice is replayed:
+the router weighs the chosen experts by its own logits, and is trained as ever.
 """
 
 import inspect
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 
 class Router(TorchFunctionMode):
@@ -20,7 +18,7 @@ class Router(TorchFunctionMode):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.run, module.forward = module.forward, self.forward
-        self.replayed: Tensor | None = None  # [t, k] the experts of the next passes; None: the router chooses
+        self.replayed: Tensor | None = None  # [t, k] the experts of the next pass; None: the router's own choice
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.count = 0
@@ -29,46 +27,23 @@ class Router(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
-        if function not in (torch.topk, Tensor.topk):
-            return found
-        self.count += 1
-        self.own = found.indices.flatten(0, -2).short()                                         # [t, k]
-        if self.replayed is None:
-            self.num_topk = self.count
-        elif self.count == self.num_topk:
-            chosen = self.replayed.long().view_as(found.indices)
-            return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+        if function in (torch.topk, Tensor.topk):
+            self.count += 1
+            self.own = found.indices.short()                                                    # [t, k]
+            if self.replayed is None:
+                self.num_topk = self.count
+            elif self.count == self.num_topk:
+                chosen = self.replayed.long()
+                self.changed = (found.indices.sort(-1).values != chosen.sort(-1).values).any(-1)  # [t] other experts
+                return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
         return found
 
 
-def router_class(family: type[PreTrainedModel], config: PretrainedConfig) -> type[nn.Module]:
-    """The class of a family's routers. Raises ValueError if it has none, or some whose choice is not a top-k."""
-    recorder = (family._can_record_outputs or {}).get("router_logits")
-    router = recorder.target_class if isinstance(recorder, OutputRecorder) else nn.Module
-    if not router.__name__.endswith(("Router", "Gate")) or "topk(" not in inspect.getsource(router):
-        raise ValueError(f"--policy.router-replay: a {config.model_type} has no routers, or none that can be replayed "
-                         f"({router.__name__}): set it to none")
-    return router
-
-
-def routers_of(model: PreTrainedModel) -> list[Router]:
-    """Of each layer that has one, in order. Raises ValueError if none has."""
-    kind = router_class(type(model), model.config)
-    routers = [Router(module) for module in model.modules() if isinstance(module, kind)]
-    if not routers:
-        raise ValueError("--policy.router-replay: no layer of the model has a router: set it to none")
-    return routers
-
-
-def replay(routers: list[Router], routing: Tensor | None) -> None:
-    """Give routers the experts of the next passes, [t, layers * k] of the tokens that run. None: they choose."""
-    start = 0
-    for router in routers:
-        router.replayed = None if routing is None else routing[:, start : start + router.own.shape[1]]
-        start += router.own.shape[1] if routing is not None else 0
-
-
-def changed_share(routers: list[Router]) -> Tensor:
-    """The share of layers [t] whose router itself would have chosen other experts than were replayed."""
-    pairs = [(router.own.sort(1).values, router.replayed.sort(1).values) for router in routers]
-    return torch.stack([(own != replayed).any(1) for own, replayed in pairs]).float().mean(0)
+def routers_of(model: nn.Module) -> list[Router]:
+    """One for each layer that has experts. Raises ValueError if there are none, or their choice is not a top-k."""
+    found = [module for module in model.modules() if type(module).__name__.endswith(("Router", "Gate"))]
+    unknown = {type(module).__name__ for module in found if "topk(" not in inspect.getsource(type(module))}
+    if unknown or not found:
+        raise ValueError(f"--policy.router-replay: {type(model).__name__} has {', '.join(unknown) or 'no routers'}, of "
+                         f"which the choice of experts cannot be replayed: set it to none")
+    return [Router(module) for module in found]

@@ -30,9 +30,6 @@ class Row:
     sampled: Tensor  # [N] where these tokens are in the micro-batch
     batch: Batch  # the micro-batch
     layout: dict[str, Any]  # what attention is told
-    routing: Tensor | None = None  # [t, layers * k] the experts that are replayed
-    found: Tensor | None = None  # [T] the row, of all ranks, where each token of the micro-batch is; None: in order
-    rows: Tensor | None = None  # [t] of the row of all ranks those that this rank runs
     own: slice | None = None  # of its tokens those of this rank's responses; None: all
     group: dist.ProcessGroup | None = None  # the ranks that run the micro-batch together
 
@@ -41,37 +38,26 @@ class Row:
         whole = numbers.new_zeros(len(self.batch.tokens)).index_copy(0, self.sampled, numbers)
         return whole if self.group is None else all_reduce(whole, group=self.group)[self.own]
 
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """[t, n] of what runs here -> [T, n] of this rank's responses, int16."""
-        if self.group is not None:
-            whole = x.new_zeros(len(self.batch.tokens), x.shape[1], dtype=torch.int32)
-            whole.index_copy_(0, self.rows, x[: len(self.rows)].int())
-            x = all_reduce(whole, group=self.group).short()
-        x = x if self.found is None else x[self.found]
-        return x if self.own is None else x[self.own]
-
 
 def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) -> Row:
     """The row of a micro-batch; with a `group`, this rank's part of the row of its ranks' micro-batches."""
     own = None
     if group is not None:                       # the micro-batches of all its ranks, one after the other
-        mine = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number, routing=batch.routing)
+        mine = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number)
         batches = all_gather_objects(mine.to("cpu"), group)
         start = sum(len(earlier.tokens) for earlier in batches[: dist.get_rank(group)])
         batch, own = Batch.cat(batches).to(batch.tokens.device), slice(start, start + len(batch.tokens))
     # the shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1
     before = batch.sampled - 1                                                                  # [N]
     tokens, positions, longest = batch.tokens, batch.position_ids, max(batch.host_lengths)
-    routing, found = batch.routing, None
     layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens, "max_length_q": longest,
               "max_length_k": longest}
     if share_prompt:
         shared = batch.shared_prompts
         before, tokens, positions = shared.row[before], tokens[shared.run], positions[shared.run]
-        routing, found = None if routing is None else routing[shared.run], shared.row
         layout |= {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
                    "key_rows": shared.key_rows}
-    row = Row(tokens, positions, before, batch.sampled, batch, layout, routing, found)
+    row = Row(tokens, positions, before, batch.sampled, batch, layout)
     return row if group is None else replace(cut(row, group), own=own, group=group)
 
 
@@ -102,8 +88,7 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
     here = place[row.before] // most == me
     return replace(
         row, tokens=row.tokens[local], positions=row.positions[local], before=(place[row.before] % most)[here],
-        sampled=row.sampled[here], layout=row.layout | layout, rows=local[: int((owner == me).sum())],
-        routing=None if row.routing is None else row.routing[local],
+        sampled=row.sampled[here], layout=row.layout | layout,
     )
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
-    DbrxConfig,
     DogeConfig,
     Glm4MoeConfig,
     GraniteMoeConfig,
@@ -24,9 +23,11 @@ from transformers import (
 )
 
 from common.batch import Batch
-from common.model.loading import load_policy, read_config
+from common.model.loading import load_policy
 from common.model.lora import LoRAConfig, Reference
+from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
+from common.run import RunArgs
 from tests.model.test_policy import SIZES, make_batch, save_model
 
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -123,7 +124,7 @@ def test_replayed_experts_give_what_they_give_by_hand(family, world, tmp_path):
     folder, policy = make(family, tmp_path, world)
     batch, layers = make_batch(53), len(policy.routers)
     table = draw_table(batch, layers, FAMILIES[family].num_experts_per_tok)
-    batch.routing = table.flatten(1).short()
+    batch.routing = list(table.short().unbind(1))
     logp, found = gradient(policy, batch)
     want_logp, want = by_hand(folder, FORMULAS.get(family, softmax_then_choose), batch, table)
     assert (logp - want_logp).abs().max() < 5 * TOLERANCE
@@ -141,7 +142,8 @@ def test_replaying_ones_own_experts_changes_no_bit(family, world, tmp_path):
     logp, want = gradient(policy, batch)
     assert policy.router_changed is None
     assert torch.equal(policy.score(batch, 1.0), logp)
-    assert batch.routing.shape == (len(batch.tokens), len(policy.routers) * FAMILIES[family].num_experts_per_tok)
+    shape = len(batch.tokens), FAMILIES[family].num_experts_per_tok
+    assert [x.shape for x in batch.routing] == [shape] * len(policy.routers) and batch.routing[0].dtype == torch.int16
     again, found = gradient(policy, batch)
     assert torch.equal(again, logp) and all(torch.equal(found[name], want[name]) for name in want)
     assert policy.router_changed.abs().max() == 0
@@ -152,7 +154,8 @@ def test_what_was_recorded_is_replayed_after_a_step(world, tmp_path):
     folder, policy = make("glm4_moe", tmp_path, world, gradient_checkpointing=True)
     batch = make_batch(53)
     policy.score(batch, 1.0)
-    recorded = batch.routing.clone()
+    [recorded] = batch.routing
+    recorded = recorded.clone()
     with torch.no_grad():
         for name, parameter in policy.lm.named_parameters():
             local = parameter.to_local()
@@ -164,34 +167,42 @@ def test_what_was_recorded_is_replayed_after_a_step(world, tmp_path):
     want_logp, want = by_hand(folder, sigmoid_then_choose, batch, table, weights)
     assert (logp - want_logp).abs().max() < 5 * TOLERANCE
     assert_same(found, want)
-    assert torch.equal(batch.routing, recorded)
-    fresh = make_batch(53)
-    policy.score(fresh, 1.0)
-    differs = (fresh.routing.sort(1).values != recorded.sort(1).values).any(1)
-    before = batch.sampled - 1                              # the row that predicts a token
-    assert torch.equal(changed, differs[before].float()) and 0 < changed.mean() < 1
+    assert torch.equal(batch.routing[0], recorded)
+    fresh = make_batch(53)                                              # layer 1 is the first with experts: it sees the
+    policy.score(fresh, 1.0)                                            # same hidden states in both passes
+    sets = [[set(row) for row in rows.tolist()] for rows in (fresh.routing[0], recorded)]
+    want = torch.tensor([new != old for new, old in zip(*sets)]).float()
+    assert torch.equal(changed, want[batch.sampled - 1])                # of the row that predicts a token
+    assert 0 < changed.mean() < 1
 
 
-def test_neighbours_order_and_shared_prompts_change_nothing(world, tmp_path):
-    """What is recorded in one packing is replayed in others; a dummy records and replays as well."""
-    folder, policy = make("qwen3_moe", tmp_path, world)
-    sharing = load_policy(folder, ModelConfig(compute_dtype="float32", router_replay="old-logp", share_prompt=True),
-                          world)
+def test_shared_prompts_and_dummies_have_their_own_rows(world, tmp_path):
+    """Where a prompt runs once, its experts are recorded and replayed once."""
+    folder, policy = make("qwen3_moe", tmp_path, world, share_prompt=True)
     prompts, answers = [[5, 6, 7, 8]] * 3 + [[9, 10]], [[11, 12, 13], [14, 15], [16, 17, 18, 19], [20, 21, 22]]
     batch = Batch.build(prompts, answers)
-    for model in (policy, sharing):
-        batch.routing = None
-        logp = model.score(batch, 1.0)
-        alone = batch.select([2, 0])
-        assert alone.routing.shape == (15, 4)
-        again = Batch.cat([alone, batch.select([3]), batch.select([1])])
-        assert sorted(again.sort().tokens.tolist()) == sorted(batch.tokens.tolist())
-        for other in (policy, sharing):
-            found = other.score(again, 1.0)
-            assert (found.sort().values - logp.sort().values).abs().max() < 5 * TOLERANCE
-            assert other.router_changed.abs().max() == 0
+    table = draw_table(batch, 2, 2)
+    table[7:11] = table[13:17] = table[:4]                              # the three equal prompts
+    run = batch.shared_prompts.run
+    assert len(run) == len(batch.tokens) - 8
+    batch.routing = list(table[run].short().unbind(1))
+    logp, found = gradient(policy, batch)
+    want_logp, want = by_hand(folder, softmax_then_choose, batch, table)
+    assert (logp - want_logp).abs().max() < 5 * TOLERANCE
+    assert_same(found, want)
+    batch.routing = None
+    logp = policy.score(batch, 1.0)
+    assert [len(rows) for rows in batch.routing] == [len(run)] * 2
+    assert torch.equal(policy.score(batch, 1.0), logp)
     dummy = batch.dummy()
-    assert dummy.routing.shape == (2, 4) and policy.score(dummy, 1.0).tolist() == [0, 0]
+    policy.score(dummy, 1.0)
+    policy(dummy, 1.0)[0].sum().backward()
+    assert [rows.shape for rows in dummy.routing] == [(2, 2)] * 2 and not policy.router_changed.any()
+
+
+def test_what_a_correction_may_move_is_refused():
+    with pytest.raises(ValueError, match=r"router-replay goes with .*share-prompt or .*sequence-parallel, not with both"):
+        ModelConfig(router_replay="old-logp", share_prompt=True, sequence_parallel=2)
 
 
 def test_the_reference_of_adapters_has_its_own_experts(world, tmp_path):
@@ -206,25 +217,24 @@ def test_the_reference_of_adapters_has_its_own_experts(world, tmp_path):
     batch = make_batch(53)
     want = policy.score(make_batch(53), 1.0)
     logp = adapted.score(batch, 1.0)
-    recorded = batch.routing.clone()
+    recorded = [rows.clone() for rows in batch.routing]
     assert (logp - want).abs().max() > 0.05
-    assert (Reference(adapted).score(batch, 1.0) - want).abs().max() < 5 * TOLERANCE
-    assert torch.equal(batch.routing, recorded)
+    assert torch.equal(Reference(adapted).score(batch, 1.0), want)
+    assert all(map(torch.equal, batch.routing, recorded))
     assert torch.equal(adapted.score(batch, 1.0), logp)
 
 
 @pytest.mark.parametrize(("config", "reason"), [
-    (LlamaConfig(**SIZES), r"a llama has no routers, or none that can be replayed \(Module\)"),
-    (PhimoeConfig(**SIZES, num_local_experts=4), r"a phimoe has .* \(PhimoeTopKRouter\)"),        # no top-k
-    (DbrxConfig(), r"a dbrx has .* \(DbrxRouter\)"),                                              # outside
-    (DogeConfig(**SIZES, is_moe=True), r"a doge has .* \(DogeCDMoE\)"),                           # of keys
+    (LlamaConfig(**SIZES), "LlamaDecoderLayer has no routers"),
+    (PhimoeConfig(**SIZES, num_local_experts=4), "PhimoeDecoderLayer has PhimoeTopKRouter"),    # its choice is no top-k
+    (DogeConfig(**SIZES, is_moe=True, num_experts=16), "DogeDecoderLayer has no routers"),      # it chooses keys
 ])
-def test_what_cannot_be_replayed_is_refused(config, reason, tmp_path):
-    config.architectures = None
-    config.save_pretrained(tmp_path)
-    replay = ModelConfig(router_replay="old-logp")
-    with pytest.raises(ValueError, match=f"--policy.router-replay: {reason}: set it to none"):
-        read_config(str(tmp_path), replay)
+def test_what_cannot_be_replayed_is_refused_before_the_engine_starts(config, reason):
+    """By the plan of memory, which knows the model's modules."""
+    args = RunArgs(model="", train_data=(), policy=ModelConfig(router_replay="old-logp"))
+    with pytest.raises(ValueError, match=f"--policy.router-replay: {reason}, of which the choice of experts cannot be"):
+        MemoryPlan(args, config, 1, longest=32)
+    MemoryPlan(args, FAMILIES["mixtral"], 1, longest=32)
 
 
 def test_a_dense_teacher_is_not_refused(tiny_llama, world):
@@ -235,5 +245,5 @@ def test_a_mixture_without_a_router_is_refused(world, tmp_path):
     config = copy.deepcopy(FAMILIES["qwen3_moe"])
     config.mlp_only_layers = [0, 1]
     folder = save_model(config, tmp_path)
-    with pytest.raises(ValueError, match="no layer of the model has a router: set it to none"):
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM has no routers, of which"):
         load_policy(folder, ModelConfig(compute_dtype="float32", router_replay="old-logp"), world)

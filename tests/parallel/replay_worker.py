@@ -1,4 +1,4 @@
-"""Run by test_router_replay.py: experts are recorded, weights change, and a gradient is taken with what was recorded."""
+"""Run by test_router_replay.py: experts are recorded, weights change, then comes a gradient with what was recorded."""
 
 import sys
 from dataclasses import replace
@@ -15,17 +15,14 @@ from tests.parallel.sequence_worker import config_of, in_float64
 
 
 def run(case: Case, folder: str, step: Step, world: ranks.World, budget: int = 20) -> dict:
-    """The experts of each token by the number of its response, the gradient after a change of weights, and of each
-    token the share of layers whose router would have changed its choice. `case.undivided`: nothing is replayed."""
+    """The gradient after a change of weights, and of each token, by the number of its response, the share of layers in
+    which the router would have chosen other experts. `case.undivided`: nothing is replayed."""
     here, config = place(world, case), replace(config_of(case), router_replay="old-logp")
-    policy, routing, changed = load_policy(folder, config, here), {}, {}
-    microbatches = []
+    policy, microbatches, changed = load_policy(folder, config, here), [], {}
 
     def record(batches, *options) -> None:
         for batch in batches:
             policy.score(batch, step.temperature)
-            for start, end, number in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.number.tolist()):
-                routing[number] = batch.routing[start:end]
             if case.undivided:
                 batch.routing = None
         microbatches.extend(batches)
@@ -39,9 +36,9 @@ def run(case: Case, folder: str, step: Step, world: ranks.World, budget: int = 2
     found, *_ = gradient(policy, here, read_config(folder, config), step, order, budget, "token-mean", weigh=record)
     for batch in microbatches:
         policy.score(batch, step.temperature)
-        for start, end, number in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.number.tolist()):
-            changed[number] = torch.zeros(0) if policy.router_changed is None else policy.router_changed[start:end]
-    return {"routing": routing, "gradient": found, "changed": changed}
+        if not case.undivided:
+            changed |= zip(batch.number.tolist(), policy.router_changed.split(batch.host_lengths))
+    return {"gradient": found, "changed": changed}
 
 
 def main(folder: Path) -> None:

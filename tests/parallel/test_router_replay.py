@@ -1,6 +1,7 @@
-"""Router replay on many ranks: the experts that were recorded, and the gradient with them, are those of one rank, in
-float64. The ranks run tests/parallel/replay_worker.py; tests/model/test_router_replay.py holds one rank to a calculation
-by hand."""
+"""Router replay on many ranks: the gradient with experts that were recorded before is that of one rank, in float64.
+
+The ranks run tests/parallel/replay_worker.py. tests/model/test_router_replay.py holds one rank to a calculation by hand.
+"""
 
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from tests.parallel.replay_worker import in_float64, run
 from tests.parallel.test_sequence_parallel import MODELS, make_step, relative_error
 
 CASES = {
-    2: [Case(1), Case(1, 2), Case(1, 2, recompute=True, share_prompt=True), Case(2), Case(1, undivided=True)],
-    4: [Case(1, 4), Case(2, 4, 2, recompute=True, share_prompt=True)],
+    2: [Case(1, recompute=True, share_prompt=True), Case(1, 2), Case(2), Case(1, undivided=True)],
+    4: [Case(1, 4), Case(2, 4, 2, recompute=True), Case(2, share_prompt=True)],
 }
 TOLERANCE = 1e-12
 
@@ -50,11 +51,9 @@ def found(request, model, folder) -> tuple[int, list[dict]]:
 
 
 def test_ranks_record_and_replay_what_one_rank_does(found, expected):
+    """The gradient, and which tokens' experts are others than the routers would choose."""
     num_ranks, of_ranks = found
     for case in CASES[num_ranks]:
-        routing = {number: rows for of_rank in of_ranks for number, rows in of_rank[case]["routing"].items()}
-        for number, rows in expected["routing"].items():
-            assert torch.equal(routing[number], rows), (case, number)
         for of_rank in of_ranks:
             error = relative_error(of_rank[case]["gradient"], expected["gradient"])
             if case.undivided:                                          # without a replay it is another gradient
@@ -63,4 +62,4 @@ def test_ranks_record_and_replay_what_one_rank_does(found, expected):
             assert error < TOLERANCE, (case, error)
             for number, share in of_rank[case]["changed"].items():
                 assert number < 0 or torch.equal(share, expected["changed"][number]), (case, number)
-    assert 0 < torch.cat([*expected["changed"].values()]).mean() < 1
+    assert 0.1 < torch.cat([*expected["changed"].values()]).mean() < 0.9

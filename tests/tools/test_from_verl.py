@@ -317,6 +317,15 @@ def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatc
     assert reason in from_verl.report(ours, [])
 
 
+def test_of_router_replay_only_r2_is_translated(monkeypatch):
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    for value, ours in (("R2", "old-logp"), ("R3", "none"), ("disabled", "none")):
+        translation = from_verl.translate(given(f"{mode}={value}"))
+        assert parse(translation, monkeypatch).policy.router_replay == ours
+        assert (f"{mode}={value}" in translation.without) == (value == "R3")
+        assert (mode in translation.mapped) == (value == "R2")
+
+
 def test_what_is_off_needs_nothing():
     ours = from_verl.translate(given("actor_rollout_ref.model.lora_rank=0 distillation.enabled=False "
                                      "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 data.shuffle=True"))
