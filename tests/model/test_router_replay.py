@@ -167,6 +167,7 @@ def test_what_was_recorded_is_replayed_after_a_step(world, tmp_path):
     want_logp, want = by_hand(folder, sigmoid_then_choose, batch, table, weights)
     assert (logp - want_logp).abs().max() < 5 * TOLERANCE
     assert_same(found, want)
+    assert torch.equal(policy.score(batch, 1.0), logp)                  # a pass in between records nothing new
     assert torch.equal(batch.routing[0], recorded)
     fresh = make_batch(53)                                              # layer 1 is the first with experts: it sees the
     policy.score(fresh, 1.0)                                            # same hidden states in both passes
@@ -201,7 +202,7 @@ def test_shared_prompts_and_dummies_have_their_own_rows(world, tmp_path):
 
 
 def test_what_a_correction_may_move_is_refused():
-    with pytest.raises(ValueError, match=r"router-replay goes with .*share-prompt or .*sequence-parallel, not with both"):
+    with pytest.raises(ValueError, match=r"router-replay goes with .*share-prompt or .*sequence-parallel, not"):
         ModelConfig(router_replay="old-logp", share_prompt=True, sequence_parallel=2)
 
 

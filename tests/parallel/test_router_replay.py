@@ -1,6 +1,7 @@
 """Router replay on many ranks: the gradient with experts that were recorded before is that of one rank, in float64.
 
-The ranks run tests/parallel/replay_worker.py. tests/model/test_router_replay.py holds one rank to a calculation by hand.
+The ranks run tests/parallel/replay_worker.py; tests/model/test_router_replay.py compares one rank with a calculation by
+hand.
 """
 
 from pathlib import Path
