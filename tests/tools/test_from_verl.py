@@ -317,15 +317,6 @@ def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatc
     assert reason in from_verl.report(ours, [])
 
 
-def test_of_router_replay_only_r2_is_translated(monkeypatch):
-    mode = "actor_rollout_ref.actor.router_replay.mode"
-    for value, ours in (("R2", "old-logp"), ("R3", "none"), ("disabled", "none")):
-        translation = from_verl.translate(given(f"{mode}={value}"))
-        assert parse(translation, monkeypatch).policy.router_replay == ours
-        assert (f"{mode}={value}" in translation.without) == (value == "R3")
-        assert (mode in translation.mapped) == (value == "R2")
-
-
 def test_what_is_off_needs_nothing():
     ours = from_verl.translate(given("actor_rollout_ref.model.lora_rank=0 distillation.enabled=False "
                                      "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 data.shuffle=True"))
@@ -340,6 +331,15 @@ def test_every_key_is_mapped_or_named():
     assert ours.unknown == ["made.up=1", "x.y=2"]
     named = {shown.partition("=")[0] for shown in (*ours.needless, *ours.without, *ours.unknown)} | {*ours.mapped}
     assert {key.lstrip("+").replace("reward_model.", "reward.reward_model.") for key in keys} <= named
+
+
+def test_of_router_replay_only_r2_is_translated(monkeypatch):
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    for value, ours in (("R2", "old-logp"), ("R3", "none"), ("disabled", "none")):
+        translation = from_verl.translate(given(f"{mode}={value}"))
+        assert parse(translation, monkeypatch).policy.router_replay == ours
+        assert (f"{mode}={value}" in translation.without) == (value == "R3")
+        assert (mode in translation.mapped) == (value == "R2")
 
 
 def test_rollout_correction(monkeypatch):
