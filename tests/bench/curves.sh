@@ -6,7 +6,7 @@
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
 #   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
-#   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py
+#   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and docs/long_tail.png
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
 # SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`.
@@ -146,6 +146,7 @@ long_tail() {
     SHORT="--total-steps 8 --eval-every 4 ${SHORT:-}"
     in_flight
     async
+    .venv/bin/python -m tests.bench.over_seconds docs/long_tail.png $OUT/in_flight/*.seed* $OUT/async/*.seed*
 }
 
 # The model learns the form of a conversation with the calculator from conversations half of which are wrong; then it is

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from tools import from_verl
+from tools import from_verl, verl_settings
 from tools.verl_keys import NEEDLESS, WITHOUT
 
 
@@ -27,7 +27,7 @@ def kind_of(key: str, is_mapped: bool) -> tuple[str, str]:
 
 
 def main(folder: Path) -> None:
-    scripts = sorted(file for file in folder.rglob("*.sh") if from_verl.PROGRAM.search(file.read_text()))
+    scripts = sorted(file for file in folder.rglob("*.sh") if verl_settings.PROGRAM.search(file.read_text()))
     used: Counter[str] = Counter()
     scripts_of: dict[str, set[Path]] = defaultdict(set)
     mapped: set[str] = set()
@@ -35,13 +35,13 @@ def main(folder: Path) -> None:
     refused = []
     for script in scripts:
         try:
-            given, program, _ = from_verl.read_settings(script, [])
+            given, program, _ = verl_settings.read_settings(script, [])
         except ValueError as error:
             refused.append(str(error))
             continue
         found = from_verl.translate(given, program, rows=1000)
         mapped |= set(found.mapped)
-        for key in from_verl.Settings(given).given:
+        for key in verl_settings.Settings(given).given:
             used[key] += 1
             scripts_of[key].add(script)
         num_whole += not found.without and not found.unknown

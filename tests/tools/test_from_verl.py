@@ -22,8 +22,8 @@ from common.correction import resolve_correction
 from common.tracking.logger import LogConfig
 from tests.conftest import ROOT, launch
 from tools import from_verl
-from tools.from_verl import shell_commands
 from tools.verl_keys import SAME, SCRIPTS, SWITCHES
+from tools.verl_settings import shell_commands
 
 NAMES = ("grpo", "ppo", "dapo", "rloo")
 
@@ -298,10 +298,11 @@ def test_objectives(words, script, expected, monkeypatch):
     ("algorithm.adv_estimator=other", "no such advantage"),
     ("actor_rollout_ref.rollout.name=sglang", "vLLM is the only fast engine"),
     ("actor_rollout_ref.actor.strategy=megatron", "FSDP2 is the only training backend"),
-    ("actor_rollout_ref.model.lora_rank=32", "adapters are not translated: set --lora.rank"),
+    ("actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.exclude_modules='.*visual.*'", "are named: --lora"),
     ("data.truncation=right", "a prompt loses its start, never"),
     ("data.truncation=middle", "a prompt loses its start, never"),
     ("data.shuffle=False", "shuffled anew"),
+    ("data.image_key=pictures", "are read from the column images"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=other", "no such loss"),
     ("actor_rollout_ref.actor.loss_scale_factor=2", "scale the learning rate"),
     ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", "grpo.py has no such flag, ppo have it"),
@@ -317,9 +318,22 @@ def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatc
     assert reason in from_verl.report(ours, [])
 
 
+def test_adapters_and_sequence_parallel(monkeypatch):
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    words = f"{model}.lora_rank=32 {model}.target_modules=[q_proj,v_proj] {actor}.ulysses_sequence_parallel_size=2"
+    ours = from_verl.translate(given(f"{words} actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=2"))
+    args = parse(ours, monkeypatch)
+    assert (args.lora.rank, args.lora.alpha, args.lora.targets) == (32, 16, ("q_proj", "v_proj"))   # 16: verl's default
+    assert args.policy.sequence_parallel == 2 and ours.without == {} and ours.unknown == []
+    words = f"{model}.lora_rank=8 {model}.lora_alpha=64 {model}.target_modules=all-linear"
+    args = parse(from_verl.translate(given(words)), monkeypatch)
+    assert (args.lora.rank, args.lora.alpha, args.lora.targets) == (8, 64, ())
+
+
 def test_what_is_off_needs_nothing():
     ours = from_verl.translate(given("actor_rollout_ref.model.lora_rank=0 distillation.enabled=False "
-                                     "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 data.shuffle=True"))
+                                     "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 data.shuffle=True "
+                                     "data.image_key=images"))
     assert ours.without == {} and ours.unknown == []
     assert list(from_verl.translate(given("data.train_max_samples=1")).without) == ["data.train_max_samples=1"]
 
