@@ -198,6 +198,9 @@ def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
     name = "training/rollout_probs_diff"
     meter.mean(f"{name}_mean", diff, mask)
     meter.max(f"{name}_max", diff, mask)
+    meter.mean(f"_{name}_square", diff.square(), mask)
+    meter.total(f"_{name}_count", mask.sum())
+    meter.derive(f"{name}_std", _std, f"{name}_mean", f"_{name}_square", f"_{name}_count")
 
 
 def _log_ratio(batch: Batch, logp: Tensor) -> Tensor:
@@ -270,5 +273,6 @@ def _write_weights(microbatches: list[Batch], config: CorrectionConfig, meter: M
         batch.rollout_weight = (weight * scale).float()
 
 
-def _std(mean: float, square: float) -> float:
-    return max(square - mean**2, 0.0) ** 0.5
+def _std(mean: float, square: float, count: float = math.inf) -> float:
+    """The standard deviation; the unbiased one (0 of one value) where the count is given."""
+    return (max(square - mean**2, 0.0) / (1 - 1 / max(count, 2))) ** 0.5

@@ -6,10 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
+from transformers.utils import is_flash_attn_2_available
 
 from common.model.flops import head_dim
 from common.model.policy import ModelConfig
 from common.model.sequence_parallel import gather_keys
+
+# Tokens. For shorter sequences the backward of sdpa on CPUs takes up to 4x as long in bfloat16 as in float32 (measured)
+CPU_UPCAST_BELOW = 160
 
 
 def packed_sdpa(
@@ -22,11 +26,14 @@ def packed_sdpa(
     key, value = _take_keys("packed_sdpa", query, key, value, cu_seq_lens_q, **kwargs)
     lengths, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in (cu_seq_lens_q, cu_seq_lens_k))
     gqa, dtype = query.shape[1] != key.shape[1], query.dtype
-    if dtype == torch.bfloat16 and query.device.type == "cpu":  # the backward of sdpa takes up to 4x as long there
+    low = dtype == torch.bfloat16 and query.device.type == "cpu"
+    if low and max(lengths_k) < CPU_UPCAST_BELOW:               # cast all at once: thousands of small casts cost more
         query, key, value = query.float(), key.float(), value.float()
     out = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
         length, new = k.shape[2], q.shape[2]
+        if low and length < CPU_UPCAST_BELOW:
+            q, k, v = q.float(), k.float(), v.float()
         window = sliding_window or length
         mask = None
         if window < length or softcap is not None or new < length:      # True where one of the last queries sees a key
@@ -42,7 +49,7 @@ def packed_sdpa(
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
             weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
             out.append(weights.to(q.dtype) @ v)
-    out = torch.cat(out, dim=2).to(dtype)
+    out = torch.cat([x.to(query.dtype) for x in out], dim=2).to(dtype)
     return out.transpose(1, 2), None                                                    # [1, T, heads, D]
 
 
@@ -88,9 +95,13 @@ AttentionInterface.register("packed_varlen", packed_varlen)
 
 
 def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> str:
-    """The name of the fastest attention for this device and model."""
+    """The name of the requested attention, or of the fastest one for this device and model."""
+    if config.attention != "auto":
+        return config.attention
     if torch.device(device).type != "cuda" or config.compute_dtype == "float32":    # faster kernels take no float32
         return "packed_sdpa"
+    if is_flash_attn_2_available() and not config.gathers_keys():
+        return "flash_attention_2"
     hf_config = hf_config.get_text_config()
     has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
     width = head_dim(hf_config)

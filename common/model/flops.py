@@ -2,7 +2,7 @@
 
 Counted are attention's projections, a gated MLP of three matrices (of a mixture the active and the shared experts),
 the output head, and QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window. Norms,
-rotary embeddings, softmax, routers and towers that read images are not counted.
+rotary embeddings, softmax and routers are not counted.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.model.vision import FAMILIES
 from common.parallel.ranks import all_sum
 
 
@@ -30,13 +31,14 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
 
     With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs where the
     policy sampled a token, and nowhere else."""
+    tower = _tower(batch, config) if config.model_type in FAMILIES and batch.row is not None else 0.0
     config = config.get_text_config()
     lengths = lengths_k = np.float64(batch.host_lengths)
     if share_prompt:
         shared = batch.shared_prompts
         lengths, lengths_k = (x.cpu().diff().double().numpy() for x in (shared.cu_seqlens, shared.cu_seqlens_k))
     head = 2 * len(batch.sampled) * config.hidden_size * config.vocab_size
-    return float(_layers(lengths_k - lengths, lengths, config).sum() + head)
+    return float(tower + _layers(lengths_k - lengths, lengths, config).sum() + head)
 
 
 def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_prompt: bool, lora_rank: int) -> float:
@@ -44,6 +46,23 @@ def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_
     micro-batches, for MFU: what checkpointing recomputes is not counted. All ranks call this together."""
     forward = all_sum([sum(microbatch_flops(batch, config, share_prompt) for batch in microbatches)]).item()
     return forward * (2 if lora_rank else 3)
+
+
+def _tower(batch: Batch, config: PretrainedConfig) -> float:
+    """FLOPs of a vision tower's blocks, which see the images of each different prompt once. Not counted is Qwen2.5-VL's
+    attention within windows of 64 patches: 1% of the matrices of its layers."""
+    rows, first = np.unique(batch.row.cpu().numpy(), return_index=True)
+    prompts = batch.select(first[rows >= 0])
+    kinds, counts = ((prompts.tokens == config.image_token_id) & ~prompts.mask).unique_consecutive(return_counts=True)
+    vision = config.vision_config.to_dict()
+    layers, hidden = vision.get("depth") or vision["num_hidden_layers"], vision["hidden_size"]
+    full = vision.get("fullatt_block_indexes")                  # of Qwen2.5-VL, whose MLPs have three matrices
+    mlp = (6 if full else 4) * hidden * vision["intermediate_size"]
+    per_token = (vision.get("spatial_merge_size") or 1 / config.downsample_ratio) ** 2
+    patches = per_token * counts[kinds].double()                                                # [images]
+    tile = per_token * config.to_dict().get("image_seq_length", np.inf)                         # InternVL cuts images
+    linear = layers * (8 * hidden**2 + mlp) * patches.sum()
+    return float(linear + 4 * hidden * len(full or range(layers)) * (patches * patches.clamp(max=tile)).sum())
 
 
 def _layers(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:

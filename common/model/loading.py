@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -28,6 +29,8 @@ from common.tracking.console import print_on_main
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
 SCORED = ("ForSequenceClassification",)
 NO_ADAPTERS = LoRAConfig()
+READERS = 4
+"""Ranks of a machine that read files at the same time: more of them make a disk or a file server slower."""
 GIB = 2**30
 
 
@@ -88,8 +91,9 @@ def read_teacher(path: str, model: str, config: ModelConfig, is_used: bool) -> P
 
 
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
-                ) -> Policy:
-    """The causal LM of a Hugging Face folder, sharded.
+                like: Policy | None = None) -> Policy:
+    """The causal LM of a Hugging Face folder, sharded. `like`: a policy of the same folder, still as it was loaded,
+    whose shards are copied; nothing is read.
 
     Weights that are trained are float32. The others have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
@@ -100,17 +104,25 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     if config.router_replay != "none" and not frozen:
         policy.routers = routers_of(lm)
     shard(policy, lm, config, world, frozen)
-    weights = weights_of(lm, path, open_folder(path)) | new_adapters(lm)
-    _read_shards(path, lm, weights, world)
+    if like is None:
+        weights = weights_of(lm, path, open_folder(path)) | new_adapters(lm)
+        _read_in_turns(path, lm, weights, world)
+    else:
+        for own, theirs in zip(kept_tensors(lm).values(), kept_tensors(like.lm).values(), strict=True):
+            own.detach().copy_(theirs.detach())
     check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
 
 
 def load_reference(teacher: str, args: Any, models: dict[str, PackedModel], world: World) -> Policy | Reference:
     """The teacher, or the model before training, frozen: one more of `models`, with adapters a view of the policy."""
+    policy = models["policy"]
     if args.lora.rank and not teacher:
-        return Reference(models["policy"])
-    models["reference"] = load_policy(teacher or args.model, args.policy, world, frozen=True)
+        return Reference(policy)
+    is_as_loaded = not teacher and policy.version == 0
+    models["reference"] = load_policy(
+        teacher or args.model, args.policy, world, frozen=True, like=policy if is_as_loaded else None
+    )
     return models["reference"]
 
 
@@ -130,7 +142,7 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
             raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
         first_head = stored["score.weight"]
     shard(critic, critic.backbone, config, world, frozen)
-    _read_shards(path, critic.backbone, weights, world)
+    _read_in_turns(path, critic.backbone, weights, world)
     head = critic.head.weight.detach().to_local()
     head.copy_(torch.linspace(-1, 1, hf_config.hidden_size))    # with a head of zeros, no value could differ
     check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
@@ -159,14 +171,16 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
 
 
 @torch.no_grad()
-def _read_shards(path: str, module: nn.Module, tensors: dict[str, Tensor | Experts], world: World) -> None:
-    """Fill the shards of a module from tensors by name. Say how many bytes were read."""
-    bytes_read = 0
-    for name, target in kept_tensors(module).items():
-        local = target.to_local() if isinstance(target, DTensor) else target
-        if local.numel():
-            part = tensors[name][shard_slice(target)]
-            bytes_read += part.nbytes
-            local.copy_(part)
+def _read_in_turns(path: str, module: nn.Module, tensors: dict[str, Tensor | Experts], world: World) -> None:
+    """Fill the shards of a module from tensors by name, on READERS ranks of a machine at a time. Say what it took."""
+    own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
+    for turn in range(int(all_max([own_turn])) + 1):
+        for name, target in kept_tensors(module).items() if turn == own_turn else ():
+            local = target.to_local() if isinstance(target, DTensor) else target
+            if local.numel():
+                part = tensors[name][shard_slice(target)]
+                bytes_read += part.nbytes
+                local.copy_(part)
+        dist.barrier()
     most_read, by_all = float(all_max([bytes_read])) / GIB, float(all_sum([bytes_read])) / GIB
     print_on_main(world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank")

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, dot_natural_key
 from transformers.core_model_loading import rename_source_key as rename
 
 from common.model.lora import is_adapter
@@ -70,7 +70,8 @@ def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> 
 
 
 def _named_as_in(model: PreTrainedModel, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:
-    """As `from_pretrained`: the tensors of a published model under the names that `model` has, and experts joined."""
+    """As `from_pretrained`: the tensors of a published model under the names that `model` has, and joined as in it.
+    What is joined or cut in another way than experts are (by one family with full attention, hrm_text) is read now."""
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -86,5 +87,8 @@ def _named_as_in(model: PreTrainedModel, stored: dict[str, Tensor]) -> dict[str,
         elif target in wanted:
             joined.setdefault(target, deepcopy(converter_of[pattern])).add_tensor(target, name, pattern, stored[name])
     for target, converter in joined.items():
-        found[target] = Experts([converter.collected_tensors[pattern] for pattern in converter.source_patterns])
+        if isinstance(converter.operations[0], MergeModulelist):
+            found[target] = Experts([converter.collected_tensors[pattern] for pattern in converter.source_patterns])
+        else:
+            found |= converter.convert(target, model=model, config=model.config)
     return found

@@ -12,7 +12,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
@@ -191,6 +191,7 @@ def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[fl
     metrics = {f"rollout_corr/{name}": x for name, x in metrics.items()} | {
         "training/rollout_probs_diff_mean": fmean(diffs),
         "training/rollout_probs_diff_max": max(diffs),
+        "training/rollout_probs_diff_std": stdev(diffs),
     }
     return keeps, weights, metrics, nearest
 
@@ -406,7 +407,8 @@ def test_by_hand():
 
     expect(kl=log(4 / 3) / 3, chi2_token=(4 + 1 / 16 + 9 / 4) / 3 - 1, chi2_seq=(1 / 4 + 9 / 4) / 2 - 1)
     expect(training_ppl=((0.4 * 0.2) ** -0.5 + 4 / 3) / 2)
-    expect(**{"training/rollout_probs_diff_mean": 0.35, "training/rollout_probs_diff_max": 0.6})
+    expect(**{"training/rollout_probs_diff_mean": 0.35, "training/rollout_probs_diff_max": 0.6,
+              "training/rollout_probs_diff_std": ((0.15**2 + 0.25**2 + 0.1**2) / 2) ** 0.5})      # unbiased
     expect(rollout_is_mean=3.5 / 3, rollout_is_max=2, rollout_is_min=0)    # of token weights after truncation
     expect(rollout_is_eff_sample_size=3.5**2 / (4 + 9 / 4) / 3)
     expect(rollout_is_ratio_fraction_high=0, rollout_is_ratio_fraction_low=1 / 3)                   # 1/4 < lower

@@ -276,7 +276,7 @@ def nothing_read() -> Iterator[None]:
     stand_ins = {
         "open_folder": lambda *_: {"score.weight": torch.zeros(1, 1)},
         "weights_of": lambda *_: {},
-        "_read_shards": lambda _, module, *others: fill(module),
+        "_read_in_turns": lambda _, module, *others: fill(module),
         "check_packing": lambda *_: None,
     }
     dispatch = EpDispatchExpertsParallel._dispatch_tokens

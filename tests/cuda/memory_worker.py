@@ -24,7 +24,6 @@ from torch.nn.attention import varlen
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from common import kernels
-from common.model import loading
 from common.model.lora import LoRAConfig
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
@@ -81,7 +80,6 @@ def give_cpu_the_kernels_of_gpus() -> None:
 
     varlen._varlen_attn.register_kernel("cpu")(forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)
-    loading.choose_attention = lambda *_: "packed_varlen"
     kernels.CPU_TILE = 8192, 2**20
 
 

@@ -26,9 +26,10 @@ from transformers import (
 )
 
 from common.model import stored
-from common.model.loading import load_policy
+from common.model.loading import load_policy, load_reference
 from common.model.policy import ModelConfig
 from common.model.stored import Experts
+from common.run import RunArgs
 from tests.conftest import launch
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -70,7 +71,7 @@ def folders(tmp_path_factory) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_shards_are_those_of_the_whole_model(num_ranks, folders, tmp_path):
-    """On 4 ranks also as two copies (HSDP); policy, reference, adapters' base, critic, reward
+    """On 4 ranks also as two copies (HSDP); policy, the copy of it that is a reference, adapters' base, critic, reward
     model; rows that no number of ranks divides, experts in rows and in columns. Then each folder is written again."""
     done = launch("tests/model/loading_worker.py", tmp_path / "found", *folders, ranks=num_ranks, warm=True)
     found = torch.load(tmp_path / "found")
@@ -110,6 +111,27 @@ def test_any_part_of_experts_is_that_of_the_joined_tensor():
     ranges = [[slice(i, j) for i in range(size) for j in range(i + 1, size + 1)] for size in whole.shape]
     for index in itertools.product(*ranges):
         assert torch.equal(experts[index], whole[index])
+
+
+def test_the_reference_is_copied_from_a_policy_as_it_was_loaded(tiny_llama, world, tmp_path):
+    """No file is needed for it then; the reference of a policy that has changed is read."""
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    args = RunArgs(model=str(folder), train_data=(), policy=FLOAT32)
+    policy = load_policy(str(folder), FLOAT32, world)
+    (folder / "model.safetensors").rename(folder / "moved")
+    reference = load_reference("", args, {"policy": policy}, world)
+    wanted = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).state_dict()
+    for weights in (reference.full_tensors(None), policy.full_tensors(None)):
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights)
+    assert not any(p.requires_grad for p in reference.parameters())
+    policy.version += 1
+    with pytest.raises(ValueError, match=r"model lacks model.safetensors: weights must be safetensors"):
+        load_reference("", args, {"policy": policy}, world)
+    with torch.no_grad():
+        next(policy.parameters()).add_(1.0)
+    (folder / "moved").rename(folder / "model.safetensors")
+    reference = load_reference("", args, {"policy": policy}, world)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in reference.full_tensors(None))
 
 
 def test_a_hub_name_reads_the_weights_of_its_snapshot_alone(folders, world, tmp_path, monkeypatch):

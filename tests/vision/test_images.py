@@ -17,6 +17,7 @@ from common.dataset.images import load_processor
 from common.dataset.store import load_prompts
 from common.engine.base import Response, RolloutConfig
 from common.engine.make import check_rollout
+from common.model.flops import microbatch_flops
 from common.model.loading import read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
@@ -24,6 +25,7 @@ from common.rollout import Sample
 from common.tracking.logger import LogConfig
 from common.tracking.rollouts import write_validation
 from tests.tools.test_report import write_run
+from tests.vision.test_trainer import batch_of
 from tests.vision.tiny_models import ROWS, make_row, make_vision_model, picture, write_rows
 
 
@@ -148,6 +150,25 @@ def test_what_takes_no_images_says_so(model, tokenizer, prompts, smollm, world, 
         read_config(model, ModelConfig(), "--critic-model")
     with pytest.raises(ValueError, match=r"install the build that fits torch, or use --rollout.engine hf"):
         check_rollout(RolloutConfig(), read_config(model, ModelConfig()), world, 100)
+
+
+@pytest.mark.parametrize(("family", "matrices", "num_full"), [("qwen2_5_vl", 3, 1), ("qwen3_vl", 2, 2),
+                                                              ("internvl", 2, 2)])
+def test_flops_count_each_image_once(family, matrices, num_full, tmp_path, smollm):
+    """Two blocks of width 64: q, k, v, o, an MLP of two matrices or three, and attention within an image (InternVL:
+    within a tile of it); of Qwen2.5-VL's blocks, one sees windows, whose attention is not counted."""
+    model = make_vision_model(family, tmp_path / "model")
+    config, prompts = read_config(model, ModelConfig()), load(ROWS, AutoTokenizer.from_pretrained(model), tmp_path)
+    order = [(0, 0), (0, 1), (2, 0), (1, 0), (3, 0)]                    # placeholders that were sampled are no images
+    with_images, text = batch_of(prompts, order), batch_of(prompts, order)
+    text.row = None
+    expected = 0
+    for row in (0, 2, 3):
+        pixels = prompts.pixels(row)
+        tiles = [16] * len(pixels["pixel_values"])                      # of 28 x 28 pixels, patches of 7 x 7
+        for patches in pixels["image_grid_thw"].prod(1).tolist() if "image_grid_thw" in pixels else tiles:
+            expected += patches * 2 * (2 * 4 * 64 * 64 + 2 * matrices * 64 * 96) + num_full * 4 * patches**2 * 64
+    assert microbatch_flops(with_images, config, False) - microbatch_flops(text, config, False) == expected > 1e6
 
 
 def test_rollouts_and_the_page_show_a_prompts_images_once(prompts, tokenizer, tmp_path):
