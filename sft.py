@@ -68,6 +68,8 @@ def check(args: Args) -> None:
     for name in ("rollouts_every", "rollouts_max"):
         if vars(args.log)[name] != vars(LogConfig())[name]:
             raise ValueError(f"--log.{name.replace('_', '-')} {vars(args.log)[name]}: there are no rollouts here")
+    if args.policy.router_replay != "none":
+        raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")
 
 
 def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:

@@ -36,6 +36,7 @@ class Batch:
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
     sum_p2: Tensor | None = field(default=None, metadata=PER_TOKEN)         # sum over the vocabulary of p^2
     selected: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] bool, by common/selection.py
+    routing: list[Tensor] | None = None     # of each layer with experts those that a pass chose; of its row, not [T]
     known: dict[str, Any] = field(default_factory=dict)     # cached properties; a field, as FSDP2 copies those alone
     last_pass = None    # what the update's last pass said of each token, by name; no field, as no model reads it
 

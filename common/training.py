@@ -204,6 +204,8 @@ class Training:
             self.meter.mean(name, values, microbatch.mask)
         if logp is not None:
             self.meter.mean("actor/entropy", entropy, microbatch.mask)
+            if self.policy.router_changed is not None:  # by --policy.router-replay
+                self.meter.mean("actor/router_changed", self.policy.router_changed, microbatch.mask)
             found = stats | {"logp": logp, "entropy": entropy}
             microbatch.last_pass = {name: values.detach() for name, values in found.items()}
         self.advance()

@@ -202,6 +202,10 @@ def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
     if factor := verl.get(f"{ACTOR}.loss_scale_factor"):
         ours.without[f"{ACTOR}.loss_scale_factor={factor}"] = (
             "seq-mean-token-sum-norm divides by --rollout.max-response-length; scale the learning rate instead")
+    replay = f"{ACTOR}.router_replay.mode"
+    if verl.given.get(replay) == "R2":                      # R3 has no equivalent
+        verl.read.add(replay)
+        ours.add("--policy.router-replay", "old-logp")
 
 
 def set_dynamic_sampling(verl: Settings, ours: Translation) -> None:

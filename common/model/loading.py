@@ -19,6 +19,7 @@ from common.model.liger import use_liger, uses_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.router_replay import routers_of
 from common.model.sharding import kept_tensors, shard, shard_slice
 from common.model.stored import Experts, open_folder, weights_of
 from common.model.vision import FAMILIES, auto_class
@@ -100,6 +101,8 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
+    if config.router_replay != "none" and not frozen:
+        policy.routers = routers_of(lm)
     shard(policy, lm, config, world, frozen)
     if like is None:
         weights = weights_of(lm, path, open_folder(path)) | new_adapters(lm)

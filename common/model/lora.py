@@ -6,7 +6,7 @@ same function, so trainer and engine hold the same numbers. The reference is the
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,9 @@ class Reference:
     def __init__(self, policy: nn.Module):
         self.policy = policy
 
-    def score(self, *args: Any, **kwargs: Any) -> Tensor:
+    def score(self, batch: Any, temperature: float) -> Tensor:
         LoRALinear.are_on = False
-        logp = self.policy.score(*args, **kwargs)
+        logp = self.policy.score(replace(batch, routing=None), temperature)     # its own experts
         LoRALinear.are_on = True
         return logp
 

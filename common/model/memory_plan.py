@@ -20,6 +20,7 @@ from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
+from common.model.router_replay import routers_of
 from common.model.sharding import shard_dim
 from common.model.vision import auto_class
 from common.parallel.ranks import all_max, num_shards
@@ -123,6 +124,8 @@ class MemoryPlan:
         self.smallest = -(-longest // policy.sequence_parallel)
         """The smallest budget: this rank's share of the longest sequence."""
         self.policy = Model(hf_config, policy, ranks, lora=args.lora)
+        if policy.router_replay != "none":
+            routers_of(self.policy.largest)  # refuses what has none
         self.trained = [self.policy]
         if critic:
             config = read_config(critic, policy, "--critic-model", CAUSAL_LM + SCORED)

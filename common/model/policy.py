@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from common.batch import Batch
 from common.kernels import linear_logp
 from common.model.lora import is_adapter, merged_weights
+from common.model.router_replay import Router
 from common.model.sequence_parallel import Row, make_row
 from common.model.vision import hidden_with_images
 
@@ -37,6 +38,8 @@ class ModelConfig:
     They hold as many times the token budget. Not with --policy.attention flash_attention_2."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture are divided: tokens travel to them in the place of weights."""
+    router_replay: Literal["none", "old-logp"] = "none"
+    """old-logp: a token's experts in the update are those of the pass that scored old log-probs, if there was one."""
     freeze_vision: bool = False
     """Train the language model of a vision-language model and leave its vision tower and projector as they are."""
     trust_remote_code: bool = False
@@ -50,6 +53,9 @@ class ModelConfig:
             raise ValueError(
                 f"--policy.attention {self.attention} takes no --policy.compute-dtype float32: choose auto"
             )
+        if self.router_replay != "none" and self.share_prompt and self.sequence_parallel > 1:
+            raise ValueError("--policy.router-replay goes with --policy.share-prompt or --policy.sequence-parallel, "
+                             "not with both: tokens that a correction rejects then change what a rank runs")
 
     def gathers_keys(self) -> bool:
         """Whether a query may see keys that do not stand in one piece before it."""
@@ -64,12 +70,15 @@ class PackedModel(nn.Module):
         self.share_prompt = False
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
         self.prompts: Any = None  # those of the training data, if they have images
+        self.routers: list[Router] = []  # whose choice is recorded and replayed
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
         """What runs of the micro-batch, and the hidden states [N, H] that predict the tokens that were sampled."""
         row = make_row(batch, self.share_prompt, self.sequence_group)
+        for layer, router in enumerate(self.routers):
+            router.replayed = None if batch.routing is None else batch.routing[layer]
         if self.prompts is not None and batch.row is not None:
             return row, hidden_with_images(backbone, row, self.prompts, self.share_prompt)[row.before]
         out = backbone(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **row.layout)
@@ -104,6 +113,10 @@ class Policy(PackedModel):
             **head_options(self.lm.config),
         )                                                                                       # [N] each
         self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
+        self.router_changed = None
+        if batch.routing is not None and self.routers:
+            changed = torch.stack([router.changed for router in self.routers]).float().mean(0)      # share of layers
+            self.router_changed = row.per_token(changed[row.before])                            # [T]
         return row.per_token(logp), row.per_token(entropy)                                      # [T], [T]
 
     @torch.no_grad()
@@ -112,6 +125,8 @@ class Policy(PackedModel):
         logp, _ = self(batch, temperature)
         if self.keeps_sum_p2:
             batch.sum_p2 = self.sum_p2
+        if self.routers and batch.routing is None:
+            batch.routing = [router.own for router in self.routers]
         self.free_unsharded()
         return logp
 

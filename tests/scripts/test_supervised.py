@@ -291,6 +291,7 @@ def test_a_bad_pair_is_named(row, rule):
     ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "--label-smoothing 0.1 .*0 for --loss ipo"),
     ("sft", {"log": LogConfig(rollouts_every=0)}, "--log.rollouts-every 0: there are no rollouts here"),
     ("dpo", {"log": LogConfig(rollouts_max=9)}, "--log.rollouts-max 9: there are no rollouts here"),
+    ("dpo", {"policy": ModelConfig(router_replay="old-logp")}, "--policy.router-replay: there are no log-probs"),
     ("sft", {"max_length": 5000}, "--data.max-length 5000 exceeds the model's context of 1024 tokens"),
 ])
 def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):

@@ -347,6 +347,15 @@ def test_every_key_is_mapped_or_named():
     assert {key.lstrip("+").replace("reward_model.", "reward.reward_model.") for key in keys} <= named
 
 
+def test_of_router_replay_only_r2_is_translated(monkeypatch):
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    for value, ours in (("R2", "old-logp"), ("R3", "none"), ("disabled", "none")):
+        translation = from_verl.translate(given(f"{mode}={value}"))
+        assert parse(translation, monkeypatch).policy.router_replay == ours
+        assert (f"{mode}={value}" in translation.without) == (value == "R3")
+        assert (mode in translation.mapped) == (value == "R2")
+
+
 def test_rollout_correction(monkeypatch):
     """Bounds of a ratio r = p_old / p_rollout become bounds of k1 = -log r as verl compares them: lower and upper."""
     prefix = "algorithm.rollout_correction"

@@ -1,0 +1,49 @@
+"""Router replay (R2 of arXiv 2507.18071): the experts that one pass chooses for a token are those of later passes.
+
+Where two experts are nearly equal, rounding decides between them, and probabilities jump. Only the choice is replayed:
+the router weighs the chosen experts by its own logits, and is trained as ever.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class Router(TorchFunctionMode):
+    """Active while a router runs. Its choice is its last top-k; those before it choose among groups of experts."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.run, module.forward = module.forward, self.forward
+        self.replayed: Tensor | None = None  # [t, k] the experts of the next pass; None: the router's own choice
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.count = 0
+        with self:
+            return self.run(*args, **kwargs)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function in (torch.topk, Tensor.topk):
+            self.count += 1
+            self.own = found.indices.short()                                                    # [t, k]
+            if self.replayed is None:
+                self.num_topk = self.count
+            elif self.count == self.num_topk:
+                chosen = self.replayed.long()
+                self.changed = (found.indices.sort(-1).values != chosen.sort(-1).values).any(-1)  # [t] other experts
+                return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+        return found
+
+
+def routers_of(model: nn.Module) -> list[Router]:
+    """One for each layer that has experts. Raises ValueError if there are none, or their choice is not a top-k."""
+    found = [module for module in model.modules() if type(module).__name__.endswith(("Router", "Gate"))]
+    unknown = {type(module).__name__ for module in found if "topk(" not in inspect.getsource(type(module))}
+    if unknown or not found:
+        raise ValueError(f"--policy.router-replay: {type(model).__name__} has {', '.join(unknown) or 'no routers'}, of "
+                         f"which the choice of experts cannot be replayed: set it to none")
+    return [Router(module) for module in found]
