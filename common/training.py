@@ -24,6 +24,7 @@ from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
+from common.model.compact_adamw import WEIGHTS
 from common.model.flops import update_flops
 from common.model.liger import kernels_in_words
 from common.model.loading import load_critic, load_policy, read_config
@@ -123,12 +124,17 @@ class Training:
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
         self.watchdog.phase("loading models")
         ranks.seed_everything(self.args.seed)  # vLLM has seeded them otherwise
-        self.models["policy"] = load_policy(self.args.model, self.args.policy, self.world, lora=self.args.lora)
-        self.optimizers["policy"] = make_optimizer(self.models["policy"], self.args.optim)
+        args = self.args
+        self.models["policy"] = load_policy(
+            args.model, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[args.optim.kind]
+        )
+        self.optimizers["policy"] = make_optimizer(self.models["policy"], args.optim)
         return self.models["policy"], self.optimizers["policy"]
 
     def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
-        self.models["critic"] = load_critic(path, self.args.policy, self.world, lora=self.args.lora)
+        self.models["critic"] = load_critic(
+            path, self.args.policy, self.world, lora=self.args.lora, dtype=WEIGHTS[optim.kind]
+        )
         self.optimizers["critic"] = make_optimizer(self.models["critic"], optim)
         return self.models["critic"], self.optimizers["critic"]
 
