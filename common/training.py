@@ -24,14 +24,14 @@ from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
-from common.model.compact_adamw import WEIGHTS
+from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
 from common.model.liger import kernels_in_words
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
-from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
+from common.optim import OptimConfig, learning_rate, optimizer_step
 from common.parallel import ranks
 from common.prompts import PromptSampler
 from common.rollout import Minibatch

@@ -136,8 +136,7 @@ class Doctor:
         args = RunArgs(model=self.options.model, train_data=())
         plan = MemoryPlan(args, read_config(args.model, args.policy), self.world.size, longest=2048)
         if self.world.device.type == "cpu":
-            needed = (2 * plan.policy.trained_bytes + plan.policy.moment_bytes + 2 * plan.policy.all) / GIB
-            free = psutil.virtual_memory().available / GIB
+            needed, free = 18 * plan.policy.trained_shard / GIB, psutil.virtual_memory().available / GIB
             if free < needed:
                 raise Problem(f"{free:.1f} GiB of memory are free, weights, gradients and moments need {needed:.1f}: a "
                               f"smaller --model, or a machine with more")

@@ -95,8 +95,6 @@ class Checkpoints:
         self.files = files
         self.flags = flags_of(args)
         self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts)} | adapter_flags(self.flags)
-        kinds = {name: value for name, value in self.flags.items() if name.endswith("optim.kind")}
-        self.model |= {name: kind for name, kind in kinds.items() if kind != "adamw"}
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.dirty = False                                      # True once an optimizer step was made since then

@@ -14,8 +14,6 @@ from common.rollout import Minibatch, Rollout
 from common.segments import is_constant
 from common.tracking.profiling import Timer
 
-PER_TOKEN_PHASES = {"old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"}
-
 
 def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, minibatches: list[Minibatch], *,
                  update_flops: float, peak_flops: float) -> dict[str, float]:
@@ -35,18 +33,8 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
         meter.max("perf/max_memory_allocated_gb", torch.tensor(torch.cuda.max_memory_allocated() / 2**30))
         meter.max("perf/max_memory_reserved_gb", torch.tensor(torch.cuda.max_memory_reserved() / 2**30))
     metrics = meter.reduce() | timer.metrics() | {"timing_s/step": time.perf_counter() - timer.start}
-    as_sampled = [int(part.sum()) for part in np.array_split(lengths, world.size)]              # tokens by rank
-    metrics |= {
-        "global_seqlen/min": min(as_sampled),
-        "global_seqlen/max": max(as_sampled),
-        "global_seqlen/minmax_diff": max(as_sampled) - min(as_sampled),
-        "global_seqlen/mean": num_tokens / world.size,
-    }
-    for phase in PER_TOKEN_PHASES & timer.seconds.keys():
-        metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / num_tokens
     metrics |= {
         "perf/total_num_tokens": num_tokens,
-        "perf/time_per_step": metrics["timing_s/step"],
         "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
     }
     if "update_actor" in timer.seconds:
@@ -63,7 +51,6 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
         "rollout/truncated_frac": float(sampled.truncated.double().mean()),
         "reward/constant_group_frac": constant_group_frac(sampled.scores, sampled.group),
         "rollout/tokens_per_s": num_sampled_tokens / gen_s,
-        "timing_per_token_ms/gen": 1000 * gen_s / num_sampled_tokens,
     }
     for name, values, limit in (
         ("prompt_length", sampled.prompt_lengths, max_prompt_length),

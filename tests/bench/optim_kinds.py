@@ -1,6 +1,6 @@
 """The kinds of --optim.kind side by side: sft.py on the quickstart's solved problems, the bytes that stay of a weight,
-and the seconds of an optimizer step. `float32` is adamw with --policy.compute-dtype float32; `nearest` is adamw-bf16 that
-rounds to nearest.
+and the seconds of an optimizer step. `float32` is adamw with --policy.compute-dtype float32; `nearest` is adamw-bf16
+that rounds to nearest.
 
     python -m tests.bench.optim_kinds [--steps 14] [--lr 3e-6] [--out runs/optim]
 
@@ -20,15 +20,16 @@ import torch
 import tyro
 
 import sft
-from common.model import compact_adamw
+from common.model import bf16_adamw
+from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
-from common.optim import OptimConfig, make_optimizer
+from common.optim import OptimConfig
 from common.parallel import ranks
 from tests.bench.record import ROOT
 
 SOLVED = "data/word_problems/solved"
-KINDS = "adamw", "float32", "adamw-bf16", "adamw-8bit", "nearest"
+KINDS = "adamw", "float32", "adamw-bf16", "nearest"
 
 
 @dataclass
@@ -49,7 +50,7 @@ def nearest(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def run(args: Args) -> None:
     """One kind: its optimizer step alone, then sft.py."""
     kind = {"nearest": "adamw-bf16", "float32": "adamw"}.get(args.kind, args.kind)
-    rounding = nearest if args.kind == "nearest" else compact_adamw.round_stochastically
+    rounding = nearest if args.kind == "nearest" else bf16_adamw.round_stochastically
     folder = Path(args.out) / args.kind
     flags = [
         "--model", args.model, "--train-data", f"{SOLVED}/train.parquet", "--val-data", f"{SOLVED}/test.parquet",
@@ -58,7 +59,7 @@ def run(args: Args) -> None:
         "--save.every", 0, "--save.hf", "never",
         "--policy.compute-dtype", "float32" if args.kind == "float32" else "bfloat16",
     ]
-    with mock.patch.object(compact_adamw, "round_stochastically", rounding):
+    with mock.patch.object(bf16_adamw, "round_stochastically", rounding):
         sft.main(tyro.cli(sft.Args, args=[str(flag) for flag in flags]))
     shutil.rmtree(folder / "checkpoints")
     (folder / "optimizer.json").write_text(json.dumps(measure(args.model, kind)))
@@ -67,7 +68,7 @@ def run(args: Args) -> None:
 def measure(model: str, kind: str) -> dict[str, float]:
     """Bytes that stay of a weight, its gradient included, and seconds of a step (the fastest of 3)."""
     world = ranks.init()
-    policy = load_policy(model, ModelConfig(), world, dtype=compact_adamw.WEIGHTS[kind])
+    policy = load_policy(model, ModelConfig(), world, dtype=bf16_adamw.WEIGHTS[kind])
     optimizer = make_optimizer(policy, OptimConfig(kind=kind))
     seconds = []
     for _ in range(4):

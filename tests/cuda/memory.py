@@ -31,11 +31,11 @@ from common.checkpoint.state import tensors_of
 from common.engine import base
 from common.engine.base import Engine, Response, RolloutConfig
 from common.model import loading, sharding
-from common.model.compact_adamw import WEIGHTS
+from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.lora import LoRAConfig
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Critic, ModelConfig, Policy
-from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from tests.conftest import launch
 from tests.cuda.shapes import MODELS

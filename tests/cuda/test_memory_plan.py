@@ -31,7 +31,6 @@ CASES = {
     "moments offloaded, few tokens": Case(UNTIED, gpus=1, tokens=1024, policy=RECOMPUTE,
                                           offload=OffloadConfig(optimizer=True)),
     "bfloat16 weights": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, kind="adamw-bf16"),
-    "moments of 8 bits": Case(UNTIED, gpus=1, tokens=2048, policy=RECOMPUTE, kind="adamw-8bit"),
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),

@@ -29,11 +29,9 @@ def test_step_metrics_by_hand(two_ranks):
     """Lengths 3 + 2, 3 + 4, 8 + 10, 8 + 1; differences .1 .3, .2, .0 .4 .2 and none; on two ranks the same numbers but
     for those that are per rank."""
     per_rank = {1: {
-        "global_seqlen/min": 39, "global_seqlen/max": 39, "global_seqlen/minmax_diff": 0, "global_seqlen/mean": 39,
         "global_seqlen/balanced_min": 39, "global_seqlen/balanced_max": 39, "perf/mfu/actor": 8 / 4 / 5,
         "perf/update_tflops": 0.002,
     }, 2: {                                                             # 5 + 7 and 18 + 9; trained 5 + 9 and 7 + 18
-        "global_seqlen/min": 12, "global_seqlen/max": 27, "global_seqlen/minmax_diff": 15, "global_seqlen/mean": 19.5,
         "global_seqlen/balanced_min": 14, "global_seqlen/balanced_max": 25, "perf/mfu/actor": 8 / 4 / 5 / 2,
         "perf/update_tflops": 0.001,
     }}
@@ -42,7 +40,7 @@ def test_step_metrics_by_hand(two_ranks):
             json.loads((two_ranks / f"metrics_{rank}.json").read_text()) for rank in range(2)]
         for metrics in found:
             seconds = metrics.pop("timing_s/step")
-            assert metrics.pop("perf/time_per_step") == seconds > 0
+            assert seconds > 0
             assert metrics.pop("perf/throughput") == pytest.approx(39 / seconds / size)
             assert 0.05 < metrics.pop("perf/cpu_memory_peak_gb") < 100
             assert metrics == pytest.approx({
@@ -54,8 +52,7 @@ def test_step_metrics_by_hand(two_ranks):
                 "response_length/min": 1, "response_length/clip_ratio": 0.25, "rollout/truncated_frac": 0.25,
                 "reward/constant_group_frac": 0.5,
                 "rollout/tokens_per_s": 8.5, "perf/total_num_tokens": 39, "timing_s/gen": 2.0, "timing_s/reward": 0.5,
-                "timing_s/update_actor": 4.0, "timing_s/adv": 0.1, "timing_per_token_ms/gen": 2000 / 17,
-                "timing_per_token_ms/update_actor": 4000 / 39, "timing_per_token_ms/adv": 100 / 39, **per_rank[size],
+                "timing_s/update_actor": 4.0, "timing_s/adv": 0.1, **per_rank[size],
             }, rel=1e-9)
 
 
