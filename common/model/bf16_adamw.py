@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.model.policy import PackedModel
 from common.model.sharding import by_mesh, shard_slice
+from common.optim import OptimConfig
 from common.parallel.ranks import seed_of
 
 WEIGHTS = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16}
@@ -18,8 +19,8 @@ PIECE = 2**20
 """Numbers that are computed in float32 at a time."""
 
 
-def make_optimizer(model: PackedModel, config: Any) -> torch.optim.Optimizer:
-    """AdamW over the shards, as an OptimConfig says; no weight decay on vectors (norms, biases)."""
+def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over the shards; no weight decay on vectors (norms, biases)."""
     trained = by_mesh(p for p in model.parameters() if p.requires_grad)
     groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in trained]
     groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in trained]

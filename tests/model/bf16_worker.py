@@ -1,4 +1,4 @@
-"""Run by test_bf16_adamw.py: `-m tests.model.bf16_worker MODEL FOLDER` on 4 ranks, two copies of two shards. Each rank
+"""Run by test_bf16_adamw.py: `bf16_worker.py MODEL FOLDER` on 4 ranks, two copies of two shards. Each rank
 writes its shards after two steps, and which numbers of a weight, all equal, were rounded up."""
 
 import sys
