@@ -7,11 +7,14 @@ from typing import Literal
 import torch
 
 from common.model.policy import PackedModel
-from common.model.sharding import by_mesh, clip_gradients
+from common.model.sharding import clip_gradients
 
 
 @dataclass
 class OptimConfig:
+    kind: Literal["adamw", "adamw-bf16"] = "adamw"
+    """adamw: weights, gradients and moments are float32, 16 bytes a weight. adamw-bf16: bfloat16, rounded
+    stochastically, 8 bytes."""
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -42,14 +45,6 @@ class OptimConfig:
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise ValueError(f"--optim.{name.replace('_', '-')} {vars(self)[name]} {rule}")
-
-
-def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW in float32 over the shards; no weight decay on vectors (norms, biases)."""
-    trained = by_mesh(p for p in model.parameters() if p.requires_grad)
-    groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in trained]
-    groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in trained]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

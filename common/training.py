@@ -24,13 +24,14 @@ from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
+from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
 from common.model.liger import kernels_in_words
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
-from common.optim import OptimConfig, learning_rate, make_optimizer, optimizer_step
+from common.optim import OptimConfig, learning_rate, optimizer_step
 from common.parallel import ranks
 from common.prompts import PromptSampler
 from common.rollout import Minibatch
@@ -123,12 +124,17 @@ class Training:
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
         self.watchdog.phase("loading models")
         ranks.seed_everything(self.args.seed)  # vLLM has seeded them otherwise
-        self.models["policy"] = load_policy(self.args.model, self.args.policy, self.world, lora=self.args.lora)
-        self.optimizers["policy"] = make_optimizer(self.models["policy"], self.args.optim)
+        args = self.args
+        self.models["policy"] = load_policy(
+            args.model, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[args.optim.kind]
+        )
+        self.optimizers["policy"] = make_optimizer(self.models["policy"], args.optim)
         return self.models["policy"], self.optimizers["policy"]
 
     def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
-        self.models["critic"] = load_critic(path, self.args.policy, self.world, lora=self.args.lora)
+        self.models["critic"] = load_critic(
+            path, self.args.policy, self.world, lora=self.args.lora, dtype=WEIGHTS[optim.kind]
+        )
         self.optimizers["critic"] = make_optimizer(self.models["critic"], optim)
         return self.models["critic"], self.optimizers["critic"]
 

@@ -14,9 +14,10 @@ from common.checkpoint import manager
 from common.checkpoint.run_folder import open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
+from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig, Policy
-from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from common.parallel.ranks import make_groups
 

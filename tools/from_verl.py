@@ -429,6 +429,8 @@ def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
         warmup = int(share * steps) if warmup < 0 else warmup
         if warmup > 0:
             ours.add(flag, warmup)
+        if verl.is_on(f"{model}.optim.override_optimizer_config.bf16_stochastic_round"):
+            ours.add(flag.replace("warmup-steps", "kind"), "adamw-bf16")
 
 
 def count_rows(files: list[str]) -> int:

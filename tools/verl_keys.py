@@ -18,7 +18,7 @@ SCRIPTS = {
     "--critic-model": ("ppo",), "--critic-warmup-steps": ("ppo",), "--value-clip": ("ppo",),
     "--critic-optim.lr": ("ppo",), "--critic-optim.weight-decay": ("ppo",), "--critic-optim.betas": ("ppo",),
     "--critic-optim.schedule": ("ppo",), "--critic-optim.max-grad-norm": ("ppo",),
-    "--critic-optim.warmup-steps": ("ppo",),
+    "--critic-optim.warmup-steps": ("ppo",), "--critic-optim.kind": ("ppo",),
 }
 # verl key -> our flag, where value and unit are the same
 SAME = {
@@ -183,7 +183,7 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "*.actor.pad_to_length": "nothing is padded",
     "*.actor.shuffle": "responses are always shuffled over mini-batches",
     "*.checkpoint.*": "a checkpoint always has weights, optimizer and the rest",
-    "*.optim.override_optimizer_config.*": "the optimizer is torch's AdamW on the GPU",
+    "*.optim.override_optimizer_config.*": "the optimizer is torch's AdamW, or --optim.kind adamw-bf16",
     "*.optim.*": "AdamW with a constant, linear or cosine learning rate",
     "*.rollout.over_sample_rate": "--rollout.in-flight 1 + RATE with --rollout.max-staleness 0 does it",
     "reward.reward_model.*": "a reward model is a classifier that runs in the trainer, without an engine",

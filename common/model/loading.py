@@ -91,13 +91,13 @@ def read_teacher(path: str, model: str, config: ModelConfig, is_used: bool) -> P
 
 
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
-                like: Policy | None = None) -> Policy:
+                like: Policy | None = None, dtype: torch.dtype = torch.float32) -> Policy:
     """The causal LM of a Hugging Face folder, sharded. `like`: a policy of the same folder, still as it was loaded,
     whose shards are copied; nothing is read.
 
-    Weights that are trained are float32. The others have the compute dtype: nothing is accumulated in them."""
+    Weights that are trained have `dtype`. The others have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
-    lm = _build(auto_class(hf_config), path, hf_config, config, world, frozen, lora)
+    lm = _build(auto_class(hf_config), path, hf_config, config, world, frozen, lora, dtype)
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
@@ -127,13 +127,13 @@ def load_reference(teacher: str, args: Any, models: dict[str, PackedModel], worl
 
 
 def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
-                ) -> Critic:
+                dtype: torch.dtype = torch.float32) -> Critic:
     """The backbone of a Hugging Face folder with a scalar head, sharded.
 
     A causal LM gets a head of zeros, so every value starts at 0. A reward model (a *ForSequenceClassification with one
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
-    critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora))
+    critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora, dtype))
     stored = open_folder(path)
     weights = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
     first_head = torch.zeros(1, hf_config.hidden_size)
@@ -151,14 +151,14 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
 
 
 def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World, frozen: bool,
-           lora: LoRAConfig) -> PreTrainedModel:
+           lora: LoRAConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model, without memory for its weights."""
     attention = choose_attention(world.device, hf_config, config)
-    dtype = getattr(torch, config.compute_dtype) if frozen or lora.rank else torch.float32
+    loaded = getattr(torch, config.compute_dtype) if frozen or lora.rank else dtype
     kinds = {"text_config": attention, "vision_config": "sdpa"} if hf_config.model_type in FAMILIES else attention
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
-            hf_config, dtype=dtype, attn_implementation=kinds, trust_remote_code=config.trust_remote_code
+            hf_config, dtype=loaded, attn_implementation=kinds, trust_remote_code=config.trust_remote_code
         )
     if config.freeze_vision:
         model.base_model.requires_grad_(False)
@@ -166,7 +166,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     if uses_liger(world.device, hf_config, config):
         use_liger(model)
     if lora.rank:
-        add_adapters(model, lora)
+        add_adapters(model, lora, dtype)
     return model
 
 

@@ -66,11 +66,11 @@ class LoRALinear(nn.Linear):
 
     are_on = True  # all adapters, but while the reference scores
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float):
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, dtype: torch.dtype = torch.float32):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
         self.requires_grad_(False)
-        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device="meta"))                # float32
-        self.lora_B = nn.Parameter(torch.empty(linear.out_features, rank, device="meta"))
+        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device="meta", dtype=dtype))
+        self.lora_B = nn.Parameter(torch.empty(linear.out_features, rank, device="meta", dtype=dtype))
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class LoRALinear(nn.Linear):
         return _Adapted.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
 
-def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
     """Freeze a model on the meta device and give its linear layers adapters. Raises ValueError for a wrong target."""
     blocks = [module for module in model.get_decoder().modules() if type(module).__name__ in model._no_split_modules]
     linears = [(block, name, module) for block in blocks for name, module in block.named_modules()
@@ -95,7 +95,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     model.requires_grad_(False)
     for block, name, linear in linears:
         if name.rpartition(".")[2] in (config.targets or possible):
-            block.set_submodule(name, LoRALinear(linear, config.rank, config.alpha / config.rank))
+            block.set_submodule(name, LoRALinear(linear, config.rank, config.alpha / config.rank, dtype))
 
 
 def new_adapters(model: nn.Module) -> dict[str, Tensor]:

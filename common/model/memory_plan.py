@@ -13,6 +13,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
+from common.model.bf16_adamw import WEIGHTS
 from common.model.flops import head_dim, mlp_widths
 from common.model.liger import uses_liger
 from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher
@@ -39,8 +40,9 @@ class Model:
     """The sizes of a model that memory follows from, and what a pass takes beside shards and gradients."""
 
     def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, family: type | None = None,
-                 lora: LoRAConfig = NO_ADAPTERS):
-        """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters that alone are trained."""
+                 lora: LoRAConfig = NO_ADAPTERS, kind: str = "adamw"):
+        """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters that alone are trained. `kind`:
+        of the optimizer."""
         with torch.device("meta"):
             model = (family or auto_class(hf_config)).from_config(hf_config, trust_remote_code=config.trust_remote_code)
         if lora.rank:
@@ -64,6 +66,7 @@ class Model:
             shards |= {p: p.numel() // (ranks * config.replicas) for p in shards if p.ndim == 3}
         self.trained_shard = sum(numbers for p, numbers in shards.items() if p.requires_grad)
         self.frozen_shard = sum(shards.values()) - self.trained_shard           # below adapters
+        self.trained_bytes = WEIGHTS[kind].itemsize * self.trained_shard        # gradients as many, moments twice
         self.frozen_gb = self.itemsize * sum(shards.values()) / GIB
         """What the shard takes of a model that is not trained."""
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
@@ -123,13 +126,13 @@ class MemoryPlan:
         ranks = num_shards(ranks, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
         self.smallest = -(-longest // policy.sequence_parallel)
         """The smallest budget: this rank's share of the longest sequence."""
-        self.policy = Model(hf_config, policy, ranks, lora=args.lora)
+        self.policy = Model(hf_config, policy, ranks, lora=args.lora, kind=args.optim.kind)
         if policy.router_replay != "none":
             routers_of(self.policy.largest)  # refuses what has none
         self.trained = [self.policy]
         if critic:
             config = read_config(critic, policy, "--critic-model", CAUSAL_LM + SCORED)
-            self.trained.append(Model(config, policy, ranks, AutoModel, args.lora))
+            self.trained.append(Model(config, policy, ranks, AutoModel, args.lora, args.critic_optim.kind))
         # with sequence parallel, the keys of all ranks, and of them what is seen
         self.keys = 2.0 * policy.sequence_parallel if policy.sequence_parallel > 1 else 0.0
         self.reference_gb = self.reward_model_gb = 0.0
@@ -152,11 +155,11 @@ class MemoryPlan:
 
     def resident(self) -> dict[str, float]:
         """What stays between the phases, by part. Moments that are offloaded are there for the optimizer step alone."""
-        trained = sum(model.trained_shard for model in self.trained) / GIB
+        trained = sum(model.trained_bytes for model in self.trained) / GIB
         below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
-        moments = 0 if self.offload.optimizer else 8 * trained
+        moments = 0 if self.offload.optimizer else 2 * trained
         frozen = self.reference_gb + self.reward_model_gb
-        return {"weights": 4 * trained + below, "moments": moments, "frozen models": frozen}
+        return {"weights": trained + below, "moments": moments, "frozen models": frozen}
 
     def beside_engine(self) -> dict[str, float]:
         """What is on the GPU while the engine is awake."""
@@ -165,10 +168,10 @@ class MemoryPlan:
 
     def update(self, tokens: int) -> dict[str, float]:
         """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
-        passes = [{"gradients": 4 * model.trained_shard} | model.update(tokens, self.keys) for model in self.trained]
+        passes = [{"gradients": model.trained_bytes} | model.update(tokens, self.keys) for model in self.trained]
         if self.offload.optimizer:
-            most = max(model.trained_shard for model in self.trained)
-            passes.append({"gradients": 4 * most, "moments": 8 * most, **dict.fromkeys(IN_PASSES, 0)})
+            most = max(model.trained_bytes for model in self.trained)
+            passes.append({"gradients": most, "moments": 2 * most, **dict.fromkeys(IN_PASSES, 0)})
         fullest = max(passes, key=lambda parts: sum(parts.values()))
         return self.resident() | {part: x / GIB for part, x in fullest.items()}
 

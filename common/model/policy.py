@@ -21,7 +21,7 @@ from common.model.vision import hidden_with_images
 @dataclass
 class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of activations and matrix products. Master weights, gradients and logits are float32 in any case."""
+    """Data type of activations and matrix products. Logits are float32 in any case, weights as --optim.kind says."""
     attention: Literal["auto", "flash_attention_2", "packed_varlen", "packed_sdpa"] = "auto"
     """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
     gradient_checkpointing: bool | None = None

@@ -45,7 +45,9 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients down to this norm, over all ranks (0: not at all). Returns the norm before."""
     parts = by_mesh(p for p in parameters if p.grad is not None)
-    norms = [nn.utils.get_total_norm([p.grad for p in part]).full_tensor() for part in parts]
+    wide = torch.promote_types(parts[0][0].grad.dtype, torch.float32)           # of bfloat16 gradients, float32
+    each = [torch._foreach_norm([p.grad for p in part], 2, wide) for part in parts]
+    norms = [torch.linalg.vector_norm(torch.stack(found)).full_tensor() for found in each]
     norm = reduce(torch.hypot, norms)
     for part in parts if max_norm > 0 else ():
         nn.utils.clip_grads_with_norm_(part, max_norm, norm)

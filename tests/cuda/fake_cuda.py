@@ -676,6 +676,8 @@ def install(
     def synchronize(_=None):
         device.reads[_place()] += 1
 
+    new_generator = torch.Generator.__new__                             # of the CPU, which draws the numbers
+
     def reset_peak(_=None):
         device.allocator.reset_peaks()
 
@@ -697,6 +699,7 @@ def install(
     }
     for attribute, stand_in in stand_ins.items():
         setattr(torch.cuda, attribute, stand_in)
+    torch.Generator = type("Generator", (torch.Generator,), {"__new__": lambda kind, _=None: new_generator(kind)})
     torch.accelerator.synchronize = synchronize
     torch.accelerator.current_stream = _current_stream
     resize, device_of = torch.UntypedStorage.resize_, torch.UntypedStorage.device

@@ -31,10 +31,11 @@ from common.checkpoint.state import tensors_of
 from common.engine import base
 from common.engine.base import Engine, Response, RolloutConfig
 from common.model import loading, sharding
+from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.lora import LoRAConfig
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Critic, ModelConfig, Policy
-from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from tests.conftest import launch
 from tests.cuda.shapes import MODELS
@@ -93,6 +94,8 @@ class Case:
     entropy: bool = False
     """The entropy has a gradient."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    kind: str = "adamw"
+    """--optim.kind."""
 
 
 def simulate(*cases: Case, warm: bool = False) -> list[dict[str, Peak]]:
@@ -196,11 +199,12 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
     which the optimizers have moments."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.model))
-        policy = loading.load_policy(folder, case.policy, world, lora=case.lora)
+        dtype = WEIGHTS[case.kind]
+        policy = loading.load_policy(folder, case.policy, world, lora=case.lora, dtype=dtype)
         reference = loading.load_policy(folder, case.policy, world, frozen=True) if case.reference else None
-        critic = loading.load_critic(folder, case.policy, world, lora=case.lora) if case.critic else None
+        critic = loading.load_critic(folder, case.policy, world, lora=case.lora, dtype=dtype) if case.critic else None
     trained = [policy] if critic is None else [critic, policy]
-    optimizers = [make_optimizer(model, OptimConfig()) for model in trained]
+    optimizers = [make_optimizer(model, OptimConfig(kind=case.kind)) for model in trained]
     probe = [[3 + i] * case.prompt_length for i in range(4)]
     engine = Handover(RolloutConfig(max_probe_diff=0), case.policy, world, probe)
     frozen = [] if reference is None else [reference]

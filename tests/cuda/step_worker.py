@@ -111,9 +111,10 @@ def step(folder: str, world) -> dict:
     import torch
 
     from common.batch import Batch
+    from common.model.bf16_adamw import make_optimizer
     from common.model.loading import load_critic, load_policy
     from common.model.policy import ModelConfig
-    from common.optim import OptimConfig, make_optimizer, optimizer_step
+    from common.optim import OptimConfig, optimizer_step
 
     found = {}
     batch = Batch.build(*RESPONSES)

@@ -8,6 +8,7 @@ from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
+from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import Case, Peak, simulate
@@ -29,6 +30,7 @@ CASES = {
     "moments offloaded": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, offload=OffloadConfig(optimizer=True)),
     "moments offloaded, few tokens": Case(UNTIED, gpus=1, tokens=1024, policy=RECOMPUTE,
                                           offload=OffloadConfig(optimizer=True)),
+    "bfloat16 weights": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, kind="adamw-bf16"),
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
@@ -46,7 +48,8 @@ def simulated() -> dict[str, dict[str, Peak]]:
 
 def plan_of(case: Case) -> MemoryPlan:
     rollout = RolloutConfig(max_response_length=case.response_length)
-    args = RunArgs(model="", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload)
+    args = RunArgs(model="", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload,
+                   optim=OptimConfig(kind=case.kind))
     config = AutoConfig.for_model(**case.model)
     return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length)
 

@@ -17,11 +17,12 @@ from common.checkpoint.state import flags_of, tensors_of
 from common.engine.base import RolloutConfig
 from common.engine.make import make_engine
 from common.model import lora
+from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_critic, load_policy, load_reference, read_config
 from common.model.lora import LoRAConfig, LoRALinear
 from common.model.memory_plan import GIB, Model
 from common.model.policy import ModelConfig
-from common.optim import OptimConfig, make_optimizer
+from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.conftest import VOCAB

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+import ppo
 import sft
 from common.engine.base import RolloutConfig
 from common.model import memory_plan
@@ -12,6 +13,7 @@ from common.model.memory_plan import GIB, MemoryPlan, Model
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.sharding import shard_dim
+from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.model.kept import kept_bytes
 
@@ -29,7 +31,8 @@ def plan_of(config, ranks=1, longest=96, **flags) -> MemoryPlan:
     names = ("reference", "critic")
     others = {name: flags.pop(name) for name in names if name in flags}
     flags = {"rollout": RolloutConfig(max_response_length=32)} | flags
-    return MemoryPlan(RunArgs(model="", train_data=(), **flags), config, ranks, longest, **others)
+    args = ppo.Args if "critic" in others else RunArgs
+    return MemoryPlan(args(model="", train_data=(), **flags), config, ranks, longest, **others)
 
 
 # --------------------------------------------------------------------------- what autograd keeps
@@ -111,6 +114,11 @@ def test_a_tied_embedding_and_a_critic(llama, tmp_path):
     critic = both.trained[1]
     assert (critic.embedding, critic.head, critic.all) == (53 * 64, 64, ALL - 53 * 64)
     assert sum(both.resident().values()) == pytest.approx((ALL + critic.all) * 12 / GIB)
+    half = plan_of(llama, critic=str(tmp_path), critic_optim=OptimConfig(kind="adamw-bf16"))
+    assert sum(half.resident().values()) == pytest.approx((12 * ALL + 6 * critic.all) / GIB)
+    half = plan_of(llama, optim=OptimConfig(kind="adamw-bf16"))
+    assert half.resident()["weights"] + half.resident()["moments"] == pytest.approx(6 * ALL / GIB)
+    assert half.update(96)["gradients"] == pytest.approx(2 * ALL / GIB)
     assert sum(both.update(96).values()) > sum(alone.update(96).values()) + critic.all * 12 / GIB * 0.99
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from common.checkpoint.state import make_optimizer_state, tensors_of
+from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy, read_config
 from common.model.policy import Policy
-from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from tests.parallel.layout_worker import Step, gradient
 from tests.parallel.sequence_worker import config_of, in_float64

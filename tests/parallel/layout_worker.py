@@ -15,11 +15,12 @@ from torch.distributed.tensor import distribute_tensor
 from common import losses
 from common.batch import Batch
 from common.checkpoint.state import make_optimizer_state, tensors_of
+from common.model.bf16_adamw import make_optimizer
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig, Policy
-from common.optim import OptimConfig, make_optimizer, optimizer_step
+from common.optim import OptimConfig, optimizer_step
 from common.packing import plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers

@@ -294,6 +294,14 @@ def test_objectives(words, script, expected, monkeypatch):
         importlib.import_module(script).check(args)                     # the script accepts bounds and sizes, too
 
 
+def test_stochastic_rounding_of_policy_and_critic(monkeypatch):
+    rounded = "optim.override_optimizer_config.bf16_stochastic_round=True"
+    for policy, critic in (("adamw-bf16", "adamw"), ("adamw", "adamw-bf16")):
+        key = "actor_rollout_ref.actor" if policy == "adamw-bf16" else "critic"
+        args = parse(from_verl.translate(given(f"algorithm.adv_estimator=gae {key}.{rounded}")), monkeypatch)
+        assert (args.optim.kind, args.critic_optim.kind) == (policy, critic)
+
+
 @pytest.mark.parametrize(("words", "reason"), [
     ("algorithm.adv_estimator=other", "no such advantage"),
     ("actor_rollout_ref.rollout.name=sglang", "vLLM is the only fast engine"),
