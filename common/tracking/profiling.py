@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils import benchmark
 
 from common.parallel.ranks import World
 
 # Dense bfloat16 FLOP/s of a chip, from the makers' data sheets, by a part of torch.cuda.get_device_name(): the first
-# that fits. A product with several forms (PCIe, SXM) stands here with each; others are measured.
+# that fits. A product with several forms (PCIe, SXM) stands here with each.
 PEAK_FLOPS = {
     "B300": 2.25e15, "B200": 2.25e15, "B100": 1.75e15, "H200": 9.89e14, "H100 PCIe": 7.56e14, "H100 NVL": 8.35e14,
     "H100": 9.89e14, "H800": 9.89e14, "H20": 1.48e14, "A100": 3.12e14, "A800": 3.12e14, "A40": 1.50e14,
@@ -23,22 +22,13 @@ OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower
 (on CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
 
 
-def peak_flops(world: World, dtype: str) -> float:
-    """FLOP/s that one rank's chip can do at most in matrix products of `dtype` ("bfloat16", "float32"): from the table
-    for bfloat16 on a known GPU, else measured, on all ranks at once, as they share a CPU's cores."""
-    if world.device.type == "cuda" and dtype == "bfloat16":
-        name = torch.cuda.get_device_name(world.device)
-        for chip, flops in PEAK_FLOPS.items():
-            if chip in name:
-                return flops
-    return matmul_flops(world.device, getattr(torch, dtype))
-
-
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, seconds: float = 0.5) -> float:
-    """The fastest of the [size, size] products that fit in `seconds`, in FLOP/s."""
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    timer = benchmark.Timer("x @ x", globals={"x": matrix}, num_threads=torch.get_num_threads())
-    return 2 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
+def peak_flops(world: World, dtype: str) -> float | None:
+    """FLOP/s that one rank's chip can do at most in matrix products of `dtype` ("bfloat16", "float32"). None if the
+    table does not say: on CPUs, on other GPUs and for float32."""
+    if world.device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(world.device)
+    return next((flops for chip, flops in PEAK_FLOPS.items() if chip in name), None)
 
 
 class Timer:

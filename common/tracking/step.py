@@ -18,12 +18,12 @@ PER_TOKEN_PHASES = {"old_log_prob", "ref", "values", "adv", "update_critic", "up
 
 
 def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, minibatches: list[Minibatch], *,
-                 update_flops: float, peak_flops: float) -> dict[str, float]:
+                 update_flops: float, peak_flops: float | None) -> dict[str, float]:
     """The step's metrics; the only place where its meter is reduced. All ranks call this together.
 
     `lengths` [S]: tokens of the sequences that the update was made from. `minibatches`: this rank's micro-batches.
     `update_flops`: what the update computed on all ranks. `peak_flops`: what one rank's chip can do in a second
-    (`profiling.peak_flops`).
+    (`profiling.peak_flops`); None: unknown, then there is no MFU.
     """
     num_tokens = int(lengths.sum())
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
@@ -51,7 +51,9 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
     }
     if "update_actor" in timer.seconds:
         achieved = update_flops / timer.seconds["update_actor"] / world.size
-        metrics |= {"perf/update_tflops": achieved / 1e12, "perf/mfu/actor": achieved / peak_flops}
+        metrics["perf/update_tflops"] = achieved / 1e12
+        if peak_flops is not None:
+            metrics["perf/mfu/actor"] = achieved / peak_flops
     return metrics
 
 

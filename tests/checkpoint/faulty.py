@@ -135,12 +135,10 @@ def run(fault: str, script: str, *flags: str) -> None:
 
 def serve(*more: str) -> None:
     """Commands as JSON lines on stdin, exit codes on stdout; each runs in forks of this process, one a rank, which has
-    imported all that is slow to import and done nothing else. What the chip can do is measured in 10 ms, not 0.8 s."""
+    imported all that is slow to import and done nothing else."""
     for name in ("common.run", "common.losses", "common.correction", "common.selection", "common.engine.hf", "pandas",
                  "torch._dynamo", "transformers.models.llama.modeling_llama", *more):
         importlib.import_module(name)
-    profiling = importlib.import_module("common.tracking.profiling")
-    profiling.matmul_flops = functools.partial(profiling.matmul_flops, size=256, seconds=0.01)
     freeze()                                            # or the end of each fork copies and visits all of these objects
     for line in sys.stdin:
         command = json.loads(line)

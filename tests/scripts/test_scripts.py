@@ -219,11 +219,9 @@ def test_the_critics_warmup_does_not_use_up_that_of_the_actor(runs):
 
 
 def test_truncated_responses_that_are_masked_run_nowhere(runs):
-    """Every response is truncated: only the dummy of two tokens runs. MFU counts what ran."""
+    """Every response is truncated: only the dummy of two tokens runs."""
     row = runs[1]["dapo mask truncated"][0]
     assert row["rollout/truncated_frac"] == 1 and row["global_seqlen/balanced_max"] == 2
-    found = [row["perf/mfu/actor"] for rows in runs[1].values() for row in rows if "perf/mfu/actor" in row]
-    assert 0 < max(found) < 3                   # the peak is measured, on a machine that may be busy only then
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo", "dapo"])
@@ -249,6 +247,7 @@ def test_the_flops_are_those_of_what_ran(folders, runs, tiny_llama, name, num_ep
     for ranks in (1, 2):
         row = runs[ranks][f"grpo {name}"][0]
         assert 1e12 * row["perf/update_tflops"] * row["timing_s/update_actor"] * ranks == pytest.approx(want, rel=1e-9)
+        assert "perf/mfu/actor" not in row                              # the peak of a CPU is unknown
 
 
 def recorded(folders, name: str) -> list[tuple[dict, list[float]]]:

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 from common.parallel import ranks
 from common.parallel.ranks import make_groups
-from common.tracking import profiling
 
 
 def grouped(world: ranks.World, timeout_s: float, *sizes: int) -> ranks.World:
@@ -45,7 +44,6 @@ if __name__ == "__main__":
     world = ranks.init()
     ranks.init = functools.partial(grouped, world)                             # one process group for all runs
     ranks.shutdown = torch.distributed.barrier
-    profiling.matmul_flops = functools.cache(profiling.matmul_flops)            # one measurement, one tokenizer
     AutoTokenizer.from_pretrained = functools.cache(AutoTokenizer.from_pretrained)
     for script, run_dir, flags in json.loads(Path(sys.argv[1]).read_text()):
         module = importlib.import_module(script)
