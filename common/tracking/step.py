@@ -6,7 +6,6 @@ from itertools import chain
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.metrics import Meter, spread
 from common.parallel.ranks import World
@@ -41,14 +40,12 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
         "global_seqlen/max": max(as_sampled),
         "global_seqlen/minmax_diff": max(as_sampled) - min(as_sampled),
         "global_seqlen/mean": num_tokens / world.size,
-    }
-    for phase in PER_TOKEN_PHASES & timer.seconds.keys():
-        metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / num_tokens
-    metrics |= {
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": metrics["timing_s/step"],
         "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
     }
+    for phase in PER_TOKEN_PHASES & timer.seconds.keys():
+        metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / num_tokens
     if "update_actor" in timer.seconds:
         achieved = update_flops / timer.seconds["update_actor"] / world.size
         metrics["perf/update_tflops"] = achieved / 1e12
@@ -61,9 +58,10 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
                     max_response_length: int) -> dict[str, float]:
     """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" made in `gen_s`
     seconds."""
+    constant = is_constant(sampled.scores, sampled.group)                       # lost ones (NaN) left out
     metrics = {
         "rollout/truncated_frac": float(sampled.truncated.double().mean()),
-        "reward/constant_group_frac": constant_group_frac(sampled.scores, sampled.group),
+        "reward/constant_group_frac": len(sampled.group[constant].unique()) / len(sampled.group.unique()),
         "rollout/tokens_per_s": num_sampled_tokens / gen_s,
         "timing_per_token_ms/gen": 1000 * gen_s / num_sampled_tokens,
     }
@@ -74,9 +72,3 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
         metrics |= spread(name, values)
         metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
     return metrics
-
-
-def constant_group_frac(scores: Tensor, group: Tensor) -> float:
-    """The share of groups in which no two scores [S] differ, lost ones (NaN) left out."""
-    constant = is_constant(scores, group)
-    return len(group[constant].unique()) / max(len(group.unique()), 1)

@@ -20,7 +20,7 @@ from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.rollout import Rollout, Sample, check_skipped, gather_rollout, to_minibatches
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
-from common.tracking.step import constant_group_frac
+from common.tracking.step import rollout_metrics
 from common.tracking.validation import best_at, evaluate, majority, validation_metrics
 from rewards.runtime.pool import Scores
 
@@ -219,11 +219,10 @@ def test_constant_groups_are_those_without_two_different_scores():
     """Of four groups those of 1 1, of one score beside a lost one, and of lost ones alone."""
     lost = float("nan")
     scores = torch.tensor([1, 1, 0, 1, lost, 1, lost, lost], dtype=torch.float64)
-    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    assert constant_group_frac(scores, group) == 0.75
-    assert constant_group_frac(scores[2:4], group[2:4]) == 0
-    assert constant_group_frac(scores[:3], torch.tensor([0, 0, 5])) == 1   # numbers of groups that are absent
-    assert constant_group_frac(scores[:0], group[:0]) == 0
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 5, 5])                         # numbers of groups that are absent
+    ones, flags = torch.ones(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
+    sampled = Rollout([], scores, group, ones, ones, ones, ones, ~flags, in_loss=flags)
+    assert rollout_metrics(sampled, 8, 1.0, 9, 9)["reward/constant_group_frac"] == 0.75
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
