@@ -37,13 +37,10 @@ def find_files(entries: Sequence[str]) -> list[str]:
 def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
     """The rows of a file as it has them, for `row_of`: JSON lines that are not blank, or parquet's, of which only the
     columns with these names are read; all, if there are no names."""
-    num_rows = 0
     try:
         if not file.endswith(PARQUET):
             with open(file, "rb") as text:
-                for line in filter(bytes.strip, text):
-                    yield line
-                    num_rows += 1
+                yield from filter(bytes.strip, text)
             return
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
             found = [name for name in parquet.schema_arrow.names if name in names or not names]
@@ -52,10 +49,9 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
                                  f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
             for batch in parquet.iter_batches(BATCH_ROWS, columns=found):
                 yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
-                num_rows += batch.num_rows
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         kind = "parquet" if file.endswith(PARQUET) else "JSON lines"
-        raise ValueError(f"{file} cannot be read as {kind} from row {num_rows} on (counted from 0): {error}") from None
+        raise ValueError(f"{file} cannot be read as {kind}: {error}") from None
 
 
 def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:

@@ -96,7 +96,7 @@ FILES = [
     ("text named .parquet", text(GOOD, "rows.parquet"), {}, "cannot be read as parquet"),
     ("a parquet file with zeros in its pages", parquet([row(str(i) * 50) for i in range(400)],
                                                         lambda b: b[:20] + bytes(200) + b[220:]), {},
-     r"rows.parquet cannot be read as parquet from row 0 on \(counted from 0\)"),
+     "rows.parquet cannot be read as parquet: "),
     ("a parquet file without rows", table(**{name: pa.array([], pa.string()) for name in COLUMNS}), {},
      "none of 0 rows is left"),
     ("a JSON lines file without rows", text(b"\n\n"), {}, "none of 0 rows is left"),
