@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.dataset.store import Loaded, load_rows
-from common.dataset.template import template_arguments
+from common.dataset.store import Loaded, load_rows, template_arguments
 from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.packing import plan_step

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.dataset.template import template_arguments
+from common.dataset.store import template_arguments
 from common.engine.base import Engine, Response, RolloutConfig
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
