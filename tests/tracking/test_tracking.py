@@ -291,10 +291,10 @@ def test_a_profile_names_the_phases(tmp_path):
 
 
 def test_out_of_memory_says_the_phase_and_the_flag():
-    """A real one: 4 EiB on the CPU. Other errors are left as they are."""
+    """Other errors are left as they are."""
     timer = Timer()
-    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, timer("update_actor"):
-        torch.empty(2**60)
+    with pytest.raises(torch.OutOfMemoryError) as caught, timer("update_actor"):        # the class that GPUs raise
+        raise torch.OutOfMemoryError("CUDA out of memory")
     (note,) = caught.value.__notes__
     assert note.startswith("ran out of memory in phase update_actor. If ") and "--max-tokens-per-gpu" in note
     assert timer.seconds == {}
@@ -302,9 +302,6 @@ def test_out_of_memory_says_the_phase_and_the_flag():
         with pytest.raises(type(error)) as caught, Timer()("gen"):
             raise error
         assert not hasattr(caught.value, "__notes__")
-    with pytest.raises(torch.OutOfMemoryError) as caught, timer("gen"):     # the class that GPUs raise
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert caught.value.__notes__[0].startswith("ran out of memory in phase gen. ")
 
 
 def test_peak_flops_from_the_table_or_unknown(monkeypatch):
