@@ -208,6 +208,7 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
         episode.num_turns, end_reason, conversation.messages,
         {"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
          "tool_s": episode.tool_s},
+        episode.begun.versions,
     )
 
 
