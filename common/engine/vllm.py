@@ -5,7 +5,6 @@ ones anyway. On CPUs weights and cache stay.
 """
 
 import contextlib
-import gc
 import importlib.util
 import logging
 import os
@@ -72,8 +71,6 @@ class VLLMEngine(Engine):
                 "max_num_batched_tokens": max(max_model_len, 2048),
             }
         else:
-            gc.collect()
-            torch.cuda.empty_cache()
             reserved_gb = RESERVED_GB if config.enforce_eager else RESERVED_GB + GRAPHS_GB
             options |= {
                 "enforce_eager": config.enforce_eager,
@@ -96,12 +93,8 @@ class VLLMEngine(Engine):
         self._sleep()
 
     def _wake_weights(self) -> None:
-        if self.on_cpu:
-            return
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # before waking: vLLM's allocator cannot use torch's cached blocks
-        self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
+        if not self.on_cpu:  # vLLM empties torch's cache before, whose blocks its own allocator cannot use
+            self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         loaded = self.model.load_weights(tensors)
@@ -119,9 +112,6 @@ class VLLMEngine(Engine):
 
     def _wake_cache(self) -> None:
         if not self.on_cpu:
-            torch.cuda.synchronize()  # the copies into the weights
-            gc.collect()
-            torch.cuda.empty_cache()  # the unsharded tensors
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.llm_engine.reset_encoder_cache()  # the old tower's
         # the cache holds keys and values of the old weights
@@ -133,9 +123,6 @@ class VLLMEngine(Engine):
             return {}
         self.llm.sleep(level=2)
         self._loaded = None
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
         return {"sleep/used_gb": (total - free) / 2**30}
 
