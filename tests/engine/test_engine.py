@@ -416,12 +416,12 @@ def test_in_flight_without_correction_is_said(has_correction, smollm, world, cap
     assert (said in capsys.readouterr().out) == (not has_correction)
 
 
-def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
+@pytest.mark.parametrize(("installed", "said"), [
+    ("0.11.2", r"\['0.11.2'\]"), ("0.33.0", r"\['0.33.0'\]"), ("", "none"),
+])
+def test_other_vllm_versions_are_refused(installed, said, smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    old = types.SimpleNamespace(name="vllm", version="0.11.2")
-    monkeypatch.setattr("importlib.metadata.distributions", lambda: [old])
-    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range >=0.32,<0.33"):
-        check_rollout(RolloutConfig(), hf_config, world, 200)
-    monkeypatch.setattr("importlib.metadata.distributions", lambda: [])
-    with pytest.raises(ValueError, match=r"vLLM is not installed: install vllm>=0.32,<0.33"):
+    found = [types.SimpleNamespace(name="vllm", version=installed)] if installed else []
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: found)
+    with pytest.raises(ValueError, match=rf"needs vllm>=0.32,<0.33, installed is {said}: install it, or use --rollout"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
