@@ -44,8 +44,8 @@ class Scoring:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
-        if self.episodes is not None:
-            self.episodes.close()
+        if self.episodes is not None and self.episodes.processes is not None:
+            self.episodes.processes.close()
 
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
