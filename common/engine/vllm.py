@@ -204,14 +204,10 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
 def unchanged_process() -> Iterator[None]:
     """Restore what the construction of `LLM()` changes in the trainer's process.
 
-    It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads and pins the process to cores;
-    with VLLM_BATCH_INVARIANT=1 it replaces torch.bmm by a function without a backward.
+    It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads; with VLLM_BATCH_INVARIANT=1 it
+    replaces torch.bmm by a function without a backward.
     """
-    num_threads = torch.get_num_threads()
-    cores = os.sched_getaffinity(0)
     # a patch with the function itself: at its end, it takes back what vLLM has put there
     patch = mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads)
     with patch, mock.patch.dict(os.environ):
         yield
-    torch.set_num_threads(num_threads)
-    os.sched_setaffinity(0, cores)

@@ -1,6 +1,7 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
 import json
+import os
 import shutil
 import types
 from dataclasses import asdict, fields
@@ -48,7 +49,18 @@ def policy(smollm, world):
 
 
 @pytest.fixture(scope="module")
-def vllm(smollm, world, prompts):
+def process(world):
+    """What vLLM may change of this process: its cores, number of threads, functions, environment."""
+    def state():
+        names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+        return (os.sched_getaffinity(0), torch.get_num_threads(), torch.set_num_threads, torch.bmm,
+                [os.environ.get(name) for name in names])
+
+    return state, state()
+
+
+@pytest.fixture(scope="module")
+def vllm(smollm, world, prompts, process):
     engine = start("vllm", smollm, world, prompts)
     yield engine
     engine.close()
@@ -156,6 +168,13 @@ def test_max_probe_diff_stops_the_run(vllm, policy, monkeypatch):
     monkeypatch.setattr(vllm.config, "max_probe_diff", 0.5)
     vllm.wake(policy)
     vllm.sleep()
+
+
+def test_vllm_leaves_the_process_as_it_was(awake, prompts, process):
+    """It would set its own threads and cores, in which the trainer computes too."""
+    state, before = process
+    awake.generate(prompts, range(len(prompts)), SAMPLING)
+    assert state() == before
 
 
 def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
