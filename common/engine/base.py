@@ -189,7 +189,7 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: SamplingConfig,
-        on_finish: Callable[[int, Response], None] | None = None, stop: Callable[[], bool] = lambda: False,
+        on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
         begun: Sequence[Response] = (), images: Sequence[Images | None] = (),
     ) -> list[Response]:
         """One response per prompt (token ids), in order; a greedy one where the seed is None. All ranks of an engine
@@ -210,8 +210,7 @@ class Engine:
         while self.has_unfinished() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)
-                if on_finish is not None:
-                    on_finish(i, responses[i])
+                on_finish(i, responses[i])
         for i, part in self.abort({i for i, response in enumerate(responses) if not response.finish_reason}):
             responses[i].extend(part, finish_reason="")
         return responses

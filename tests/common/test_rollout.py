@@ -129,7 +129,7 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     judge = SimpleNamespace(pool=pool, model=None, episodes=None)
     monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
     monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
-    pending = scoring.PendingRollout(judge, make_samples([0.0] * 4), SamplingConfig())
+    pending = scoring.PendingRollout(None, judge, make_samples([0.0] * 4), SamplingConfig())
     meter = Meter()
     assert pending.collect(meter).in_loss.tolist() == [False] * 3 + [True]
     assert meter.reduce()["reward/error_frac"] == 2 / 4 and meter.reduce()["reward/timeout_frac"] == 1 / 4

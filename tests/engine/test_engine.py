@@ -1,6 +1,7 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
 import json
+import os
 import shutil
 import types
 from dataclasses import asdict, fields
@@ -48,7 +49,18 @@ def policy(smollm, world):
 
 
 @pytest.fixture(scope="module")
-def vllm(smollm, world, prompts):
+def process(world):
+    """What vLLM may change of this process: its cores, number of threads, functions, environment."""
+    def state():
+        names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+        return (os.sched_getaffinity(0), torch.get_num_threads(), torch.set_num_threads, torch.bmm,
+                [os.environ.get(name) for name in names])
+
+    return state, state()
+
+
+@pytest.fixture(scope="module")
+def vllm(smollm, world, prompts, process):
     engine = start("vllm", smollm, world, prompts)
     yield engine
     engine.close()
@@ -156,6 +168,13 @@ def test_max_probe_diff_stops_the_run(vllm, policy, monkeypatch):
     monkeypatch.setattr(vllm.config, "max_probe_diff", 0.5)
     vllm.wake(policy)
     vllm.sleep()
+
+
+def test_vllm_leaves_the_process_as_it_was(awake, prompts, process):
+    """It would set its own threads and cores, in which the trainer computes too."""
+    state, before = process
+    awake.generate(prompts, range(len(prompts)), SAMPLING)
+    assert state() == before
 
 
 def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
@@ -416,12 +435,12 @@ def test_in_flight_without_correction_is_said(has_correction, smollm, world, cap
     assert (said in capsys.readouterr().out) == (not has_correction)
 
 
-def test_other_vllm_versions_are_refused(smollm, world, monkeypatch):
+@pytest.mark.parametrize(("installed", "said"), [
+    ("0.11.2", r"\['0.11.2'\]"), ("0.33.0", r"\['0.33.0'\]"), ("", "none"),
+])
+def test_other_vllm_versions_are_refused(installed, said, smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    old = types.SimpleNamespace(name="vllm", version="0.11.2")
-    monkeypatch.setattr("importlib.metadata.distributions", lambda: [old])
-    with pytest.raises(ValueError, match=r"vLLM 0.11.2 is outside the supported range >=0.32,<0.33"):
-        check_rollout(RolloutConfig(), hf_config, world, 200)
-    monkeypatch.setattr("importlib.metadata.distributions", lambda: [])
-    with pytest.raises(ValueError, match=r"vLLM is not installed: install vllm>=0.32,<0.33"):
+    found = [types.SimpleNamespace(name="vllm", version=installed)] if installed else []
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: found)
+    with pytest.raises(ValueError, match=rf"needs vllm>=0.32,<0.33, installed is {said}: install it, or use --rollout"):
         check_rollout(RolloutConfig(), hf_config, world, 200)

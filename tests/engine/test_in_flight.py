@@ -10,7 +10,7 @@ import pytest
 
 from common.engine.base import SamplingConfig
 from common.engine.episodes import start_episodes
-from common.engine.in_flight import continue_rollout, drop_surplus
+from common.engine.in_flight import continue_rollout
 from common.engine.scoring import Scoring
 from common.metrics import Meter
 from common.model.reward_model import RewardModelConfig
@@ -134,21 +134,24 @@ def test_without_staleness_unfinished_groups_are_dropped_and_counted(vllm):
     assert all(found < {*taken[8 * step : 8 * step + 8]} for step, found in enumerate(rows))
 
 
-def test_a_lower_in_flight_drops_the_youngest_groups_and_counts_them(awake, world, capsys):
-    """After a resume with --save.allow-changes; else there is nothing to drop."""
-    steps = Steps(awake, in_flight=2.0)
+def test_a_lower_in_flight_drops_the_youngest_groups_and_counts_them(awake):
+    """After a resume with --save.allow-changes. Without --rollout.in-flight all of them are dropped, and the prompts of
+    the step are answered in their order."""
+    steps = Steps(awake, in_flight=2.0, max_staleness=9)
     for step in range(3):
         steps(awake, step)
-    before, meter = steps.state["in_flight"], Meter()
-    drop_surplus(steps.state, steps.sampling, 4, world, meter)
-    assert steps.state["in_flight"] == before and not meter.sums and not capsys.readouterr().out
-    lower = replace(steps.sampling, in_flight=1.5)
-    drop_surplus(steps.state, lower, 4, world, meter)
-    assert steps.state["in_flight"] == before[:2] and before[0]["step"] <= before[2]["step"]
-    num_tokens = sum(len(response["tokens"]) for group in before[2:] for response in group["responses"])
-    assert meter.reduce() == {"rollout/dropped_tokens": num_tokens} and num_tokens > 0
-    assert f"has room for 2 of the 4 unfinished groups in the checkpoint; the others, with {num_tokens} tokens, are " \
-           f"dropped" in capsys.readouterr().out
+    before = copy.deepcopy(steps.state["in_flight"])
+    assert before[0]["step"] <= before[3]["step"]
+    for in_flight, room in ((1.5, 2), (1.0, 0)):
+        steps.state, steps.sampling = {"in_flight": copy.deepcopy(before)}, replace(steps.sampling, in_flight=in_flight)
+        rows = copy.deepcopy(steps.sampler).take(4)
+        rollout = steps(awake, 3)
+        seen = {sample.row for sample in rollout.samples} | {group["row"] for group in steps.state["in_flight"]}
+        assert seen == {*rows, *(group["row"] for group in before[:room])} and len(rollout.samples) == 8
+        num_tokens = sum(len(response["tokens"]) for group in before[room:] for response in group["responses"])
+        assert steps.metrics["rollout/dropped_tokens"] == num_tokens > 0
+    assert [sample.row for sample in sorted(rollout.samples, key=lambda s: s.index)[::2]] == rows
+    assert steps.state["in_flight"] == [] and steps.metrics["rollout/staleness/max"] == 0
 
 
 def test_a_rollout_in_the_same_step_continues_what_the_one_before_left(awake):
@@ -174,9 +177,10 @@ def test_other_engines_share_what_is_in_flight(awake):
                 awake, NO_SCORERS, DATA, sampler.take(4), 2, steps.sampling, (0, 1), lambda: False, steps.state,
                 sampler, Meter(),
             )
-            seen += [sample.row for sample in pending.samples[::2]]
+            scored = [sample for sample in pending.samples if sample.response is not None]
+            seen += [sample.row for sample in scored[::2]]
             left += [group["row"] for group in steps.state["in_flight"]]
-            assert len(pending.samples) == 8 // num_engines
+            assert len(scored) == 8 // num_engines
         new = PromptSampler(len(DATA), "", 0).take(12)[8:]
         assert sorted(seen + left) == sorted([group["row"] for group in saved] + new)
     awake.num_engines, awake.engine_rank = 1, 0
