@@ -5,7 +5,6 @@ A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling
 same function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,18 +107,6 @@ def new_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 def is_adapter(name: str) -> bool:
     return name.endswith(("lora_A", "lora_B"))
-
-
-def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Every weight, unsharded and in `dtype` (None: as stored), with adapters merged, one at a time."""
-    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
-    for name, parameter in model.named_parameters():
-        if name in adapted:
-            layer = adapted[name]               # A and B are rounded first, as FSDP2 does for the forward pass
-            weight, a, b = (p.to(parameter.dtype).full_tensor() for p in (parameter, layer.lora_A, layer.lora_B))
-            yield name, merge(weight, a, b, layer.scale).to(dtype or parameter.dtype)
-        elif not is_adapter(name):
-            yield name, parameter.to(dtype or parameter.dtype).full_tensor()
 
 
 class Reference:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
-from common.model.lora import is_adapter, merged_weights
+from common.model.lora import LoRALinear, is_adapter, merge
 from common.model.router_replay import Router
 from common.model.sequence_parallel import Row, make_row
 from common.model.vision import hidden_with_images
@@ -123,7 +123,14 @@ class Policy(PackedModel):
 
         One of them exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
-        yield from merged_weights(self.lm, dtype)
+        adapted = {f"{name}.weight": layer for name, layer in self.lm.named_modules() if isinstance(layer, LoRALinear)}
+        for name, parameter in self.lm.named_parameters():
+            if name in adapted:
+                layer = adapted[name]           # A and B are rounded first, as FSDP2 does for the forward pass
+                weight, a, b = (p.to(parameter.dtype).full_tensor() for p in (parameter, layer.lora_A, layer.lora_B))
+                yield name, merge(weight, a, b, layer.scale).to(dtype or parameter.dtype)
+            elif not is_adapter(name):
+                yield name, parameter.to(dtype or parameter.dtype).full_tensor()
         yield from saved_buffers(self.lm).items()
 
     def described(self, dtype: torch.dtype) -> dict[str, Tensor]:
