@@ -136,11 +136,9 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora, dtype))
     stored = open_folder(path)
     weights = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
-    first_head = torch.zeros(1, hf_config.hidden_size)
-    if is_scored(hf_config):
-        if "score.weight" not in stored:                        # classifiers of encoders have other heads
-            raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
-        first_head = stored["score.weight"]
+    if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads
+        raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
+    first_head = stored.get("score.weight", torch.zeros(1, hf_config.hidden_size))
     shard(critic, critic.backbone, config, world, frozen)
     _read_in_turns(path, critic.backbone, weights, world)
     head = critic.head.weight.detach().to_local()
