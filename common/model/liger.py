@@ -33,8 +33,7 @@ def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelC
 def use_liger(transformer: nn.Module) -> None:
     """Put the kernels in the place of the modules' own forward. The rotary embedding is a function of the family's
     module in transformers, so it changes for all models of the family in this process."""
-    others = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    apply_liger_kernel(transformer, {"rope": True, "rms_norm": True, "swiglu": True} | others)
+    apply_liger_kernel(transformer, {"fused_linear_cross_entropy": False})
 
 
 def kernels_in_words(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> str:
