@@ -20,14 +20,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> bool:
-    """Whether the model is trained with Liger's kernels. Raises ValueError if they are asked for where they cannot be
-    used."""
+    """Whether the model is trained with Liger's kernels."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
-    is_possible = is_installed and device.type == "cuda" and hf_config.model_type in FAMILIES
-    if config.liger and not is_possible:
-        raise ValueError(f"--policy.liger True needs a GPU (here: {device.type}), the package liger-kernel and a model "
-                         f"of {', '.join(FAMILIES)} (here: {hf_config.model_type}); leave it out")
-    return is_possible and config.liger is not False
+    return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in FAMILIES
 
 
 def use_liger(transformer: nn.Module) -> None:

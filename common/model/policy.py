@@ -26,8 +26,8 @@ class ModelConfig:
     """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
     replicas: int = 1
     """Copies of the models (HSDP): each is sharded over world size / replicas ranks, and weights travel among these."""
-    liger: bool | None = None
-    """Liger's fused kernels for norms, rotary embeddings and MLPs. None: on GPUs where the family has them."""
+    liger: bool = True
+    """Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs where liger-kernel has the family."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens."""
     sequence_parallel: int = 1
