@@ -156,7 +156,7 @@ class Batch:
         values = {name: tensor.to(device, non_blocking=not to_host) for name, (tensor, _) in self.present().items()}
         known = {} if to_host else {"host_lengths": self.host_lengths, "sampled": self.sampled.to(device)}
         if share_prompt:
-            known["shared_prompts"] = self.shared_prompts.to(device)
+            known["shared_prompts"] = SharedPrompts(*(x.to(device, non_blocking=True) for x in self.shared_prompts))
         return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=not to_host), known=known)
 
 

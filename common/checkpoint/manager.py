@@ -37,7 +37,7 @@ from common.tracking.profiling import Timer
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
 MAY_CHANGE = re.compile(
-    "--(save|log|offload|policy.(attention|gradient|share|replicas|sequence)|run-dir|model |"
+    "--(save|log|offload|policy.(gradient|share|replicas|sequence)|run-dir|model |"
     "reward.(num-workers|concurrency|timeout)|data|train-data|val-data|eval|total-|max-tokens-per-gpu|"
     "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
 )

@@ -175,7 +175,8 @@ class Engine:
         """
         assert not self.awake, "wake: the engine is awake already; call sleep() first"
         start = time.perf_counter()
-        self.offload.make_room()
+        for moments in self.offload.moments:
+            moments.to_host()
         self._wake_weights()
         metrics = {}
         if self._loaded != policy.version:

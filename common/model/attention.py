@@ -95,12 +95,11 @@ AttentionInterface.register("packed_varlen", packed_varlen)
 
 
 def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> str:
-    """The name of the requested attention, or of the fastest one for this device and model."""
-    if config.attention != "auto":
-        return config.attention
+    """The name of the fastest attention for this device and model."""
     if torch.device(device).type != "cuda" or config.compute_dtype == "float32":    # faster kernels take no float32
         return "packed_sdpa"
-    if is_flash_attn_2_available() and not config.gathers_keys():
+    gathers_keys = config.share_prompt or config.sequence_parallel > 1      # they do not stand in one piece
+    if is_flash_attn_2_available() and not gathers_keys:
         return "flash_attention_2"
     hf_config = hf_config.get_text_config()
     has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None

@@ -20,21 +20,15 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> bool:
-    """Whether the model is trained with Liger's kernels. Raises ValueError if they are asked for where they cannot be
-    used."""
+    """Whether the model is trained with Liger's kernels."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
-    is_possible = is_installed and device.type == "cuda" and hf_config.model_type in FAMILIES
-    if config.liger and not is_possible:
-        raise ValueError(f"--policy.liger True needs a GPU (here: {device.type}), the package liger-kernel and a model "
-                         f"of {', '.join(FAMILIES)} (here: {hf_config.model_type}); leave it out")
-    return is_possible and config.liger is not False
+    return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in FAMILIES
 
 
 def use_liger(transformer: nn.Module) -> None:
     """Put the kernels in the place of the modules' own forward. The rotary embedding is a function of the family's
     module in transformers, so it changes for all models of the family in this process."""
-    others = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    apply_liger_kernel(transformer, {"rope": True, "rms_norm": True, "swiglu": True} | others)
+    apply_liger_kernel(transformer, {"fused_linear_cross_entropy": False})
 
 
 def kernels_in_words(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> str:

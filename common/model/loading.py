@@ -60,8 +60,6 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} is quantized, and what is trained is not: choose the model that it was made from")
     if is_scored(hf_config) and hf_config.num_labels != 1:
         raise ValueError(f"{path} has {hf_config.num_labels} labels, must have 1: choose another {flag}")
-    if not reads_images and not hasattr(hf_config, "hidden_size"):
-        raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
     try:
         sequence_cost(np.ones(1), hf_config)
     except (AttributeError, TypeError, ValueError) as error:
@@ -136,11 +134,9 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora, dtype))
     stored = open_folder(path)
     weights = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
-    first_head = torch.zeros(1, hf_config.hidden_size)
-    if is_scored(hf_config):
-        if "score.weight" not in stored:                        # classifiers of encoders have other heads
-            raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
-        first_head = stored["score.weight"]
+    if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads
+        raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
+    first_head = stored.get("score.weight", torch.zeros(1, hf_config.hidden_size))
     shard(critic, critic.backbone, config, world, frozen)
     _read_in_turns(path, critic.backbone, weights, world)
     head = critic.head.weight.detach().to_local()

@@ -5,7 +5,6 @@ A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling
 same function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,13 +84,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     linears = [(block, name, module) for block in blocks for name, module in block.named_modules()
                if type(module) is nn.Linear]
     possible = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
-    for target in config.targets:
-        if target not in possible:
-            raise ValueError(
-                f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
-                f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a layer's "
-                f"input, and the experts of a mixture are one tensor, not a linear layer each"
-            )
+    for target in sorted({*config.targets} - possible):
+        raise ValueError(f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
+                         f"{' '.join(sorted(possible))}")
     model.requires_grad_(False)
     for block, name, linear in linears:
         if name.rpartition(".")[2] in (config.targets or possible):
@@ -108,18 +103,6 @@ def new_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 def is_adapter(name: str) -> bool:
     return name.endswith(("lora_A", "lora_B"))
-
-
-def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Every weight, unsharded and in `dtype` (None: as stored), with adapters merged, one at a time."""
-    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
-    for name, parameter in model.named_parameters():
-        if name in adapted:
-            layer = adapted[name]               # A and B are rounded first, as FSDP2 does for the forward pass
-            weight, a, b = (p.to(parameter.dtype).full_tensor() for p in (parameter, layer.lora_A, layer.lora_B))
-            yield name, merge(weight, a, b, layer.scale).to(dtype or parameter.dtype)
-        elif not is_adapter(name):
-            yield name, parameter.to(dtype or parameter.dtype).full_tensor()
 
 
 class Reference:
@@ -139,5 +122,5 @@ def adapter_flags(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags of a run and its model's name, which its adapters belong to; {} if all weights are trained."""
     if not flags.get("--lora.rank"):
         return {}
-    names = ("--lora.rank", "--lora.alpha", "--lora.targets")
-    return {name: flags[name] for name in names} | {"--model": Path(flags["--model"]).name}
+    adapters = {name: value for name, value in flags.items() if name.startswith("--lora.")}
+    return adapters | {"--model": Path(flags["--model"]).name}

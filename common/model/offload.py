@@ -32,11 +32,6 @@ class Offload:
             optimizer.register_step_post_hook(lambda *_, away=moments: away.to_host())
             optimizer.register_state_dict_pre_hook(lambda *_, away=moments: away.to_device())
 
-    def make_room(self) -> None:
-        """Before the engine gets its memory: moments that a save has brought back leave again."""
-        for moments in self.moments:
-            moments.to_host()
-
 
 class OffloadedTensors:
     """Tensors that can be moved to host memory and back.

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import linear_logp
-from common.model.lora import is_adapter, merged_weights
+from common.model.lora import LoRALinear, is_adapter, merge
 from common.model.router_replay import Router
 from common.model.sequence_parallel import Row, make_row
 from common.model.vision import hidden_with_images
@@ -22,20 +22,17 @@ from common.model.vision import hidden_with_images
 class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of activations and matrix products. Logits are float32 in any case, weights as --optim.kind says."""
-    attention: Literal["auto", "flash_attention_2", "packed_varlen", "packed_sdpa"] = "auto"
-    """Attention over packed sequences. auto: the fastest one that this machine has; the log says which."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
     replicas: int = 1
     """Copies of the models (HSDP): each is sharded over world size / replicas ranks, and weights travel among these."""
-    liger: bool | None = None
-    """Liger's fused kernels for norms, rotary embeddings and MLPs. None: on GPUs where the family has them."""
+    liger: bool = True
+    """Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs where liger-kernel has the family."""
     share_prompt: bool = False
-    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
-    Not with --policy.attention flash_attention_2; on GPUs auto then means packed_varlen."""
+    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens."""
     sequence_parallel: int = 1
     """Ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit one GPU.
-    They hold as many times the token budget. Not with --policy.attention flash_attention_2."""
+    They hold as many times the token budget."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture are divided: tokens travel to them in the place of weights."""
     router_replay: Literal["none", "old-logp"] = "none"
@@ -46,20 +43,9 @@ class ModelConfig:
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
 
     def __post_init__(self):
-        if self.gathers_keys() and self.attention == "flash_attention_2":
-            raise ValueError("--policy.share-prompt and --policy.sequence-parallel: --policy.attention "
-                             "flash_attention_2 cannot, packed_varlen can")
-        if self.compute_dtype == "float32" and self.attention in ("flash_attention_2", "packed_varlen"):
-            raise ValueError(
-                f"--policy.attention {self.attention} takes no --policy.compute-dtype float32: choose auto"
-            )
         if self.router_replay != "none" and self.share_prompt and self.sequence_parallel > 1:
             raise ValueError("--policy.router-replay goes with --policy.share-prompt or --policy.sequence-parallel, "
                              "not with both: tokens that a correction rejects then change what a rank runs")
-
-    def gathers_keys(self) -> bool:
-        """Whether a query may see keys that do not stand in one piece before it."""
-        return self.share_prompt or self.sequence_parallel > 1
 
 
 class PackedModel(nn.Module):
@@ -137,7 +123,14 @@ class Policy(PackedModel):
 
         One of them exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
-        yield from merged_weights(self.lm, dtype)
+        adapted = {f"{name}.weight": layer for name, layer in self.lm.named_modules() if isinstance(layer, LoRALinear)}
+        for name, parameter in self.lm.named_parameters():
+            if name in adapted:
+                layer = adapted[name]           # A and B are rounded first, as FSDP2 does for the forward pass
+                weight, a, b = (p.to(parameter.dtype).full_tensor() for p in (parameter, layer.lora_A, layer.lora_B))
+                yield name, merge(weight, a, b, layer.scale).to(dtype or parameter.dtype)
+            elif not is_adapter(name):
+                yield name, parameter.to(dtype or parameter.dtype).full_tensor()
         yield from saved_buffers(self.lm).items()
 
     def described(self, dtype: torch.dtype) -> dict[str, Tensor]:

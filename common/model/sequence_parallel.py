@@ -67,10 +67,8 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
     ends, key_ends = (row.layout[name].cpu().long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     chunk, owner = zigzag(ends, n)
     most = int(owner.bincount().max())
-    place = torch.empty_like(owner)                                         # where the gathered rows have each row
-    for rank in range(n):
-        of_rank = (owner == rank).nonzero()[:, 0]
-        place[of_rank] = rank * most + torch.arange(len(of_rank))
+    number = F.one_hot(owner, n).cumsum(0).gather(1, owner[:, None])[:, 0] - 1          # among those of its rank
+    place = owner * most + number                                           # where the gathered rows have each row
     # with fewer tokens than ranks, some run row 0, and nobody reads it
     local = (owner == me).nonzero()[:, 0] if me in owner else torch.tensor([0])
     chunks, lengths = chunk[local].unique_consecutive(return_counts=True)

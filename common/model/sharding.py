@@ -112,6 +112,4 @@ def _make_other_buffers(model: PreTrainedModel) -> None:
     does: transformers' initialisation passes over all that is marked."""
     for tensor in kept_tensors(model).values():
         tensor._is_hf_initialized = True
-    for module in model.modules():
-        module._is_hf_initialized = False
     model.initialize_weights()

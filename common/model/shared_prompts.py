@@ -16,9 +16,6 @@ class SharedPrompts(NamedTuple):
     key_rows: Tensor  # [K] rows of `run` that a segment's queries see: those of its prompt, then its own
     cu_seqlens_k: Tensor  # [segments + 1] int32, where each segment's keys begin in `key_rows`
 
-    def to(self, device: torch.device | str) -> "SharedPrompts":
-        return SharedPrompts(*(x.to(device, non_blocking=True) for x in self))
-
 
 def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> SharedPrompts:
     """The layout of a batch. A prompt is what stands before the first token that the policy sampled; `rows`

@@ -23,7 +23,7 @@ MODELS = {
 
 
 def case(model: str, shares: bool, recomputes: bool, **others) -> Case:
-    policy = ModelConfig(attention="packed_varlen", gradient_checkpointing=recomputes, share_prompt=shares)
+    policy = ModelConfig(gradient_checkpointing=recomputes, share_prompt=shares)
     return Case(MODELS[model], gpus=2, tokens=1024, prompt_length=64, response_length=192, samples_per_prompt=4,
                 policy=policy, **others)
 

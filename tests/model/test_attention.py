@@ -16,7 +16,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.utils import is_flash_attn_2_available
 
 from common.batch import Batch
 from common.model.attention import choose_attention, packed_sdpa, packed_varlen
@@ -173,29 +172,25 @@ def test_refusals():
         model("llama", "packed_sdpa")(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
 
-def test_choose_attention():
+@pytest.mark.parametrize("has_flash_attn", [True, False])
+def test_choose_attention(monkeypatch, has_flash_attn):
+    monkeypatch.setattr("common.model.attention.is_flash_attn_2_available", lambda: has_flash_attn)
     config = {name: kind(**SIZES | extra) for name, (kind, extra) in CONFIGS.items()}
-    auto = ModelConfig()
-    assert choose_attention("cpu", config["llama"], auto) == "packed_sdpa"
-    assert choose_attention("cuda", config["llama"], ModelConfig(attention="packed_sdpa")) == "packed_sdpa"
-    assert choose_attention("cuda", config["llama"], ModelConfig(share_prompt=True)) == "packed_varlen"
-    if not is_flash_attn_2_available():
-        assert choose_attention("cuda", config["llama"], auto) == "packed_varlen"
-        assert choose_attention("cuda:0", config["gemma2"], auto) == "packed_sdpa"
+    default = ModelConfig()
+    assert choose_attention("cpu", config["llama"], default) == "packed_sdpa"
+    for gathers in (ModelConfig(share_prompt=True), ModelConfig(sequence_parallel=2)):
+        assert choose_attention("cuda", config["llama"], gathers) == "packed_varlen"
+        assert choose_attention("cuda:0", config["gemma2"], gathers) == "packed_sdpa"
         for head_dim, want in ((256, "packed_varlen"), (264, "packed_sdpa"), (20, "packed_sdpa")):
-            assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}), auto) == want
+            assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": head_dim}), gathers) == want
         derived = LlamaConfig(**SIZES | {"head_dim": None, "hidden_size": 4 * 264})
-        assert choose_attention("cuda", derived, auto) == "packed_sdpa"
+        assert choose_attention("cuda", derived, gathers) == "packed_sdpa"
     assert choose_attention("cuda", config["llama"], ModelConfig(compute_dtype="float32")) == "packed_sdpa"
+    for name in ("llama", "gemma2"):
+        want = "flash_attention_2" if has_flash_attn else choose_attention("cuda", config[name], gathers)
+        assert choose_attention("cuda", config[name], default) == want
     for name in ("packed_sdpa", "packed_varlen"):
         model("llama", name)                                              # registered: transformers accepts the name
-
-
-@pytest.mark.parametrize("attention", ["packed_varlen", "flash_attention_2"])
-def test_float32_in_a_kernel_of_16_bits_is_refused(attention):
-    with pytest.raises(ValueError, match=rf"--policy.attention {attention} takes no --policy.compute-dtype float32"):
-        ModelConfig(compute_dtype="float32", attention=attention)
-    assert ModelConfig(attention=attention).attention == attention
 
 
 @pytest.mark.gpu

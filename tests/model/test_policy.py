@@ -180,11 +180,6 @@ def test_bfloat16_compute_keeps_float32_masters(tiny_llama, world, policy):
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in half.parameters())
 
 
-def test_shared_prompts_need_an_attention_that_can():
-    with pytest.raises(ValueError, match=r"--policy.share-prompt and .* flash_attention_2 cannot"):
-        ModelConfig(share_prompt=True, attention="flash_attention_2")
-
-
 # --------------------------------------------------------------------------- weights
 
 @pytest.mark.parametrize("tied", [True, False])

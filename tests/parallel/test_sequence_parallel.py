@@ -200,8 +200,3 @@ def test_the_plan_of_memory_has_a_ranks_share():
     assert kept[1] - kept[0] == 2 * 2 * key_and_value and kept[2] - kept[1] == 2 * 2 * key_and_value
     with pytest.raises(ValueError, match=r"--policy\.sequence-parallel 3 must be at least 1 and divide the 8 ranks"):
         plan(3)
-
-
-def test_an_attention_that_takes_no_scattered_keys_is_refused():
-    with pytest.raises(ValueError, match=r"--policy\.sequence-parallel: --policy\.attention flash_attention_2 cannot"):
-        ModelConfig(sequence_parallel=2, attention="flash_attention_2")
