@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, set_seed
 
 from common.batch import Batch
 from common.checkpoint.export import export, hf_files
@@ -123,7 +123,7 @@ class Training:
 
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
         self.watchdog.phase("loading models")
-        ranks.seed_everything(self.args.seed)  # vLLM has seeded them otherwise
+        set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
         args = self.args
         self.models["policy"] = load_policy(
             args.model, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[args.optim.kind]
@@ -175,7 +175,7 @@ class Training:
         args = self.args
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, self.total_steps):
-            ranks.seed_everything(args.seed, step)  # a fork may draw from the global generators, also after a resume
+            set_seed(ranks.seed_of(args.seed, step))  # a fork may draw from the global generators, also after a resume
             self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()
             self.metrics = self.checkpoints.timer.metrics()

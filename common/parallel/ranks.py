@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import set_seed
 
 DEVICES = Path("/dev")
 SAMPLERS = "RL_SAMPLERS"
@@ -181,7 +180,3 @@ def seed_of(*parts: int | str) -> int:
     """A 31-bit seed from names and numbers, the same in every process and Python version."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
-
-
-def seed_everything(*parts: int | str) -> None:
-    set_seed(seed_of(*parts))                           # of random, numpy and torch
