@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pickle
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +36,17 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
     return found
 
 
-def make_optimizer_state(parts: Parts, stored: Iterable[str]) -> None:
-    """Lets each optimizer make the state that a checkpoint with these names fills, in a step on gradients of zero. Its
-    weight decay changes weights, which the checkpoint fills too."""
-    with_state = {name.rpartition(".")[0] for name in stored}
+def load_parts(parts: Parts, folder: Path) -> None:
+    """Fills all parts from a checkpoint of any number of ranks. Each optimizer first makes the state that is filled, in
+    a step on gradients of zero; its weight decay changes weights, which the checkpoint fills too."""
+    reader = Reader(folder)
+    with_state = {name.rpartition(".")[0] for name in reader.read_metadata().state_dict_metadata}
     for part, (module, optimizer) in parts.items():
         for name, parameter in module.named_parameters():
             if f"{part}.optim.{name}" in with_state:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def load_parts(parts: Parts, folder: Path) -> None:
-    """Fills all parts from a checkpoint of any number of ranks."""
-    reader = Reader(folder)
-    make_optimizer_state(parts, reader.read_metadata().state_dict_metadata)
     dcp.load(tensors_of(parts), storage_reader=reader)
 
 
@@ -80,7 +74,7 @@ class MetadataUnpickler(pickle.Unpickler):
         allowed = {
             "torch.distributed.checkpoint.metadata": records,
             "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-            "torch": ("Size", "float32", "float16", "bfloat16", "uint8", "int32", "int64"),
+            "torch": ("Size", "float64", "float32", "float16", "bfloat16", "uint8", "int32", "int64"),
             "torch.serialization": ("_get_layout",),
             "pathlib": ("PosixPath",),
         }

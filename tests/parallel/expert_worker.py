@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from common.checkpoint.state import make_optimizer_state, tensors_of
+from common.checkpoint.state import load_parts, tensors_of
 from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy, read_config
 from common.model.policy import Policy
@@ -63,8 +63,7 @@ def run(case: Case, folder: str, step: Step, world: ranks.World, saved: Path | N
         for loader in (world, here):
             again = load_policy(folder, config, loader)
             parts = {"policy": (again, make_optimizer(again, OPTIM))}
-            make_optimizer_state(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata)
-            dcp.load(tensors_of(parts), checkpoint_id=saved)
+            load_parts(parts, saved)
             found.setdefault("restored", []).append(whole(parts))
     return found
 

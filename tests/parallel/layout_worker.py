@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from common import losses
 from common.batch import Batch
-from common.checkpoint.state import make_optimizer_state, tensors_of
+from common.checkpoint.state import load_parts, tensors_of
 from common.model.bf16_adamw import make_optimizer
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
@@ -159,8 +159,7 @@ def replicated(folder: Path, todo: dict, config: ModelConfig, world: ranks.World
     found["after_adam"] = checkpoint(policy, saved)
     for loader in (single, load_policy(todo["model"], config, grouped)):
         parts = {"policy": (loader, make_optimizer(loader, OptimConfig()))}
-        make_optimizer_state(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata)
-        dcp.load(tensors_of(parts), checkpoint_id=saved)
+        load_parts(parts, saved)
         whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                  for name, tensor in tensors_of(parts).items()}
         found.setdefault("restored", []).append(whole)
