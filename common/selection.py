@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.losses import LossSettings, ppo
 from common.model.policy import Policy
-from common.parallel.choice import choose_largest
+from common.parallel.exchange import choose_largest
 from common.parallel.ranks import seed_of
 from common.segments import moments
 
