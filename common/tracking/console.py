@@ -1,5 +1,6 @@
 """What a run prints."""
 
+import copy
 import dataclasses
 import errno
 import json
@@ -95,12 +96,9 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
 
 def without_nested(flags: type) -> type:
     """The dataclass, with those of its fields that are dataclasses left out of its help."""
-    nested = []
-    for field in dataclasses.fields(flags):
-        if dataclasses.is_dataclass(field.type):
-            hidden = Annotated[field.type, tyro.conf.Suppress]
-            nested.append((field.name, hidden, dataclasses.field(default_factory=field.default_factory)))
-    return dataclasses.make_dataclass(flags.__name__, nested, bases=(flags,))
+    nested = [copy.copy(field) for field in dataclasses.fields(flags) if dataclasses.is_dataclass(field.type)]
+    hidden = [(field.name, Annotated[field.type, tyro.conf.Suppress], field) for field in nested]
+    return dataclasses.make_dataclass(flags.__name__, hidden, bases=(flags,))
 
 
 def print_on_main(world: World, text: str) -> None:
