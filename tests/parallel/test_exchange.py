@@ -131,6 +131,7 @@ def worker(rank: int, world_size: int, store: str) -> None:
     check_nothing_trained(rank, world_size)
     check_refusals(rank, world_size)
     check_dummy_under_fsdp(rank, world_size)
+    dist.barrier()                                                          # a rank that leaves first can abort others
     dist.destroy_process_group()
 
 
