@@ -24,6 +24,7 @@ from torch.nn.attention import varlen
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from common import kernels
+from common.model import loading
 from common.model.lora import LoRAConfig
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
@@ -78,6 +79,7 @@ def give_cpu_the_kernels_of_gpus() -> None:
     def backward(grad_out, query, key, value, *_):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
+    loading.choose_attention = lambda *_: "packed_varlen"
     varlen._varlen_attn.register_kernel("cpu")(forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)
     kernels.CPU_TILE = 8192, 2**20
