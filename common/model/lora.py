@@ -84,9 +84,13 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     linears = [(block, name, module) for block in blocks for name, module in block.named_modules()
                if type(module) is nn.Linear]
     possible = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
-    for target in sorted({*config.targets} - possible):
-        raise ValueError(f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
-                         f"{' '.join(sorted(possible))}")
+    for target in config.targets:
+        if target not in possible:
+            raise ValueError(
+                f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
+                f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a layer's "
+                f"input, and the experts of a mixture are one tensor, not a linear layer each"
+            )
     model.requires_grad_(False)
     for block, name, linear in linears:
         if name.rpartition(".")[2] in (config.targets or possible):
@@ -122,5 +126,5 @@ def adapter_flags(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags of a run and its model's name, which its adapters belong to; {} if all weights are trained."""
     if not flags.get("--lora.rank"):
         return {}
-    adapters = {name: value for name, value in flags.items() if name.startswith("--lora.")}
-    return adapters | {"--model": Path(flags["--model"]).name}
+    names = ("--lora.rank", "--lora.alpha", "--lora.targets")
+    return {name: flags[name] for name in names} | {"--model": Path(flags["--model"]).name}
