@@ -59,6 +59,7 @@ def test_a_microbatch_keeps_what_the_last_pass_said():
     """For the recorded rollouts, without the graph."""
     training = Training(SimpleNamespace())
     training.meter = Meter()
+    training.policy = SimpleNamespace(router_changed=None)
     training.advance = training.check = lambda: None
     microbatch = SimpleNamespace(mask=torch.tensor([True, False]))
     for entropy in ([1.0, 2.0], [6.0, 7.0]):
