@@ -79,7 +79,11 @@ class VLLMEngine(Engine):
             }
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # CPUs have no Triton
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)  # inside vLLM
-        with unchanged_process(), quiet, vllm_cpu.changed_start() if self.on_cpu else contextlib.nullcontext():
+        # LLM() edits LD_PRELOAD and LOCAL_WORLD_SIZE, on CPUs it replaces torch.set_num_threads, and with
+        # VLLM_BATCH_INVARIANT=1 torch.bmm by one without a backward: at their end, these patches take that back
+        kept = mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads)
+        cpu = vllm_cpu.changed_start() if self.on_cpu else contextlib.nullcontext()
+        with mock.patch.dict(os.environ), kept, quiet, cpu:
             from vllm import LLM
 
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
@@ -198,16 +202,3 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
             f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
         )
     return share
-
-
-@contextlib.contextmanager
-def unchanged_process() -> Iterator[None]:
-    """Restore what the construction of `LLM()` changes in the trainer's process.
-
-    It edits LD_PRELOAD and LOCAL_WORLD_SIZE; on CPUs it replaces torch.set_num_threads; with VLLM_BATCH_INVARIANT=1 it
-    replaces torch.bmm by a function without a backward.
-    """
-    # a patch with the function itself: at its end, it takes back what vLLM has put there
-    patch = mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads)
-    with patch, mock.patch.dict(os.environ):
-        yield

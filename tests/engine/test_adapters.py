@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from common.batch import Batch
-from common.engine.vllm import unchanged_process
 from common.model.loading import load_policy
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.engine.engine_models import PROMPTS, make_model
@@ -27,7 +26,7 @@ def test_vllm_samples_with_an_exported_adapter(world, watch, tmp_path, monkeypat
     checkpoints.export_checkpoint(str(tmp_path), tmp_path / "adapter", adapter=True)
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    with unchanged_process():
+    with mock.patch.dict("os.environ"), mock.patch.object(torch, "set_num_threads", torch.set_num_threads):
         from vllm import LLM, SamplingParams
         from vllm.distributed import parallel_state
         from vllm.lora.request import LoRARequest
