@@ -323,7 +323,7 @@ def test_the_first_sleep_has_a_probe_and_then_every_tenth(tiny_llama, world, fla
         policy.version += 1
         engine.wake(policy)
         rows.append(engine.sleep())
-    for name in ("sync/probe_prob_diff", "sync/probe_logp_diff", "timing_s/probe"):
+    for name in ("sync/probe_prob_diff", "sync/probe_logp_diff"):
         assert [number for number, row in enumerate(rows) if name in row] == [*probed]
 
 
