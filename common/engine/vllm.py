@@ -15,10 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.dataset.images import Images, decode
-from common.engine import vllm_cpu
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
 from common.model.policy import ModelConfig
@@ -82,7 +81,7 @@ class VLLMEngine(Engine):
         # LLM() edits LD_PRELOAD and LOCAL_WORLD_SIZE, on CPUs it replaces torch.set_num_threads, and with
         # VLLM_BATCH_INVARIANT=1 torch.bmm by one without a backward: at their end, these patches take that back
         kept = mock.patch.multiple(torch, bmm=torch.bmm, set_num_threads=torch.set_num_threads)
-        cpu = vllm_cpu.changed_start() if self.on_cpu else contextlib.nullcontext()
+        cpu = start_on_cpu() if self.on_cpu else contextlib.nullcontext()
         with mock.patch.dict(os.environ), kept, quiet, cpu:
             from vllm import LLM
 
@@ -111,7 +110,7 @@ class VLLMEngine(Engine):
                 )
         held = held_checksums(self.model, sent, self.dtype)
         if self.on_cpu:
-            vllm_cpu.pack(self.model)
+            pack_on_cpu(self.model)
         return len(held), differing(sent, held)
 
     def _wake_cache(self) -> None:
@@ -202,3 +201,34 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
             f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
         )
     return share
+
+
+@contextlib.contextmanager
+def start_on_cpu() -> Iterator[None]:
+    """While vLLM starts on CPUs: patches of vLLM 0.32.
+
+    It packs the weights of linear layers for its kernels and would remove them. They stay beside the packed copies, so
+    that a sync can write and read them.
+    It names the shared memory of tensor-parallel ranks after their numbers alone, so that a second job on the machine,
+    or what a killed job left behind, stops the start. Without that memory they use the process group."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers import utils
+
+    pack_layer = utils.dispatch_cpu_unquantized_gemm
+    keep_weights = mock.patch.object(
+        utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: pack_layer(layer, remove_weight=False)
+    )
+    with keep_weights, mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False):
+        yield
+
+
+def pack_on_cpu(model: nn.Module) -> None:
+    """After a sync on CPUs: pack the weights of linear layers, of the output head and of a mixture's experts again."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        if "cpu_linear" in vars(module):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed
 import tyro
 
-from common.engine import vllm_cpu
 from common.engine.base import Engine, RolloutConfig
 from common.engine.make import make_engine
+from common.engine.vllm import pack_on_cpu
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks
@@ -54,7 +54,7 @@ def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
     policy.version += 1
     engine._wake_weights()
     sync = timed(device, lambda: engine._sync(policy))
-    pack = timed(device, lambda: vllm_cpu.pack(engine.model)) if device.type == "cpu" else 0.0
+    pack = timed(device, lambda: pack_on_cpu(engine.model)) if device.type == "cpu" else 0.0
     gather = timed(device, lambda: [None for _ in policy.full_tensors(dtype)])
     numel = sum(parameter.numel() for parameter in policy.parameters())
     floor = plain_copies(numel, 256 * 2**20 // dtype.itemsize, dtype, engine.world)

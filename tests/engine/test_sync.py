@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from common.engine import vllm_cpu
+from common.engine import vllm
 from common.engine.base import SamplingConfig
 from tests.conftest import VLLM, launch
 from tests.engine import engine_models
@@ -140,13 +140,13 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
         with pytest.raises(RuntimeError, match=r"checksums differ.* in 1 tensors: model\.norm\.weight"):
             engine.wake(policy)
     with monkeypatch.context() as patch:
-        pack = vllm_cpu.pack
+        pack = vllm.pack_on_cpu
 
         def change_and_pack(model):
             model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
             pack(model)
 
-        patch.setattr(vllm_cpu, "pack", change_and_pack)
+        patch.setattr(vllm, "pack_on_cpu", change_and_pack)
         engine.wake(policy)                                             # the change is behind the checksum ...
     assert engine.sleep()["sync/probe_logp_diff"] > 1e-3                # ... so it is the probe that sees it
     policy.version += 1
