@@ -301,19 +301,16 @@ class Engine:
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         """Load all `tensors`. `sent`: their checksums, filled while `tensors` is read. Returns the number of tensors
         that were compared and the names of those that differ."""
-        raise NotImplementedError
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
             images: Images | None = None) -> None:
         """Queue a request under this number; no seed: greedy. All ranks of an engine add the same in the same order."""
-        raise NotImplementedError
 
     def has_unfinished(self) -> bool:
         raise NotImplementedError
 
     def step(self) -> Iterator[tuple[int, Response]]:
         """Sample at least one more token of a request; yield (request, response) of those that end."""
-        raise NotImplementedError
 
     def from_first_rank(self, value: Any) -> Any:
         """`value` of the engine's first rank, on all of its ranks."""
@@ -321,4 +318,3 @@ class Engine:
 
     def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
         """Give up requests; those that have ended are ignored. Returns (request, what was sampled of it)."""
-        raise NotImplementedError
