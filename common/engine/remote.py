@@ -63,7 +63,7 @@ class RemoteEngine(Engine):
         self.bridge.send(("weights",))
         for _, layer in groupby(tensors, lambda named: re.match(r"\D*\d*", named[0])[0]):  # up to a layer's number
             bucket = list(layer)
-            self.bridge.send([(name, tensor.shape, tensor.dtype, sent.get(name)) for name, tensor in bucket])
+            self.bridge.send([(name, tensor.shape, tensor.dtype, sent[name]) for name, tensor in bucket])
             if self.world.is_main:
                 data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
                 self.bridge.group.broadcast(data, 0).wait()
@@ -85,8 +85,7 @@ def receive_weights(engine: Engine, bridge: Bridge) -> tuple[int, list[str], Bat
             data = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.world.device)
             bridge.group.broadcast(data, 0).wait()
             for (name, shape, dtype, known), part in zip(bucket, data.split(sizes)):
-                if known is not None:
-                    sent[engine.name_of(name)] = known
+                sent[engine.name_of(name)] = known
                 yield name, part.clone().view(dtype).view(shape)
 
     engine._wake_weights()
