@@ -1,7 +1,5 @@
 """Checksums and log-probs, which show that the engine holds the trainer's weights."""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,13 +8,8 @@ BLOCK = 1 << 20
 """Number of elements that are cast at a time."""
 EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
-
-
-class Checksum(NamedTuple):
-    """Of a tensor, or of the parts that are held of it."""
-
-    total: int
-    num_elements: int
+Checksum = tuple[int, int]
+"""Of a tensor, or of the parts that are held of it: the sum that `checksum` describes, the number of elements."""
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
@@ -28,7 +21,7 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
     blocks = tensor.detach().reshape(-1).split(BLOCK)
     # float64, which is exact up to 2**53 / 2**15 = 2**38 integers, is summed faster than int64
     totals = [block.to(dtype).view(torch.int16).sum(dtype=torch.float64) for block in blocks]
-    return Checksum(int(torch.stack(totals).sum()), tensor.numel())
+    return int(torch.stack(totals).sum()), tensor.numel()
 
 
 def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:
@@ -60,8 +53,9 @@ def differing(sent: dict[str, Checksum], held: dict[str, Checksum]) -> set[str]:
     names = sorted(held)
     sums = torch.tensor([held[name] for name in names], dtype=torch.int64)  # [names, 2]
     dist.all_reduce(sums, group=get_tp_group().cpu_group)
-    found = zip(names, sums.tolist())
-    return {name for name, (total, count) in found if total != sent[name].total * (count // sent[name].num_elements)}
+    sent_sums = torch.tensor([sent[name] for name in names])  # [names, 2]
+    copies = sums[:, 1] // sent_sums[:, 1]
+    return {names[i] for i in (sums[:, 0] != sent_sums[:, 0] * copies).nonzero()[:, 0]}
 
 
 def check_difference(prob_diff: float, limit: float, where: str) -> None:
