@@ -50,8 +50,7 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
             for batch in parquet.iter_batches(BATCH_ROWS, columns=found):
                 yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
-        kind = "parquet" if file.endswith(PARQUET) else "JSON lines"
-        raise ValueError(f"{file} cannot be read as {kind}: {error}") from None
+        raise ValueError(f"{file} cannot be read: {error}") from None
 
 
 def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
@@ -59,10 +58,8 @@ def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
     if isinstance(found, pa.StructScalar):
         return found.as_py()
     try:
-        row = json.loads(found)
+        row = {**json.loads(found)}  # TypeError: it is no object
         json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the line must be a JSON object ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"the line must be a JSON object, not {type(row).__name__}")
     return row

@@ -148,7 +148,7 @@ def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
     prompts.loaded.write_skipped(tmp_path / "run" / "skipped_train.jsonl")
     listed = [json.loads(line) for line in (tmp_path / "run" / "skipped_train.jsonl").read_text().splitlines()]
     assert [(bad["file"], bad["row"]) for bad in listed] == [(path, 2), (path, 5), (str(tmp_path / "b.jsonl"), 1)]
-    assert "must have a ground_truth" in listed[0]["rule"] and "not list" in listed[2]["rule"]
+    assert "must have a ground_truth" in listed[0]["rule"] and "'list' object" in listed[2]["rule"]
     whole = load_prompts([write(tmp_path / "c.parquet", rows[:2])], tokenizer, DataConfig())
     whole.loaded.write_skipped(tmp_path / "run" / "skipped_val.jsonl")
     assert not (tmp_path / "run" / "skipped_val.jsonl").exists()
