@@ -5,7 +5,6 @@ ones anyway. On CPUs weights and cache stay.
 """
 
 import contextlib
-import importlib.util
 import logging
 import os
 import warnings
@@ -43,8 +42,7 @@ class VLLMEngine(Engine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        if importlib.util.find_spec("flashinfer") is None:
-            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM imports it otherwise
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is imported otherwise, and never used with seeds
         options: dict[str, Any] = {
             "model": model,
             "load_format": "dummy",  # weights come from the trainer, all of them, before the first use
