@@ -54,10 +54,7 @@ class OffloadedTensors:
             pin = torch.cuda.is_available()
             self.host = [torch.empty(len(storage), dtype=torch.uint8, pin_memory=pin) for storage in self.emptied]
         for storage, buffer in zip(self.emptied, self.host):
-            buffer.copy_(_bytes(storage), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()                    # the copies read what is freed next
-        for storage in self.emptied:
+            buffer.copy_(_bytes(storage))
             storage.resize_(0)
 
     def to_device(self) -> None:
