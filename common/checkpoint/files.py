@@ -67,7 +67,5 @@ def crc32(path: Path) -> int:
 def sync(path: Path) -> None:
     """Flushes a file's content, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
