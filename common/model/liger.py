@@ -8,27 +8,21 @@ interpreter. The log-probs stay those of common/kernels.py, whose logits are flo
 import importlib.util
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
-from transformers.integrations.liger import apply_liger_kernel
 
 from common.model.attention import choose_attention
 from common.model.policy import ModelConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Those that the test proves. Experts of mixtures keep transformers' grouped products."""
+KERNELS = {"fused_linear_cross_entropy": False}
+"""For `apply_liger_kernel`. It changes the rotary embedding for all models of the family in this process."""
 
 
 def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> bool:
     """Whether the model is trained with Liger's kernels."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
     return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in FAMILIES
-
-
-def use_liger(transformer: nn.Module) -> None:
-    """Put the kernels in the place of the modules' own forward. The rotary embedding is a function of the family's
-    module in transformers, so it changes for all models of the family in this process."""
-    apply_liger_kernel(transformer, {"fused_linear_cross_entropy": False})
 
 
 def kernels_in_words(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> str:

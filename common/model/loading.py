@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
-from common.model.liger import use_liger, uses_liger
+from common.model.liger import KERNELS, uses_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
@@ -162,7 +163,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
         model.base_model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)
     if uses_liger(world.device, hf_config, config):
-        use_liger(model)
+        apply_liger_kernel(model, KERNELS)
     if lora.rank:
         add_adapters(model, lora, dtype)
     return model

@@ -2,17 +2,19 @@
 For each family and dtype the differences to transformers' own modules are printed as JSON."""
 
 import json
+from functools import partial
 
 import numpy as np
 import torch
 import triton.language as tl
 from liger_kernel.ops import rms_norm
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.liger import apply_liger_kernel
 from triton.runtime import interpreter
 
 import common.model.attention  # noqa: F401  makes packed_sdpa known to transformers
 from common.batch import Batch
-from common.model.liger import FAMILIES, use_liger
+from common.model.liger import FAMILIES, KERNELS
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig, Policy
 from tests.model.kept import kept_bytes
@@ -64,7 +66,7 @@ def differences(family: str) -> dict[str, float]:
     compare("own", pass_over(build(family, torch.float16)[1]))
     models = {name: build(family, dtype)[1] for name, dtype in (("float32", torch.float32), ("float16", torch.float16))}
     for name, lm in models.items():
-        use_liger(lm)
+        apply_liger_kernel(lm, KERNELS)
         compare(name, pass_over(lm))
     found["modules"] = sum("Liger" in module._get_name() for module in lm.modules())
     return found
@@ -72,7 +74,8 @@ def differences(family: str) -> dict[str, float]:
 
 def kept(family: str) -> dict[str, float]:
     """Bytes a token that autograd keeps of a block with the kernels, and as they are calculated."""
-    shallow, deep = (kept_bytes(build(family, torch.bfloat16, num_hidden_layers=n)[0], use_liger) for n in (2, 4))
+    use = partial(apply_liger_kernel, kernel_config=KERNELS)
+    shallow, deep = (kept_bytes(build(family, torch.bfloat16, num_hidden_layers=n)[0], use) for n in (2, 4))
     model = Model(build(family, torch.bfloat16)[0], ModelConfig(), 1)
     model.is_fused = True
     return {"kept": (deep - shallow) / 2, "calculated": model.kept_by_block(keys=0)}
