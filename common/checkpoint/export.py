@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -109,10 +108,7 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
         if file in parts:
             parts[file][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if len(parts[file]) == len(split.filename_to_tensors[file]):
-                try:
-                    save_file(parts.pop(file), partial / file, {"format": "pt"})
-                except SafetensorError as error:                # that is also what a full disk raises
-                    raise OSError(f"{partial / file}: {error}") from None
+                save_file(parts.pop(file), partial / file, {"format": "pt"})
     if size > 1:
         dist.barrier()
     if rank == 0:
