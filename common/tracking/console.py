@@ -43,15 +43,11 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
     phases = {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")}
     step_s = phases.pop("step")
     longest = sorted(phases, key=phases.get, reverse=True)[:2]
-    seconds = " ".join(f"{phase} {_seconds(phases[phase])}" for phase in longest)
+    seconds = " ".join(f"{phase} {phases[phase]:.4g}" for phase in longest)
     left = f"{(total_steps - step) * (step_s - phases.get('testing', 0.0)) / 60:.0f} min left"
     width = len(str(total_steps))
-    line = f"step {step:>{width}}/{total_steps}  {'  '.join(numbers)} | {_seconds(step_s)} s: {seconds} | {left}"
+    line = f"step {step:>{width}}/{total_steps}  {'  '.join(numbers)} | {step_s:.4g} s: {seconds} | {left}"
     return f"{line}\n{val_line(f'after step {step}', metrics)}" if any(k.startswith("val-") for k in metrics) else line
-
-
-def _seconds(s: float) -> str:
-    return f"{s:.1f}" if s < 100 else f"{s:.0f}"
 
 
 def val_line(when: str, metrics: dict[str, float]) -> str:

@@ -92,7 +92,7 @@ def test_step_line_by_hand():
     }
     numbers, seconds, left = step_line(7, 100, metrics).split(" | ")
     assert numbers == "step   7/100  reward 0.512  length 27  kl -1.2e-04  grad 0.46"
-    assert seconds == "7.0 s: update_actor 4.1 gen 2.5"
+    assert seconds == "6.96 s: update_actor 4.06 gen 2.54"
     assert left == "11 min left"                                        # 93 steps of 6.96 s
     assert step_line(7, 100, metrics | {"timing_s/testing": 3.0}).endswith("6 min left")        # without validation
     metrics |= {"actor/ppo_kl": 0.0, "actor/entropy": 12.345, "actor/pg_clipfrac": 0.0, "timing_s/gen": 2999.9}
