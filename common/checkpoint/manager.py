@@ -29,7 +29,6 @@ from common.checkpoint.export import write_files
 from common.checkpoint.files import check_files, complete_checkpoints, crc32, find, read_manifest, sync, write_manifest
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import Parts, ShardWriter, differences, flags_of, load_parts, tensors_of
-from common.model.lora import adapter_flags
 from common.parallel.ranks import World, all_gather_objects, all_max, collective_timeout, on_main, together
 from common.tracking.console import print_on_main
 from common.tracking.profiling import Timer
@@ -94,7 +93,10 @@ class Checkpoints:
         self.root = Path(args.run_dir).resolve() / "checkpoints"
         self.files = files
         self.flags = flags_of(args)
-        self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts)} | adapter_flags(self.flags)
+        self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts)}
+        if self.flags.get("--lora.rank"):                       # adapters belong to one model
+            self.model |= {name: value for name, value in self.flags.items() if name.startswith("--lora.")}
+            self.model["--model"] = Path(self.flags["--model"]).name
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.dirty = False                                      # True once an optimizer step was made since then

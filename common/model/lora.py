@@ -6,7 +6,6 @@ same function, so trainer and engine hold the same numbers. The reference is the
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,11 +119,3 @@ class Reference:
         logp = self.policy.score(replace(batch, routing=None), temperature)     # its own experts
         LoRALinear.are_on = True
         return logp
-
-
-def adapter_flags(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags of a run and its model's name, which its adapters belong to; {} if all weights are trained."""
-    if not flags.get("--lora.rank"):
-        return {}
-    names = ("--lora.rank", "--lora.alpha", "--lora.targets")
-    return {name: flags[name] for name in names} | {"--model": Path(flags["--model"]).name}
