@@ -23,7 +23,7 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
     `kwargs`: where its keys are, see `_take_keys`."""
-    key, value = _take_keys("packed_sdpa", query, key, value, cu_seq_lens_q, **kwargs)
+    key, value = _take_keys(key, value, **kwargs)
     lengths, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in (cu_seq_lens_q, cu_seq_lens_k))
     gqa, dtype = query.shape[1] != key.shape[1], query.dtype
     low = dtype == torch.bfloat16 and query.device.type == "cpu"
@@ -61,7 +61,7 @@ def packed_varlen(
     """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
-    key, value = _take_keys("packed_varlen", query, key, value, cu_seq_lens_q, **kwargs)
+    key, value = _take_keys(key, value, **kwargs)
     if softcap is not None:
         raise ValueError("packed_varlen has no soft-cap: use packed_sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [T, heads, D]
@@ -72,18 +72,15 @@ def packed_varlen(
 
 
 def _take_keys(
-    name: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, key_rows: Tensor | None = None,
-    sequence_group: dist.ProcessGroup | None = None, num_rows: int = 0, s_aux: Tensor | None = None, **kwargs,
+    key: Tensor, value: Tensor, key_rows: Tensor | None = None, sequence_group: dist.ProcessGroup | None = None,
+    num_rows: int = 0, s_aux: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, Tensor]:
     """The keys and values that the queries see. With a `sequence_group` those of all its ranks, `num_rows` of each.
 
     `key_rows` [K]: sequence i's are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`, its queries the last
     of them (a response that goes on after a prompt which others share)."""
-    if cu_seqlens is None or query.shape[0] != 1:
-        raise ValueError(f"{name} needs one packed row with its cu_seq_lens_q, got a batch of {query.shape[0]}: packed "
-                         "sequences would see each other")
     if s_aux is not None:
-        raise ValueError(f"{name} has no attention sinks: this model needs another attention function")
+        raise ValueError("packed attention has no attention sinks: this model needs another attention function")
     if sequence_group is not None:
         key, value = gather_keys(key, value, sequence_group, num_rows)
     return (key, value) if key_rows is None else (key[:, :, key_rows], value[:, :, key_rows])
