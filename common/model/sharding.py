@@ -99,17 +99,11 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
         fully_shard(model.head, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, mp_policy=precision)
     model.to_empty(device=world.device)
-    _make_other_buffers(transformer)
+    for tensor in kept_tensors(transformer).values():       # transformers fills what is not marked (rotary frequencies)
+        tensor._is_hf_initialized = True
+    transformer.initialize_weights()
 
 
 def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The weights and buffers that a model's files hold, tied ones once."""
     return dict(module.named_parameters()) | saved_buffers(module)
-
-
-def _make_other_buffers(model: PreTrainedModel) -> None:
-    """Fill the other buffers (rotary frequencies), which allocating the shards left undefined, as `from_pretrained`
-    does: transformers' initialisation passes over all that is marked."""
-    for tensor in kept_tensors(model).values():
-        tensor._is_hf_initialized = True
-    model.initialize_weights()
