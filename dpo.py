@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing import errors
 from torch.nn.functional import logsigmoid
 
 import sft
-from common import losses
 from common.batch import Batch
 from common.dataset.conversations import ConversationConfig, ConversationSet, Piece, load_conversations
 from common.engine.make import stop_tokens
@@ -204,7 +203,6 @@ def main(args: Args) -> None:
             with run.phase("update_actor", [minibatch]):
                 for microbatch in minibatch:                                                    # as many on every rank
                     logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
-                    losses.check_finite("logp", logp.detach(), microbatch)
                     loss = coefficients[microbatch.index][microbatch.sequence_ids] * logp       # [T] 0 on the prompt
                     (run.world.size * loss.sum()).backward()                                    # FSDP averages: undo it
                     run.microbatch_done(microbatch, {}, logp, entropy)

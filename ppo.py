@@ -222,13 +222,12 @@ def main(args: Args) -> None:
                     )
                     for microbatch in minibatch:                                                # as many on every rank
                         value = critic(microbatch)                                              # [T]
-                        losses.check_finite("value", value.detach(), microbatch)
                         loss, stats = value_loss(
                             value, microbatch.value, microbatch.returns, microbatch.mask, args.value_clip
                         )
                         run.meter.total("critic/vf_loss", (loss * microbatch.weight).sum(), per=num_updates)
                         (run.world.size * (loss * microbatch.weight).sum()).backward()          # FSDP averages: undo it
-                        run.microbatch_done(microbatch, stats)
+                        run.microbatch_done(microbatch, stats, value)
                     run.optimizer_step("critic", critic, critic_optimizer, args.critic_optim, step)
             actor_epochs = args.epochs_per_step if step >= args.critic_warmup_steps else 0
             with run.phase("update_actor", minibatches * actor_epochs):
@@ -241,7 +240,6 @@ def main(args: Args) -> None:
                     select(settings, minibatch.microbatches, policy, temperature, args.seed, step, update)
                     for microbatch in minibatch:                                                # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
-                        losses.check_finite("logp", logp.detach(), microbatch)
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = settings.function(
                             logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,

@@ -159,7 +159,6 @@ def main(args: Args) -> None:
                 losses.set_token_weights(minibatch.microbatches, "token-mean", None, minibatch.skipped_lengths)
                 for microbatch in minibatch:                                                    # as many on every rank
                     logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
-                    losses.check_finite("logp", logp.detach(), microbatch)
                     loss = -logp
                     (run.world.size * (loss * microbatch.weight).sum()).backward()              # FSDP averages: undo it
                     run.microbatch_done(microbatch, {"train/loss": loss}, logp, entropy)

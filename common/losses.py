@@ -45,14 +45,11 @@ def set_token_weights(microbatches: list, aggregation: str, norm_length: float |
     return tokens, responses
 
 
-def check_finite(name: str, x: Tensor, batch) -> None:
-    """Refuse NaN and infinity in a per-token tensor [T], naming the response."""
-    if not torch.isfinite(x).all():                                                     # one read of a GPU's value
-        bad = (~torch.isfinite(x)).nonzero()[:, 0].tolist()
-        response = int(batch.index[batch.sequence_ids[bad[0]]])
-        raise ValueError(f"{name} is {x[bad[0]].item()} for response {response} at its token "
-                         f"{int(batch.position_ids[bad[0]])}, {len(bad)} such values in this batch: look at the "
-                         f"grad_norm and learning rate of earlier steps, and at this response's text")
+def check_finite(name: str, x: Tensor, batch: Batch) -> None:
+    """Refuse NaN and infinity in a per-token tensor [T], naming the first response that has some."""
+    for t in (~x.isfinite()).nonzero()[:1, 0]:
+        raise ValueError(f"{name} is {x[t]} for response {batch.index[batch.sequence_ids[t]]} at its token "
+                         f"{batch.position_ids[t]}: look at grad_norm of earlier steps, and at this response's text")
 
 
 def _prepare(mask: Tensor, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> tuple[Tensor, ...]:

@@ -82,6 +82,5 @@ def _where(mask: Tensor | None, values: Tensor, other: float) -> Tensor:
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
     """name/mean, name/max, name/min of numbers [N] that every rank has, NaN left out; nothing of no numbers."""
-    values = values.double()
-    values = values[~values.isnan()]
+    values = values[~values.isnan()].double()
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min") if len(values)}

@@ -23,6 +23,7 @@ from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
+from common.losses import check_finite
 from common.metrics import Meter
 from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
@@ -193,6 +194,7 @@ class Training:
         in turn; a loop that has its own order calls `microbatch_done` instead."""
         num_microbatches = sum(len(minibatch) for minibatch in minibatches)
         self.check = self.checkpoints.spread_checks(num_microbatches)
+        self.outputs: list[tuple[Batch, Tensor]] = []  # what the model said of each micro-batch
         with self.timer(name), self.tracker.progress(name, num_microbatches) as self.advance:
             yield self._each(chain(*minibatches))
 
@@ -202,17 +204,18 @@ class Training:
             self.advance()
             self.check()
 
-    def microbatch_done(self, microbatch: Batch, stats: dict[str, Tensor], logp: Tensor | None = None,
+    def microbatch_done(self, microbatch: Batch, stats: dict[str, Tensor], output: Tensor,
                         entropy: Tensor | None = None) -> None:
-        """After each micro-batch of an update. `stats`: numbers per token [T], averaged where the mask is True. `logp`
-        and `entropy` of the policy [T] are also kept for the recorded rollouts."""
+        """After each micro-batch of an update. `stats`: numbers per token [T], averaged where the mask is True.
+        `output` [T]: values, or log-probs, which are kept for the recorded rollouts with the `entropy` [T]."""
+        self.outputs.append((microbatch, output.detach()))
         for name, values in stats.items():
             self.meter.mean(name, values, microbatch.mask)
-        if logp is not None:
+        if entropy is not None:
             self.meter.mean("actor/entropy", entropy, microbatch.mask)
             if self.policy.router_changed is not None:  # by --policy.router-replay
                 self.meter.mean("actor/router_changed", self.policy.router_changed, microbatch.mask)
-            found = stats | {"logp": logp, "entropy": entropy}
+            found = stats | {"logp": output, "entropy": entropy}
             microbatch.last_pass = {name: values.detach() for name, values in found.items()}
         self.advance()
         self.check()  # a stop signal takes effect here, unless an optimizer step would be lost
@@ -220,10 +223,13 @@ class Training:
     def optimizer_step(self, name: str, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig,
                        step: int, first_step: int = 0) -> None:
         """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
-        gradient norm and skipped steps are logged."""
+        gradient norm and skipped steps are logged. Raises ValueError, naming the response, for a log-prob or value that
+        is not finite. A GPU is not asked before, so that it need not wait for the host between micro-batches."""
         lr = learning_rate(config, step - first_step, self.total_steps - first_step)
         self.metrics[f"{name}/lr"] = lr
         grad_norm = optimizer_step(model, optimizer, lr, config)
+        for microbatch, output in [] if math.isfinite(grad_norm) else self.outputs:
+            check_finite(f"the output of the {name}", output, microbatch)
         self.meter.mean(f"{name}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
         self.meter.total(f"{name}/skipped_steps", not math.isfinite(grad_norm), per=self.world.size)
 

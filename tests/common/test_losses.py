@@ -511,7 +511,7 @@ def test_check_finite_names_the_sample():
     check_finite("old_logp", batch.old_logp, batch)
     bad = batch.old_logp.clone()
     bad[int(batch.cu_seqlens[2]) + 4] = math.inf
-    with pytest.raises(ValueError, match=r"old_logp is inf for response 102 at its token 4, 1 such"):
+    with pytest.raises(ValueError, match=r"old_logp is inf for response 102 at its token 4: "):
         check_finite("old_logp", bad, batch)
 
 

@@ -1,14 +1,17 @@
 """What surrounds a loop, without a loop."""
 
 import itertools
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common.batch import Batch
 from common.checkpoint.manager import MAX_CHECKS, Checkpoints
 from common.metrics import Meter
+from common.optim import OptimConfig
 from common.tracking.profiling import Timer
 from common.training import Training
 
@@ -55,12 +58,27 @@ def test_the_looks_for_a_signal_are_bounded(count):
     assert max(b - a for a, b in itertools.pairwise([0, *looks, count])) <= -(-count // MAX_CHECKS)
 
 
+def test_a_broken_gradient_names_the_response_whose_output_is_not_finite(monkeypatch):
+    monkeypatch.setattr("common.training.optimizer_step", lambda *_: math.nan)
+    training = Training(SimpleNamespace())
+    training.meter, training.metrics = Meter(), {}
+    training.total_steps, training.world = 1, SimpleNamespace(size=1)
+    batch = Batch.build([[1]], [[2, 3]], index=[7])
+    training.outputs = [(batch, torch.zeros(3))]
+    training.optimizer_step("actor", None, None, OptimConfig(), 0)      # it was the backward pass: counted alone
+    assert training.meter.reduce()["actor/skipped_steps"] == 1
+    training.outputs.append((batch, torch.tensor([0.0, -1.0, math.nan])))
+    with pytest.raises(ValueError, match="the output of the actor is nan for response 7 at its token 2: "):
+        training.optimizer_step("actor", None, None, OptimConfig(), 0)
+
+
 def test_a_microbatch_keeps_what_the_last_pass_said():
     """For the recorded rollouts, without the graph."""
     training = Training(SimpleNamespace())
     training.meter = Meter()
     training.policy = SimpleNamespace(router_changed=None)
     training.advance = training.check = lambda: None
+    training.outputs = []
     microbatch = SimpleNamespace(mask=torch.tensor([True, False]))
     for entropy in ([1.0, 2.0], [6.0, 7.0]):
         logp = torch.zeros(2, requires_grad=True) - 1

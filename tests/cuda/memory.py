@@ -256,7 +256,6 @@ def loss_of(case: Case, model: Policy | Critic, one: Batch) -> tuple[torch.Tenso
     if isinstance(model, Critic):
         return ppo.value_loss(model(one), one.value, one.returns, one.mask)
     logp, entropy = model(one, 1.0, case.entropy)
-    losses.check_finite("logp", logp.detach(), one)
     bounds = losses.LOSSES["grpo"].bounds
     loss, stats = losses.ppo(logp, one.old_logp, one.advantage, one.mask, one.cu_seqlens, **bounds)
     if case.reference:

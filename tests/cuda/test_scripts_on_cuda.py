@@ -137,13 +137,8 @@ def test_a_resumed_run_is_the_same_run(runs):
     assert ours == theirs
 
 
-# Host reads: the host waits until the device has done all it was given, and the device then waits for the host.
-
-# What the host knew when it planned the micro-batches moves to the device with them. Left are: whether the log-probs
-# are finite, and what is written of them in steps whose rollouts are recorded.
-
-A_MICROBATCH = "common/losses.py:check_finite"
-MAX_READS_OF_A_MICROBATCH = 6
+# Host reads: the host waits until the device has done all it was given, and the device then waits for the host. What
+# the host knew when it planned the micro-batches moves to the device with them.
 
 
 def test_a_forward_reads_nothing(runs):
@@ -152,14 +147,15 @@ def test_a_forward_reads_nothing(runs):
         read = seen_of(runs, name)["reads"]
         parts = "model/(policy|attention)|kernels|segments|batch.py:(?!to$|<dictcomp>)|metrics.py:mean|correction"
         assert not [place for place in read if re.match(f"common/({parts})", place)], name
-        assert read[A_MICROBATCH] >= 2
+        assert read["common/optim.py:optimizer_step"] >= 2
         moved = read["common/batch.py:to"] + read["common/batch.py:<dictcomp>"]         # for the advantages of a step
         assert moved <= 2 * len(dataclasses.fields(Batch))
         assert read.get("common/model/shared_prompts.py:share_prompts", 0) <= (15 if name == "shared" else 0)
 
 
-def test_reads_of_a_microbatch(runs):
-    """Two runs that differ in their micro-batches only: what each more of them reads, in all of a step."""
+def test_a_microbatch_reads_nothing(runs):
+    """Two runs that differ in their micro-batches only. What more of them read is what is written of responses, in
+    steps whose rollouts are recorded."""
     few, many = (seen_of(runs, name)["reads"] for name in ("grpo", "many micro-batches"))
-    more = sum(many.values()) - sum(few.values())
-    assert 1 <= more / (many[A_MICROBATCH] - few[A_MICROBATCH]) <= MAX_READS_OF_A_MICROBATCH
+    more = {place for place in many if many[place] > few.get(place, 0)}
+    assert more == {"common/tracking/rollouts.py:<dictcomp>", "common/tracking/rollouts.py:numbers_of_tokens"}
