@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 import tyro
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 import ppo
@@ -30,7 +30,7 @@ from common.batch import Batch
 from common.checkpoint.state import tensors_of
 from common.engine import base
 from common.engine.base import Engine, Response, RolloutConfig
-from common.model import loading, sharding
+from common.model import loading
 from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.lora import LoRAConfig
 from common.model.offload import Offload, OffloadConfig
@@ -290,7 +290,7 @@ def nothing_read() -> Iterator[None]:
         return dispatch(self, hidden, chosen, experts_here, group, size)
 
     with mock.patch.multiple(loading, **stand_ins), mock.patch.multiple(base, checksum=lambda *_: 0), \
-            mock.patch.multiple(sharding, _make_other_buffers=lambda *_: None), \
+            mock.patch.object(PreTrainedModel, "initialize_weights", lambda *_: None), \
             mock.patch.object(EpDispatchExpertsParallel, "_dispatch_tokens", spread):
         yield
 
