@@ -290,7 +290,7 @@ def nothing_read() -> Iterator[None]:
         return dispatch(self, hidden, chosen, experts_here, group, size)
 
     with mock.patch.multiple(loading, **stand_ins), mock.patch.multiple(base, checksum=lambda *_: 0), \
-            mock.patch.object(PreTrainedModel, "initialize_weights", lambda *_: None), \
+            mock.patch.object(PreTrainedModel, "initialize_weights", return_value=None), \
             mock.patch.object(EpDispatchExpertsParallel, "_dispatch_tokens", spread):
         yield
 
