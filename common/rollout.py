@@ -132,7 +132,7 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
         masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
     )
     batch.row = torch.tensor([s.row if s.prompt.images else -1 for s in samples for _ in s.sequences]).long()
-    batch.routing = routing_of([(len(prompt) + len(part.tokens), part.routing) for *_, prompt, part in parts])
+    batch.routing = routing_of(batch.lengths.tolist(), [part.routing for *_, part in parts])
     prompt_lengths = torch.tensor([len(prompt) for _, _, prompt, _ in parts], dtype=torch.float64)
     known = torch.stack([batch.index.double(), batch.lengths.double(), prompt_lengths], dim=1)
     index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences

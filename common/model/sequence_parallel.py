@@ -67,7 +67,8 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         before, run, runs_as = shared.row[before], shared.run, shared.run[shared.row]
         layout |= {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
                    "key_rows": shared.key_rows}
-    row = Row(batch.tokens[run], batch.position_ids[run], before, batch.sampled, batch, layout, run, runs_as, own, group)
+    tokens, positions = batch.tokens[run], batch.position_ids[run]
+    row = Row(tokens, positions, before, batch.sampled, batch, layout, run, runs_as, own, group)
     return row if group is None else cut(row, group)
 
 

@@ -39,15 +39,14 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     return Batch(**values, cu_seqlens=cu_seqlens).sort()
 
 
-def routing_of(sequences: list[tuple[int, Tensor | None]]) -> Tensor | None:
-    """[T, layers, k] of this rank's sequences: of each its number of tokens, and what the engine chose for the first of
-    them; -1 for the others, which reach no log-prob. None: no engine told anything."""
-    shape = max(all_gather_objects(max([(), *(tuple(told.shape[1:]) for _, told in sequences if told is not None)])))
-    counts = [count for count, _ in sequences]
-    whole = torch.full((sum(counts), *shape), -1, dtype=torch.int16)
-    for of_sequence, (_, told) in zip(whole.split(counts), sequences):
-        if told is not None:
-            of_sequence[: len(told)] = told
+def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
+    """[T, layers, k] of this rank's sequences: the experts that the engine told of the first tokens of each; -1 for the
+    others, which reach no log-prob. None: no engine told any. All ranks call it."""
+    shape = max(all_gather_objects(max([(), *(tuple(x.shape[1:]) for x in told if x is not None)])))
+    whole = torch.full((sum(lengths), *shape), -1, dtype=torch.int16)
+    for of_sequence, x in zip(whole.split(lengths), told):
+        if x is not None:
+            of_sequence[: len(x)] = x
     return whole if shape else None
 
 
