@@ -30,7 +30,7 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     received = sent.new_empty(int(sizes_in.sum()), sum(widths))                                     # [T', bytes]
     dist.all_to_all_single(received, sent, sizes_in.tolist(), sizes_out.tolist())
 
-    columns = {name: part.clone().flatten().view(dtype).view(-1, *shape)                              # name -> [T', ...]
+    columns = {name: part.clone().flatten().view(dtype).view(-1, *shape)                          # name -> [T', ...]
                for (name, (dtype, shape, _)), part in zip(fields.items(), received.split(widths, dim=1))}
     _, lengths = columns["number"].unique_consecutive(return_counts=True)
     cu_seqlens = offsets(lengths)

@@ -23,7 +23,8 @@ def make_step(seed: int, num_responses: int) -> Batch:
     responses = [[rng.randrange(2**31) for _ in range(rng.choice([0, 1, 3, 9]))] for _ in range(num_responses)]
     batch = Batch.build(prompts, responses, rollout_logps=[[rng.uniform(-9, 0) for _ in row] for row in responses],
                         masks=[[rng.random() < 0.7 for _ in row] for row in responses])
-    batch.routing = torch.tensor([rng.randrange(-1, 2**15) for _ in range(6 * len(batch.tokens))]).view(-1, 3, 2).short()
+    routing = torch.tensor([rng.randrange(-1, 2**15) for _ in range(6 * len(batch.tokens))])
+    batch.routing = routing.view(-1, 3, 2).short()
     batch.value = torch.tensor([rng.gauss(0, 1) * 10.0 ** rng.randint(-30, 30) for _ in batch.tokens])
     return batch
 
