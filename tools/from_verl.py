@@ -207,8 +207,8 @@ def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
         verl.read |= {replay, f"{ROLLOUT}.enable_rollout_routing_replay"}
         ours.add("--policy.router-replay", mode)
         if mode == "rollout":
-            ours.notes.append("--policy.router-replay rollout needs --rollout.tp 1: of an engine's ranks vLLM tells the "
-                              "experts to the first one alone")
+            ours.notes.append("--policy.router-replay rollout needs --rollout.tp 1: of an engine's ranks vLLM tells "
+                              "the experts to the first one alone")
 
 
 def set_dynamic_sampling(verl: Settings, ours: Translation) -> None:

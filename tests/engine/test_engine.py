@@ -429,10 +429,10 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
 
 @pytest.mark.parametrize(("flags", "samplers", "message"), [
     ({}, 0, "with vLLM on a CPU the experts"), ({"engine": "hf"}, 2, "with --samplers the experts"),
-    ({"tp": 2, "in_flight": 1.5}, 2, "with .*in-flight 1.5 and .*tp 2 and --samplers the"),
+    ({"tp": 3, "in_flight": 1.5}, 3, "with .*in-flight 1.5 and .*tp 3 and --samplers the"),
 ])
 def test_what_tells_no_experts_is_refused(smollm, world, flags, samplers, message):
-    config, world = RolloutConfig(**flags, max_response_length=40), replace(world, size=2, num_samplers=samplers)
+    config, world = RolloutConfig(**flags, max_response_length=40), replace(world, size=3, num_samplers=samplers)
     with pytest.raises(ValueError, match=f"--policy.router-replay rollout: {message}.* engine chose are not all known"):
         check_rollout(config, read_config(smollm, ModelConfig()), world, 200, True, "rollout")
 

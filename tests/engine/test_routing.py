@@ -14,9 +14,10 @@ from common.model.policy import ModelConfig
 from common.prompts import Prompt
 from common.rollout import Sample, gather_rollout, to_minibatches
 from envs.runtime.conversation import ChatTemplate, Conversation
-from tests.engine.engine_models import make_model
+from tests.model.test_policy import save_model
+from tests.model.test_router_replay import FAMILIES
 
-PROMPTS = [[5, 17, 300, 41]] * 9 + [[7], [7] * 9]                       # more than a block; a prompt without a cache
+PROMPTS = [[5, 17, 30, 41]] * 9 + [[7], [7] * 9]                       # more than a block; a prompt without a cache
 CONFIG = ModelConfig(compute_dtype="float32", router_replay="rollout")
 
 
@@ -35,7 +36,7 @@ def experts_of(lm: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])           # the second has a dense layer first
 def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
     """It is what transformers' routers choose on the whole sequence, and replaying it changes no bit."""
-    model = make_model(family, False, tmp_path)
+    model = save_model(FAMILIES[family], tmp_path)
     hf_config = read_config(model, CONFIG)
     rollout = RolloutConfig(engine="hf", max_response_length=6)
     engine = make_engine(model, hf_config, rollout, CONFIG, world, PROMPTS[-2:], [2], 64, 0)
@@ -65,7 +66,7 @@ def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
         assert not policy.router_changed.any()
     whole = Batch.cat(minibatch.microbatches).sort()
     assert torch.equal(whole.routing, torch.cat(told))
-    whole.routing[whole.routing >= 0] = 3 - whole.routing[whole.routing >= 0]
+    whole.routing[whole.routing >= 0] = 5 - whole.routing[whole.routing >= 0]
     assert (policy.score(whole, 1.0) - whole.rollout_logp)[whole.mask].abs().max() > 0.01
 
 
