@@ -109,6 +109,9 @@ def check(args: Args) -> losses.LossSettings:
             f"--overlong-buffer {args.overlong_buffer} must be from 0 to --rollout.max-response-length "
             f"{args.rollout.max_response_length}"
         )
+    if args.keep_surplus and args.policy.router_replay == "rollout":
+        raise ValueError("--keep-surplus with --policy.router-replay rollout: checkpoints do not hold the experts that "
+                         "the engine chose; set it to old-logp")
     return losses.resolve_loss(
         args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
     )

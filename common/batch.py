@@ -36,7 +36,7 @@ class Batch:
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
     sum_p2: Tensor | None = field(default=None, metadata=PER_TOKEN)         # sum over the vocabulary of p^2
     selected: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] bool, by common/selection.py
-    routing: list[Tensor] | None = None     # of each layer with experts those that a pass chose; of its row, not [T]
+    routing: Tensor | None = field(default=None, metadata=PER_TOKEN)        # [T, layers, k] int16, by router_replay.py
     known: dict[str, Any] = field(default_factory=dict)     # cached properties; a field, as FSDP2 copies those alone
     last_pass = None    # what the update's last pass said of each token, by name; no field, as no model reads it
 
@@ -44,7 +44,7 @@ class Batch:
         vars(self).update(self.known)
         sizes = {"token": len(self.tokens), "response": len(self.cu_seqlens) - 1}
         for name, (tensor, per) in self.present().items():
-            if tensor.shape != (sizes[per],):
+            if tensor.dim() != 1 + 2 * (tensor is self.routing) or len(tensor) != sizes[per]:
                 raise ValueError(f"Batch.{name} has shape {list(tensor.shape)}, must be [{sizes[per]}]: one per {per}")
 
     def present(self) -> dict[str, tuple[Tensor, str]]:
@@ -116,9 +116,9 @@ class Batch:
 
         A rank without responses in a micro-batch runs it, because FSDP's collectives must match on all ranks. Having no
         mask, it is in no denominator and no statistic, and its weight and gradient are 0."""
-        zeros = {name: tensor.new_zeros(1 + (per == "token")) for name, (tensor, per) in self.present().items()}
-        zeros["index"] -= 1
-        zeros["number"] -= 1
+        zeros = {name: x.new_zeros(1 + (per == "token"), *x.shape[1:]) for name, (x, per) in self.present().items()}
+        for name in {"index", "number", "routing"} & zeros.keys():
+            zeros[name] -= 1
         return Batch(**zeros, cu_seqlens=self.cu_seqlens.new_tensor([0, 2]))
 
     def select(self, responses: Tensor) -> "Batch":

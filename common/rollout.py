@@ -21,7 +21,7 @@ from common.batch import Batch
 from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.packing import plan_step
-from common.parallel.exchange import exchange, gather_numbers
+from common.parallel.exchange import exchange, gather_numbers, routing_of
 from common.parallel.ranks import World, all_sum
 from common.prompts import Prompt
 from common.segments import segment_sum
@@ -132,6 +132,7 @@ def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World,
         masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
     )
     batch.row = torch.tensor([s.row if s.prompt.images else -1 for s in samples for _ in s.sequences]).long()
+    batch.routing = routing_of(batch.lengths.tolist(), [part.routing for *_, part in parts])
     prompt_lengths = torch.tensor([len(prompt) for _, _, prompt, _ in parts], dtype=torch.float64)
     known = torch.stack([batch.index.double(), batch.lengths.double(), prompt_lengths], dim=1)
     index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences

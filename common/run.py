@@ -69,7 +69,8 @@ class Run(Training):
         super().__enter__()
         args = self.args
         self.max_sequence_length = check_rollout(
-            args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected
+            args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected,
+            args.policy.router_replay,
         )
         all_columns = bool(args.rollout.episode)
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)

@@ -203,9 +203,12 @@ def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
         ours.without[f"{ACTOR}.loss_scale_factor={factor}"] = (
             "seq-mean-token-sum-norm divides by --rollout.max-response-length; scale the learning rate instead")
     replay = f"{ACTOR}.router_replay.mode"
-    if verl.given.get(replay) == "R2":                      # R3 has no equivalent
-        verl.read.add(replay)
-        ours.add("--policy.router-replay", "old-logp")
+    if mode := {"R2": "old-logp", "R3": "rollout"}.get(verl.given.get(replay)):
+        verl.read |= {replay, f"{ROLLOUT}.enable_rollout_routing_replay"}
+        ours.add("--policy.router-replay", mode)
+        if mode == "rollout":
+            ours.notes.append("--policy.router-replay rollout needs --rollout.tp 1: of an engine's ranks vLLM tells "
+                              "the experts to the first one alone")
 
 
 def set_dynamic_sampling(verl: Settings, ours: Translation) -> None:

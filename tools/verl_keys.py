@@ -159,7 +159,7 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "*.target_modules": "adapters are --lora.rank, --lora.alpha and --lora.targets, the critic's, too",
     "*.exclude_modules": "the linear layers that have adapters are named: --lora.targets",
     "*.mtp.*": "no multi-token prediction heads are trained or used",
-    "*rout*_replay*": "the experts that the engine chose are not replayed (R3); R2 is --policy.router-replay old-logp",
+    "*rout*_replay*": "R2 is --policy.router-replay old-logp, R3 --policy.router-replay rollout",
     "*.model.override_config*": "a model is taken as its config.json says",
     "*.model.use_shm": "a model is read from the disk",
     "*.model.custom_chat_template": "verl takes the template's text, --data.chat-template-file names a file",

@@ -115,6 +115,8 @@ class Response:
     # of --rollout.in-flight alone
     versions: list[int] = field(default_factory=list)
     """Of each token that the policy sampled, the step in which it did."""
+    routing: Tensor | None = field(default=None, compare=False)
+    """With --policy.router-replay rollout, experts of all tokens but the last: [prompt + response - 1, layers, k]."""
 
     @property
     def num_sampled(self) -> int:
@@ -136,7 +138,7 @@ class Response:
         """Append what was sampled further."""
         self.tokens = self.tokens + part.tokens
         self.logp = self.logp + part.logp
-        self.finish_reason = finish_reason
+        self.finish_reason, self.routing = finish_reason, part.routing
 
 
 class Engine:

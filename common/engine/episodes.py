@@ -153,7 +153,7 @@ class Episodes:
     def take_reply(self, number: int, episode: Episode) -> None:
         """Add the next reply, which is complete, and tell it to the episode."""
         conversation, response = episode.conversation, episode.begun.earlier[episode.num_turns]
-        text = conversation.add_reply(response.tokens, response.logp)
+        text = conversation.add_reply(response.tokens, response.logp, response.routing)
         episode.is_sampling = False
         episode.num_turns += 1
         is_truncated = response.finish_reason == "length" and len(response.tokens) == episode.limit
@@ -196,14 +196,15 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
         end_reason = "timeout" if message["failure"] == "timeout" else "error"
     finish_reason = "length" if end_reason == "length" else "stop"
     earlier = [
-        Response(before.tokens, before.logp, "stop", before.mask, before.prompt) for before in conversation.left_behind
+        Response(before.tokens, before.logp, "stop", before.mask, before.prompt, routing=before.routing)
+        for before in conversation.left_behind
     ]
     return Response(
         conversation.tokens, conversation.logp, finish_reason, conversation.mask, conversation.prompt, earlier,
         episode.num_turns, end_reason, conversation.messages,
         {"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
          "tool_s": episode.tool_s},
-        episode.begun.versions,
+        episode.begun.versions, conversation.routing,
     )
 
 

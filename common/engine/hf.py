@@ -19,6 +19,7 @@ from common.dataset.images import Images
 from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
 from common.engine.sync import Checksum, checksum
 from common.model.policy import ModelConfig, saved_buffers
+from common.model.router_replay import routers_of
 from common.model.vision import auto_class
 from common.parallel.ranks import World
 
@@ -55,6 +56,7 @@ class HFEngine(Engine):
             )
         self.model.eval().requires_grad_(False)
         self.model.generation_config = GenerationConfig()  # config.json may have other end tokens
+        self.routers = routers_of(self.model) if model_config.router_replay == "rollout" else []
         self.waiting: list[Request] = []
         self.block: list[Request] = []
         """The first ones of those that wait: they are sampled together."""
@@ -84,7 +86,7 @@ class HFEngine(Engine):
         alike = takewhile(lambda request: request[1:4] == first[1:4], self.waiting)
         self.block = [*islice(alike, ROWS)]
         ids = torch.tensor([prompt] * ROWS, device=self.world.device)  # [ROWS, L]
-        cache = None
+        cache, self.chosen = None, []  # for each input the experts [ROWS, k] of each layer
         if len(prompt) > 1:  # all but its last token, which `generate` adds, is computed once and not for each row
             self.model.base_model.rope_deltas = None  # Qwen's vision-language models keep those of the prompt before
             pixels = {name: x.to(ids.device) for name, x in images.pixels().items()} if images else {}
@@ -92,6 +94,7 @@ class HFEngine(Engine):
                 pixels["mm_token_type_ids"] = (ids[:1, :-1] == self.model.config.image_token_id).long()
             cache = self.model(ids[:1, :-1], use_cache=True, logits_to_keep=1, **pixels).past_key_values
             cache.batch_repeat_interleave(ROWS)
+            self.chosen += zip(*(router.own[:, None].expand(-1, ROWS, -1) for router in self.routers))
         self.model.generate(
             ids,
             GenerationConfig(max_new_tokens=sampling.max_response_length),
@@ -100,14 +103,18 @@ class HFEngine(Engine):
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
         )
-        for request in self.block:
+        for row, request in enumerate(self.block):
             if request.response.finish_reason:
+                if self.routers:
+                    inputs = self.chosen[: len(prompt) + len(request.response.tokens) - 1]
+                    request.response.routing = torch.stack([torch.stack([x[row] for x in of]) for of in inputs]).cpu()
                 self.waiting.remove(request)
                 yield request.number, request.response
 
     def _sample(self, _: Tensor, logits: Tensor) -> Tensor:
         """Sample a token for each unfinished response of the block. Returns `logits` [ROWS, V] with infinity at the
         sampled tokens, as `generate` takes the largest one of each row."""
+        self.chosen.append([router.own for router in self.routers])
         rows = [row for row, request in enumerate(self.block) if not request.response.finish_reason]
         logp = filtered_logp(logits[rows], self.block[0].sampling)  # [n, V]
         noise = torch.ones_like(logp)

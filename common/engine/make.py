@@ -23,7 +23,7 @@ VLLM_SUPPORTED = ">=0.32,<0.33"
 
 def check_rollout(
     config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int,
-    has_correction: bool = False,
+    has_correction: bool = False, router_replay: str = "none",
 ) -> int:
     """Refuse what cannot work, before anything heavy. Returns the maximum length of a sequence (prompt and response) in
     tokens.
@@ -68,6 +68,10 @@ def check_rollout(
             f"{config.max_response_length} exceed the model's context of {hf_config.max_position_embeddings} tokens: "
             f"lower --rollout.max-response-length or --data.max-prompt-length"
         )
+    without = changed_flags(config, "in_flight", "tp") + ["--samplers"] * (world.num_samplers > 0)
+    if router_replay == "rollout" and (without or (config.engine, world.device.type) == ("vllm", "cpu")):
+        raise ValueError(f"--policy.router-replay rollout: with {' and '.join(without) or 'vLLM on a CPU'} the experts "
+                         f"that the engine chose are not all known; set it to old-logp, or use --rollout.engine hf")
     if config.engine == "vllm":
         check_vllm(config)
     elif for_vllm := changed_flags(config, "tp", "stop", "in_flight", "extra"):

@@ -56,6 +56,7 @@ class VLLMEngine(Engine):
             "seed": seed_of(seed, self.engine_rank),
             "limit_mm_per_prompt": {"video": 0},
             "mm_hasher_algorithm": "sha256",  # part of Python
+            "enable_return_routed_experts": model_config.router_replay == "rollout",
             "mm_device_do_normalize": False,  # a tower's buffers for it would be random: the load format is dummy
         }
         if self.on_cpu:
@@ -88,6 +89,7 @@ class VLLMEngine(Engine):
             extra |= json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
+        self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
         mapper = vars(type(self.model)).get("hf_to_vllm_mapper")
         if mapper is not None:
             self.name_of = replace(mapper, orig_to_new_stacked={}).map_name  # what is fused is compared in parts
@@ -155,7 +157,7 @@ class VLLMEngine(Engine):
         return self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> Iterator[tuple[int, Response]]:
-        return map(to_response, self.llm.llm_engine.step())
+        return (to_response(request, self.expert_layers) for request in self.llm.llm_engine.step())
 
     def from_first_rank(self, value: Any) -> Any:
         if self.config.tp == 1:
@@ -181,12 +183,18 @@ class VLLMEngine(Engine):
             self.llm.llm_engine.engine_core.shutdown()
 
 
-def to_response(request: Any) -> tuple[int, Response]:
-    """Number and response of vLLM's output of a request, of one that is aborted too: so does vLLM's own server."""
+def to_response(request: Any, layers: Sequence[int] = ()) -> tuple[int, Response]:
+    """Number and response of vLLM's output of a request, of one that is aborted too: so does vLLM's own server. With
+    the experts of these layers, if vLLM tells them: it does of all layers, 0 where there are none."""
     out = request.outputs[0]
     tokens = list(out.token_ids)
     logp = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices[: len(tokens)]]
-    return int(request.request_id), Response(tokens, logp, out.finish_reason)
+    response = Response(tokens, logp, out.finish_reason)
+    if layers and out.routed_experts is not None:
+        response.routing = torch.from_numpy(out.routed_experts[:, layers].astype("int16"))
+        num_inputs = len(request.prompt_token_ids) + len(tokens) - 1
+        assert len(response.routing) == num_inputs, f"vLLM told no experts of some of {num_inputs} tokens"
+    return int(request.request_id), response
 
 
 def gpu_share(trainer_gb: float, reserved_gb: float) -> float:

@@ -35,17 +35,13 @@ class ModelConfig:
     They hold as many times the token budget."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture are divided: tokens travel to them in the place of weights."""
-    router_replay: Literal["none", "old-logp"] = "none"
-    """old-logp: a token's experts in the update are those of the pass that scored old log-probs, if there was one."""
+    router_replay: Literal["none", "old-logp", "rollout"] = "none"
+    """old-logp: a token's experts in the update are those of the pass that scored old log-probs, if there was one.
+    rollout: in both they are those that the engine chose."""
     freeze_vision: bool = False
     """Train the language model of a vision-language model and leave its vision tower and projector as they are."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures that transformers knows."""
-
-    def __post_init__(self):
-        if self.router_replay != "none" and self.share_prompt and self.sequence_parallel > 1:
-            raise ValueError("--policy.router-replay goes with --policy.share-prompt or --policy.sequence-parallel, "
-                             "not with both: tokens that a correction rejects then change what a rank runs")
 
 
 class PackedModel(nn.Module):
@@ -64,9 +60,9 @@ class PackedModel(nn.Module):
         """What runs of the micro-batch, and the hidden states [N, H] that predict the tokens that were sampled."""
         row = make_row(batch, self.share_prompt, self.sequence_group)
         for layer, router in enumerate(self.routers):
-            router.replayed = None if batch.routing is None else batch.routing[layer]
+            router.replayed = None if batch.routing is None else row.batch.routing[row.run, layer]
         if self.prompts is not None and batch.row is not None:
-            return row, hidden_with_images(backbone, row, self.prompts, self.share_prompt)[row.before]
+            return row, hidden_with_images(backbone, row, self.prompts)[row.before]
         out = backbone(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **row.layout)
         return row, out.last_hidden_state[0, row.before]
 
@@ -99,10 +95,13 @@ class Policy(PackedModel):
             **head_options(self.lm.config),
         )                                                                                       # [N] each
         self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
-        self.router_changed = None
-        if batch.routing is not None and self.routers:
+        self.router_changed = self.routing = None
+        if self.routers and batch.routing is not None:
+            assert batch.routing.shape[1] == len(self.routers), "engine and trainer have other layers with experts"
             changed = torch.stack([router.changed for router in self.routers]).float().mean(0)      # share of layers
             self.router_changed = row.per_token(changed[row.before])                            # [T]
+        elif self.routers and not torch.is_grad_enabled():
+            self.routing = row.routing(torch.stack([router.own for router in self.routers], dim=1))
         return row.per_token(logp), row.per_token(entropy)                                      # [T], [T]
 
     @torch.no_grad()
@@ -111,8 +110,8 @@ class Policy(PackedModel):
         logp, _ = self(batch, temperature)
         if self.keeps_sum_p2:
             batch.sum_p2 = self.sum_p2
-        if self.routers and batch.routing is None:
-            batch.routing = [router.own for router in self.routers]
+        if self.routing is not None:
+            batch.routing = self.routing
         self.free_unsharded()
         return logp
 

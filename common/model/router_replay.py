@@ -1,4 +1,5 @@
-"""Router replay (R2 of arXiv 2507.18071): the experts that one pass chooses for a token are those of later passes.
+"""Router replay: the experts that an earlier pass chose for a token are those of later passes. It is a pass of the
+trainer (R2 of arXiv 2507.18071) or of the engine (R3, arXiv 2510.11370).
 
 Where two experts are nearly equal, rounding decides between them, and probabilities jump. Only the choice is replayed:
 the router weighs the chosen experts by its own logits, and is trained as ever.
@@ -18,7 +19,7 @@ class Router(TorchFunctionMode):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.run, module.forward = module.forward, self.forward
-        self.replayed: Tensor | None = None  # [t, k] the experts of the next pass; None: the router's own choice
+        self.replayed: Tensor | None = None  # [t, k] experts of the next pass; None, or -1: the router's own choice
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.count = 0
@@ -33,7 +34,7 @@ class Router(TorchFunctionMode):
             if self.replayed is None:
                 self.num_topk = self.count
             elif self.count == self.num_topk:
-                chosen = self.replayed.long()
+                chosen = torch.where(self.replayed < 0, found.indices, self.replayed)
                 self.changed = (found.indices.sort(-1).values != chosen.sort(-1).values).any(-1)  # [t] other experts
                 return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
         return found

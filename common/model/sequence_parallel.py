@@ -30,7 +30,9 @@ class Row:
     sampled: Tensor  # [N] where these tokens are in the micro-batch
     batch: Batch  # the micro-batch
     layout: dict[str, Any]  # what attention is told
-    own: slice | None = None  # of its tokens those of this rank's responses; None: all
+    run: Tensor  # [t] where the tokens that run here are in the micro-batch
+    runs_as: Tensor  # [T] of each token of the micro-batch the one that runs in its place, on any rank
+    own: slice  # of its tokens those of this rank's responses
     group: dist.ProcessGroup | None = None  # the ranks that run the micro-batch together
 
     def per_token(self, numbers: Tensor) -> Tensor:
@@ -38,27 +40,36 @@ class Row:
         whole = numbers.new_zeros(len(self.batch.tokens)).index_copy(0, self.sampled, numbers)
         return whole if self.group is None else all_reduce(whole, group=self.group)[self.own]
 
+    def routing(self, chosen: Tensor) -> Tensor:
+        """The experts [t, layers, k] of the tokens that run here -> [T, layers, k] of this rank's responses."""
+        whole = chosen.new_zeros(len(self.batch.tokens), *chosen.shape[1:], dtype=torch.int32)  # int16 cannot be sent
+        whole[self.run] = chosen.int()
+        if self.group is not None:
+            dist.all_reduce(whole, dist.ReduceOp.MAX, self.group)
+        return whole[self.runs_as[self.own]].short()
+
 
 def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) -> Row:
     """The row of a micro-batch; with a `group`, this rank's part of the row of its ranks' micro-batches."""
-    own = None
+    own = slice(None)
     if group is not None:                       # the micro-batches of all its ranks, one after the other
-        mine = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number)
+        mine = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number, routing=batch.routing)
         batches = all_gather_objects(mine.to("cpu"), group)
         start = sum(len(earlier.tokens) for earlier in batches[: dist.get_rank(group)])
         batch, own = Batch.cat(batches).to(batch.tokens.device), slice(start, start + len(batch.tokens))
     # the shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1
     before = batch.sampled - 1                                                                  # [N]
-    tokens, positions, longest = batch.tokens, batch.position_ids, max(batch.host_lengths)
-    layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens, "max_length_q": longest,
-              "max_length_k": longest}
+    run = runs_as = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens,
+              "max_length_q": max(batch.host_lengths), "max_length_k": max(batch.host_lengths)}
     if share_prompt:
         shared = batch.shared_prompts
-        before, tokens, positions = shared.row[before], tokens[shared.run], positions[shared.run]
+        before, run, runs_as = shared.row[before], shared.run, shared.run[shared.row]
         layout |= {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
                    "key_rows": shared.key_rows}
-    row = Row(tokens, positions, before, batch.sampled, batch, layout)
-    return row if group is None else replace(cut(row, group), own=own, group=group)
+    tokens, positions = batch.tokens[run], batch.position_ids[run]
+    row = Row(tokens, positions, before, batch.sampled, batch, layout, run, runs_as, own, group)
+    return row if group is None else cut(row, group)
 
 
 def cut(row: Row, group: dist.ProcessGroup) -> Row:
@@ -86,7 +97,7 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
     here = place[row.before] // most == me
     return replace(
         row, tokens=row.tokens[local], positions=row.positions[local], before=(place[row.before] % most)[here],
-        sampled=row.sampled[here], layout=row.layout | layout,
+        sampled=row.sampled[here], layout=row.layout | layout, run=row.run[local],
     )
 
 

@@ -25,7 +25,7 @@ def auto_class(config: PretrainedConfig) -> type:
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
-def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any, share_prompt: bool) -> Tensor:
+def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Tensor:
     """The hidden states [t, H] of a packed row. `prompts`: those of the data (PromptSet).
 
     The tower runs once for each different prompt. A row without images runs it too, on another prompt's and without an
@@ -52,8 +52,7 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any, share_
         positions.append(axes)
         sources.append(torch.where(is_image, first + nth - 1, -1))
     positions, source = (torch.cat(x, dim=-1).to(device) for x in (positions, sources))         # [axes, T], [T]
-    if share_prompt:
-        positions, source = (x[..., batch.shared_prompts.run] for x in (positions, source))
+    positions, source = positions[..., row.run], source[row.run]                                # [axes, t], [t]
     replaced = source >= 0
 
     embeddings = backbone.get_input_embeddings()(row.tokens)                                    # [t, H]

@@ -18,23 +18,36 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     destination = torch.as_tensor(destination, dtype=torch.int64)
     sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
     batch = batch.select(destination.argsort())
-    fields = {name: (tensor.dtype, per) for name, (tensor, per) in batch.present().items()}
+    fields = {name: (x.dtype, x.shape[1:], per) for name, (x, per) in batch.present().items()}
     fields = max(all_gather_objects(fields), key=len)                           # an empty batch may lack some
 
-    # a row for each token, as float64: it holds token ids, float32 and flags exactly, so all fit in one message
-    columns = [tensor if per == "token" else tensor[batch.sequence_ids] for tensor, per in batch.present().values()]
-    sent = torch.stack([column.double() for column in columns], dim=1).view(-1, len(fields))    # [T, F]
+    # a row of bytes for each token, so that all fit in one message
+    columns = [x if per == "token" else x[batch.sequence_ids] for x, per in batch.present().values()]
+    widths = [dtype.itemsize * shape.numel() for dtype, shape, _ in fields.values()]
+    sent = torch.cat([x[:, None].flatten(1).view(torch.uint8) for x in columns], dim=1).view(-1, sum(widths))
     sizes_in = torch.empty_like(sizes_out)
     dist.all_to_all_single(sizes_in, sizes_out)
-    received = sent.new_empty(int(sizes_in.sum()), len(fields))
+    received = sent.new_empty(int(sizes_in.sum()), sum(widths))                                     # [T', bytes]
     dist.all_to_all_single(received, sent, sizes_in.tolist(), sizes_out.tolist())
 
-    columns = dict(zip(fields, received.T))                                                         # name -> [T]
+    columns = {name: part.clone().flatten().view(dtype).view(-1, *shape)                          # name -> [T', ...]
+               for (name, (dtype, shape, _)), part in zip(fields.items(), received.split(widths, dim=1))}
     _, lengths = columns["number"].unique_consecutive(return_counts=True)
     cu_seqlens = offsets(lengths)
     picks = {"token": slice(None), "response": cu_seqlens[:-1]}
-    values = {name: columns[name][picks[per]].to(dtype) for name, (dtype, per) in fields.items()}
+    values = {name: columns[name][picks[per]] for name, (_, _, per) in fields.items()}
     return Batch(**values, cu_seqlens=cu_seqlens).sort()
+
+
+def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
+    """[T, layers, k] of this rank's sequences: the experts that the engine told of the first tokens of each; -1 for the
+    others, which reach no log-prob. None: no engine told any. All ranks call it."""
+    shape = max(all_gather_objects(max([(), *(tuple(x.shape[1:]) for x in told if x is not None)])))
+    whole = torch.full((sum(lengths), *shape), -1, dtype=torch.int16)
+    for of_sequence, x in zip(whole.split(lengths), told):
+        if x is not None:
+            of_sequence[: len(x)] = x
+    return whole if shape else None
 
 
 def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:

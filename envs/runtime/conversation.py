@@ -88,6 +88,7 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     left_behind: list["Conversation"] = field(default_factory=list)  # sequences before the history was rewritten
     rendered: str = ""  # the text that the model saw before its last reply
+    routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
 
     def begin(self, new: Sequence[Message], tools: list[dict] | None) -> None:
         """Before the first reply. Without new messages and tools the prompt's tokens are those of the data."""
@@ -124,6 +125,7 @@ class Conversation:
         self.messages += new
         if between is None:
             before = Conversation(self.template, "", self.prompt, [], None, self.tokens, self.logp, self.mask)
+            before.routing, self.routing = self.routing, None
             self.left_behind.append(before)
             self.prompt = self.template.encode(self.rendered)
             self.tokens, self.logp, self.mask = [], [], []
@@ -132,8 +134,9 @@ class Conversation:
         self.logp += [0.0] * len(between)
         self.mask += [False] * len(between)
 
-    def add_reply(self, tokens: Sequence[int], logp: Sequence[float]) -> str:
+    def add_reply(self, tokens: Sequence[int], logp: Sequence[float], routing: Any = None) -> str:
         """Add what the model sampled. Returns its text, without special tokens."""
+        self.routing = routing
         self.tokens += tokens
         self.logp += logp
         self.mask += [True] * len(tokens)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import types
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -425,6 +425,16 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(smollm, world, fla
     config = RolloutConfig(**({"max_response_length": 40} | flags))
     with pytest.raises(ValueError, match=message):
         check_rollout(config, read_config(smollm, ModelConfig()), world, 200)
+
+
+@pytest.mark.parametrize(("flags", "samplers", "message"), [
+    ({}, 0, "with vLLM on a CPU the experts"), ({"engine": "hf"}, 2, "with --samplers the experts"),
+    ({"tp": 3, "in_flight": 1.5}, 3, "with .*in-flight 1.5 and .*tp 3 and --samplers the"),
+])
+def test_what_tells_no_experts_is_refused(smollm, world, flags, samplers, message):
+    config, world = RolloutConfig(**flags, max_response_length=40), replace(world, size=3, num_samplers=samplers)
+    with pytest.raises(ValueError, match=f"--policy.router-replay rollout: {message}.* engine chose are not all known"):
+        check_rollout(config, read_config(smollm, ModelConfig()), world, 200, True, "rollout")
 
 
 @pytest.mark.parametrize("has_correction", [False, True])

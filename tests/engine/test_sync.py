@@ -62,6 +62,7 @@ def test_what_the_engine_keeps_in_float32_beside_bfloat16(world, tmp_path):
 def test_a_head_that_the_engine_does_not_tie_is_an_error(world, tmp_path):
     """vLLM 0.32 gives this family a head of its own in any case; the trainer sends a tied one once."""
     engine, policy = start(make_model("glm4_moe", True, tmp_path), world)
+    assert engine.expert_layers == [1]                                  # the first is dense
     with pytest.raises(RuntimeError, match=r"goes into 1 weights of the engine.* \(lm_head\.weight\)"):
         engine.wake(policy)
     engine.close()
@@ -69,6 +70,7 @@ def test_a_head_that_the_engine_does_not_tie_is_an_error(world, tmp_path):
 
 def test_the_probe_sees_experts_in_another_order(world, tmp_path, monkeypatch):
     engine, policy = start(make_model("qwen3_moe", True, tmp_path), world, kind="vllm")
+    assert engine.expert_layers == [0, 1]
     load = engine.model.load_weights
 
     def turned(name, tensor):

@@ -5,6 +5,7 @@ take the experts from a table and weigh them by the formulas of the families' pa
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_replayed_experts_give_what_they_give_by_hand(family, world, tmp_path):
     folder, policy = make(family, tmp_path, world)
     batch, layers = make_batch(53), len(policy.routers)
     table = draw_table(batch, layers, FAMILIES[family].num_experts_per_tok)
-    batch.routing = list(table.short().unbind(1))
+    batch.routing = table.short()
     logp, found = gradient(policy, batch)
     want_logp, want = by_hand(folder, FORMULAS.get(family, softmax_then_choose), batch, table)
     assert (logp - want_logp).abs().max() < 5 * TOLERANCE
@@ -142,11 +143,13 @@ def test_replaying_ones_own_experts_changes_no_bit(family, world, tmp_path):
     logp, want = gradient(policy, batch)
     assert policy.router_changed is None
     assert torch.equal(policy.score(batch, 1.0), logp)
-    shape = len(batch.tokens), FAMILIES[family].num_experts_per_tok
-    assert [x.shape for x in batch.routing] == [shape] * len(policy.routers) and batch.routing[0].dtype == torch.int16
+    shape = len(batch.tokens), len(policy.routers), FAMILIES[family].num_experts_per_tok
+    assert batch.routing.shape == shape and batch.routing.dtype == torch.int16
     again, found = gradient(policy, batch)
     assert torch.equal(again, logp) and all(torch.equal(found[name], want[name]) for name in want)
     assert policy.router_changed.abs().max() == 0
+    batch.routing[::2] = -1                                             # of these tokens the routers choose themselves
+    assert torch.equal(gradient(policy, batch)[0], logp) and policy.router_changed.abs().max() == 0
 
 
 def test_what_was_recorded_is_replayed_after_a_step(world, tmp_path):
@@ -154,8 +157,7 @@ def test_what_was_recorded_is_replayed_after_a_step(world, tmp_path):
     folder, policy = make("glm4_moe", tmp_path, world, gradient_checkpointing=True)
     batch = make_batch(53)
     policy.score(batch, 1.0)
-    [recorded] = batch.routing
-    recorded = recorded.clone()
+    recorded = batch.routing.clone()
     with torch.no_grad():
         for name, parameter in policy.lm.named_parameters():
             local = parameter.to_local()
@@ -163,47 +165,46 @@ def test_what_was_recorded_is_replayed_after_a_step(world, tmp_path):
     policy.version += 1
     logp, found = gradient(policy, batch)
     changed = policy.router_changed[batch.mask]
-    table, weights = recorded.view(-1, 1, 2).long(), dict(policy.full_tensors(torch.float32))
+    table, weights = recorded.long(), dict(policy.full_tensors(torch.float32))
     want_logp, want = by_hand(folder, sigmoid_then_choose, batch, table, weights)
     assert (logp - want_logp).abs().max() < 5 * TOLERANCE
     assert_same(found, want)
     assert torch.equal(policy.score(batch, 1.0), logp)                  # a pass in between records nothing new
-    assert torch.equal(batch.routing[0], recorded)
+    assert torch.equal(batch.routing, recorded)
     fresh = make_batch(53)                                              # layer 1 is the first with experts: it sees the
     policy.score(fresh, 1.0)                                            # same hidden states in both passes
-    sets = [[set(row) for row in rows.tolist()] for rows in (fresh.routing[0], recorded)]
+    sets = [[set(row) for row in rows[:, 0].tolist()] for rows in (fresh.routing, recorded)]
     want = torch.tensor([new != old for new, old in zip(*sets)]).float()
     assert torch.equal(changed, want[batch.sampled - 1])                # of the row that predicts a token
     assert 0 < changed.mean() < 1
 
 
-def test_shared_prompts_and_dummies_have_their_own_rows(world, tmp_path):
-    """Where a prompt runs once, its experts are recorded and replayed once."""
+def test_shared_prompts_and_dummies(world, tmp_path):
+    """Where a prompt runs once, it has the experts of the first response, and all responses get what was recorded."""
     folder, policy = make("qwen3_moe", tmp_path, world, share_prompt=True)
     prompts, answers = [[5, 6, 7, 8]] * 3 + [[9, 10]], [[11, 12, 13], [14, 15], [16, 17, 18, 19], [20, 21, 22]]
     batch = Batch.build(prompts, answers)
     table = draw_table(batch, 2, 2)
+    batch.routing = table.short()
     table[7:11] = table[13:17] = table[:4]                              # the three equal prompts
-    run = batch.shared_prompts.run
-    assert len(run) == len(batch.tokens) - 8
-    batch.routing = list(table[run].short().unbind(1))
+    assert len(batch.shared_prompts.run) == len(batch.tokens) - 8
     logp, found = gradient(policy, batch)
     want_logp, want = by_hand(folder, softmax_then_choose, batch, table)
     assert (logp - want_logp).abs().max() < 5 * TOLERANCE
     assert_same(found, want)
     batch.routing = None
     logp = policy.score(batch, 1.0)
-    assert [len(rows) for rows in batch.routing] == [len(run)] * 2
+    assert torch.equal(batch.routing[7:11], batch.routing[:4]) and torch.equal(batch.routing[13:17], batch.routing[:4])
     assert torch.equal(policy.score(batch, 1.0), logp)
-    dummy = batch.dummy()
-    policy.score(dummy, 1.0)
-    policy(dummy, 1.0)[0].sum().backward()
-    assert [rows.shape for rows in dummy.routing] == [(2, 2)] * 2 and not policy.router_changed.any()
-
-
-def test_what_a_correction_may_move_is_refused():
-    with pytest.raises(ValueError, match=r"router-replay goes with .*share-prompt or .*sequence-parallel, not"):
-        ModelConfig(router_replay="old-logp", share_prompt=True, sequence_parallel=2)
+    # a response that a correction rejects leaves its group's prompt, which then runs in another place
+    rejected = replace(batch, mask=batch.mask & (batch.sequence_ids > 0), known={})
+    assert 0 not in rejected.shared_prompts.row[7:]
+    assert (policy.score(rejected, 1.0) - logp)[7:].abs().max() < TOLERANCE
+    assert policy.router_changed.abs().max() == 0
+    for dummy in (batch.dummy(), replace(batch, routing=None, known={}).dummy()):
+        policy.score(dummy, 1.0)
+        policy(dummy, 1.0)[0].sum().backward()
+        assert dummy.routing.shape == (2, 2, 2) and not policy.router_changed.any()
 
 
 def test_the_reference_of_adapters_has_its_own_experts(world, tmp_path):
@@ -218,10 +219,10 @@ def test_the_reference_of_adapters_has_its_own_experts(world, tmp_path):
     batch = make_batch(53)
     want = policy.score(make_batch(53), 1.0)
     logp = adapted.score(batch, 1.0)
-    recorded = [rows.clone() for rows in batch.routing]
+    recorded = batch.routing.clone()
     assert (logp - want).abs().max() > 0.05
     assert torch.equal(Reference(adapted).score(batch, 1.0), want)
-    assert all(map(torch.equal, batch.routing, recorded))
+    assert torch.equal(batch.routing, recorded)
     assert torch.equal(adapted.score(batch, 1.0), logp)
 
 

@@ -13,7 +13,7 @@ from common.losses import set_token_weights
 from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers
 
-FIELDS = ("tokens", "mask", "index", "rollout_logp", "value", "cu_seqlens")
+FIELDS = ("tokens", "mask", "index", "rollout_logp", "value", "routing", "cu_seqlens")
 
 
 def make_step(seed: int, num_responses: int) -> Batch:
@@ -23,6 +23,8 @@ def make_step(seed: int, num_responses: int) -> Batch:
     responses = [[rng.randrange(2**31) for _ in range(rng.choice([0, 1, 3, 9]))] for _ in range(num_responses)]
     batch = Batch.build(prompts, responses, rollout_logps=[[rng.uniform(-9, 0) for _ in row] for row in responses],
                         masks=[[rng.random() < 0.7 for _ in row] for row in responses])
+    routing = torch.tensor([rng.randrange(-1, 2**15) for _ in range(6 * len(batch.tokens))])
+    batch.routing = routing.view(-1, 3, 2).short()
     batch.value = torch.tensor([rng.gauss(0, 1) * 10.0 ** rng.randint(-30, 30) for _ in batch.tokens])
     return batch
 
@@ -80,7 +82,7 @@ def check_nothing_trained(rank: int, world_size: int) -> None:
     local = Batch.build([], []) if rank == world_size - 1 else make_step(1, 3).select([])
     arrived = exchange(local, [])
     assert len(arrived) == len(arrived.tokens) == 0
-    assert list(arrived.present()) == ["tokens", "mask", "index", "number", "rollout_logp", "value"]
+    assert list(arrived.present()) == ["tokens", "mask", "index", "number", "rollout_logp", "value", "routing"]
     assert len(arrived.microbatch([])) == 1                                 # a dummy, as on every rank
 
 

@@ -1,4 +1,5 @@
-"""Router replay on many ranks: the gradient with experts that were recorded before is that of one rank, in float64.
+"""Router replay on many ranks: the gradient with given experts is that of one rank, in float64. They were recorded
+before (old-logp), or come with the responses (rollout).
 
 The ranks run tests/parallel/replay_worker.py; tests/model/test_router_replay.py compares one rank with a calculation by
 hand.
@@ -16,8 +17,11 @@ from tests.parallel.replay_worker import in_float64, run
 from tests.parallel.test_sequence_parallel import MODELS, make_step, relative_error
 
 CASES = {
-    2: [Case(1, recompute=True, share_prompt=True), Case(1, 2), Case(2), Case(1, undivided=True)],
-    4: [Case(1, 4), Case(2, 4, 2, recompute=True), Case(2, share_prompt=True)],
+    2: [(Case(1, recompute=True, share_prompt=True), "old-logp"), (Case(1, 2), "old-logp"), (Case(2), "old-logp"),
+        (Case(1, undivided=True), "old-logp"), (Case(1, 2, share_prompt=True), "old-logp"),
+        (Case(1, share_prompt=True), "rollout"), (Case(1, 2, recompute=True), "rollout")],
+    4: [(Case(1, 4), "old-logp"), (Case(2, 4, 2, recompute=True), "old-logp"), (Case(2, share_prompt=True), "old-logp"),
+        (Case(2, 4, 2, share_prompt=True), "rollout")],
 }
 TOLERANCE = 1e-12
 
@@ -38,7 +42,7 @@ def model(folder) -> str:
 def expected(model, world) -> dict:
     """Of one rank, each response in a micro-batch of its own."""
     with in_float64():
-        return run(Case(1), model, make_step(), world, budget=1)
+        return {mode: run(Case(1), model, make_step(), world, 1, mode) for mode in ("old-logp", "rollout")}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -54,13 +58,15 @@ def found(request, model, folder) -> tuple[int, list[dict]]:
 def test_ranks_record_and_replay_what_one_rank_does(found, expected):
     """The gradient, and which tokens' experts are others than the routers would choose."""
     num_ranks, of_ranks = found
-    for case in CASES[num_ranks]:
+    for case, mode in CASES[num_ranks]:
         for of_rank in of_ranks:
-            error = relative_error(of_rank[case]["gradient"], expected["gradient"])
+            found, want = of_rank[case, mode], expected[mode]
+            error = relative_error(found["gradient"], want["gradient"])
             if case.undivided:                                          # without a replay it is another gradient
                 assert error > 1e-3
                 continue
-            assert error < TOLERANCE, (case, error)
-            for number, share in of_rank[case]["changed"].items():
-                assert number < 0 or torch.equal(share, expected["changed"][number]), (case, number)
-    assert 0.1 < torch.cat([*expected["changed"].values()]).mean() < 0.9
+            assert error < TOLERANCE, (case, mode, error)
+            for number, share in found["changed"].items():
+                assert number < 0 or torch.equal(share, want["changed"][number]), (case, mode, number)
+    assert 0.1 < torch.cat([*expected["old-logp"]["changed"].values()]).mean() < 0.9
+    assert relative_error(expected["rollout"]["gradient"], expected["old-logp"]["gradient"]) > 1e-3

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
-from tests.conftest import VOCAB, launch_all, save_tokenizer
+from tests.conftest import ROOT, VOCAB, launch_all, save_tokenizer
 from tests.scripts.test_grpo import FORK, TINY
+
+TURNS = ("--rollout.episode", f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns", "--rollout.max-response-length",
+         "80")
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +32,19 @@ def test_replay_holds_the_experts_of_later_updates(mixture, small_train, tmp_pat
     with and without replay. Where it leaves the weights as they are, the experts are the same, and all ratios are 1."""
     base = ["grpo", "--model", mixture, "--train-data", small_train, *TINY, *FORK]
     replay = ["--policy.router-replay", "old-logp"]
-    launch_all(tmp_path, {"free": base, "held": [*base, *replay], "still": [*base, *replay, "--optim.lr", "1e-30"]})
+    still, told = ["--optim.lr", "1e-30"], ["--policy.router-replay", "rollout"]
+    launch_all(tmp_path, {"free": base, "held": [*base, *replay], "still": [*base, *replay, *still],
+                          "told": [*base, *told], "turns": [*base, *told, *still, *TURNS]})
     found = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/metrics.jsonl")}
     for name, row in found.items():                                     # pytest -s shows them
         print(name, {key: x for key, x in row.items() if key.startswith("actor/")})
-    free, held, still = (found[name] for name in ("free", "held", "still"))
+    free, held, still, told, turns = (found[name] for name in ("free", "held", "still", "told", "turns"))
     assert "actor/router_changed" not in free
     assert 0.05 < held["actor/router_changed"] < 0.5                    # nothing in the first of two updates
     assert held["actor/ppo_kl"] != free["actor/ppo_kl"] and 0 < held["actor/pg_clipfrac"] < 0.5
     assert still["actor/grad_norm"] > 0.1
-    assert (still["actor/router_changed"], still["actor/ppo_kl"], still["actor/ratio"]) == (0, 0, 1)
+    for row in (still, turns):
+        assert (row["actor/router_changed"], row["actor/ppo_kl"], row["actor/ratio"]) == (0, 0, 1)
+    assert turns["num_turns/min"] == 3
+    for name in ("actor/router_changed", "actor/ppo_kl", "actor/grad_norm"):    # engine and trainer choose alike
+        assert told[name] == pytest.approx(held[name], rel=1e-4), name

@@ -367,6 +367,7 @@ def test_groups_to_train_by_hand():
     ("rloo", ["--clip-low", "0.2"], "--clip-low 0.2: the loss reinforce has no such bound"),
     ("rloo", ["--prompts-per-step", "0"], "--prompts-per-step 0 must be at least 1"),
     ("dapo", ["--overlong-buffer", "7"], "--overlong-buffer 7 must be from 0 to --rollout.max-response-length 6"),
+    ("dapo", ["--keep-surplus", "--policy.router-replay", "rollout"], "--keep-surplus with --policy.router-replay"),
     ("dapo", ["--max-gen-batches", "0"], "--max-gen-batches 0 must be at least 1"),
 ])
 def test_bad_flags_are_refused_before_a_model_is_loaded(tiny_llama, script, flags, message):

@@ -355,13 +355,15 @@ def test_every_key_is_mapped_or_named():
     assert {key.lstrip("+").replace("reward_model.", "reward.reward_model.") for key in keys} <= named
 
 
-def test_of_router_replay_only_r2_is_translated(monkeypatch):
+def test_router_replay(monkeypatch):
     mode = "actor_rollout_ref.actor.router_replay.mode"
-    for value, ours in (("R2", "old-logp"), ("R3", "none"), ("disabled", "none")):
-        translation = from_verl.translate(given(f"{mode}={value}"))
+    told = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    for value, switch, ours in (("R2", "False", "old-logp"), ("R3", "True", "rollout"), ("disabled", "False", "none")):
+        translation = from_verl.translate(given(f"{mode}={value} {told}={switch}"))
         assert parse(translation, monkeypatch).policy.router_replay == ours
-        assert (f"{mode}={value}" in translation.without) == (value == "R3")
-        assert (mode in translation.mapped) == (value == "R2")
+        assert not [shown for shown in (*translation.without, *translation.unknown) if "repl" in shown]
+        assert (mode in translation.mapped) == (ours != "none")
+        assert any("needs --rollout.tp 1" in note for note in translation.notes) == (value == "R3")
 
 
 def test_rollout_correction(monkeypatch):
