@@ -121,6 +121,12 @@ class Batch:
             zeros[name] -= 1
         return Batch(**zeros, cu_seqlens=self.cu_seqlens.new_tensor([0, 2]))
 
+    def check_finite(self, name: str, x: Tensor) -> None:
+        """Refuse NaN and infinity in a per-token tensor [T], naming the first response that has some."""
+        for t in (~x.isfinite()).nonzero()[:1, 0]:
+            raise ValueError(f"{name} is {x[t]} for response {self.index[self.sequence_ids[t]]} at its token "
+                             f"{self.position_ids[t]}: look at grad_norm of earlier steps, and at the response's text")
+
     def select(self, responses: Tensor) -> "Batch":
         """The responses at these positions, in this order; there may be none, or one twice."""
         responses = torch.as_tensor(responses, dtype=torch.int64, device=self.tokens.device)    # [S']

@@ -45,13 +45,6 @@ def set_token_weights(microbatches: list, aggregation: str, norm_length: float |
     return tokens, responses
 
 
-def check_finite(name: str, x: Tensor, batch: Batch) -> None:
-    """Refuse NaN and infinity in a per-token tensor [T], naming the first response that has some."""
-    for t in (~x.isfinite()).nonzero()[:1, 0]:
-        raise ValueError(f"{name} is {x[t]} for response {batch.index[batch.sequence_ids[t]]} at its token "
-                         f"{batch.position_ids[t]}: look at grad_norm of earlier steps, and at this response's text")
-
-
 def _prepare(mask: Tensor, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> tuple[Tensor, ...]:
     """The three and the log ratio. What stands outside the mask becomes 0 first: a NaN there would reach the gradient
     through a later `where`."""

@@ -60,6 +60,7 @@ class Run(Training):
     def __init__(self, args: RunArgs, prompts_per_step: int, is_corrected: bool = False):
         """`is_corrected`: see `check_rollout`."""
         super().__init__(args)
+        self.args = args
         self.prompts_per_step = prompts_per_step
         self.is_corrected = is_corrected
         self.num_sampled_tokens = 0.0  # in this step

@@ -23,7 +23,6 @@ from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
-from common.losses import check_finite
 from common.metrics import Meter
 from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
@@ -125,19 +124,16 @@ class Training:
     def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
         self.watchdog.phase("loading models")
         set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
-        args = self.args
-        self.models["policy"] = load_policy(
-            args.model, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[args.optim.kind]
-        )
-        self.optimizers["policy"] = make_optimizer(self.models["policy"], args.optim)
-        return self.models["policy"], self.optimizers["policy"]
+        return self._load("policy", load_policy, self.args.model, self.args.optim)
 
     def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
-        self.models["critic"] = load_critic(
-            path, self.args.policy, self.world, lora=self.args.lora, dtype=WEIGHTS[optim.kind]
-        )
-        self.optimizers["critic"] = make_optimizer(self.models["critic"], optim)
-        return self.models["critic"], self.optimizers["critic"]
+        return self._load("critic", load_critic, path, optim)
+
+    def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
+        args = self.args
+        self.models[name] = load(path, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[optim.kind])
+        self.optimizers[name] = make_optimizer(self.models[name], optim)
+        return self.models[name], self.optimizers[name]
 
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
@@ -229,7 +225,7 @@ class Training:
         self.metrics[f"{name}/lr"] = lr
         grad_norm = optimizer_step(model, optimizer, lr, config)
         for microbatch, output in [] if math.isfinite(grad_norm) else self.outputs:
-            check_finite(f"the output of the {name}", output, microbatch)
+            microbatch.check_finite(f"the output of the {name}", output)
         self.meter.mean(f"{name}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
         self.meter.total(f"{name}/skipped_steps", not math.isfinite(grad_norm), per=self.world.size)
 

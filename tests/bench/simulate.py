@@ -113,8 +113,8 @@ def update_work(shape: Shape, job: Job) -> dict[str, np.ndarray]:
     moved = plan.rank != home
     return work | {"all_gather": 2 * (2 * shape.layer_weights + shape.root_weights) * others * n,
                    "reduce_scatter": 4 * shape.weights * others * n, "sync": 2 * shape.weights * others,
-                   # tokens, mask and engine log-probs of a response, its length and number, as float64
-                   "exchange": np.bincount(home[moved], (8.0 * 5 * lengths)[moved], minlength=job.ranks)}
+                   # bytes a token: its id 8, mask 1, engine log-prob 4; index and number of its response, 8 each
+                   "exchange": np.bincount(home[moved], (29.0 * lengths)[moved], minlength=job.ranks)}
 
 
 def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]:

@@ -12,7 +12,6 @@ import rloo
 from common.batch import Batch
 from common.losses import (
     LOSSES,
-    check_finite,
     gae,
     kl_estimate,
     mean_kl,
@@ -508,11 +507,11 @@ def test_segment_helpers():
 def test_check_finite_names_the_sample():
     batch = ragged(0, F32)
     batch.index = batch.index + 100
-    check_finite("old_logp", batch.old_logp, batch)
+    batch.check_finite("old_logp", batch.old_logp)
     bad = batch.old_logp.clone()
     bad[int(batch.cu_seqlens[2]) + 4] = math.inf
     with pytest.raises(ValueError, match=r"old_logp is inf for response 102 at its token 4: "):
-        check_finite("old_logp", bad, batch)
+        batch.check_finite("old_logp", bad)
 
 
 # --------------------------------------------------------------------------- token selection
