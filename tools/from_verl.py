@@ -430,7 +430,7 @@ def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
         if warmup > 0:
             ours.add(flag, warmup)
         kind = "adamw-bf16" if verl.is_on(f"{model}.optim.override_optimizer_config.bf16_stochastic_round") else ""
-        if verl.given.get(f"{model}.optim.optimizer") == "AdamW8bit":   # torchao's or bitsandbytes'; others have no flag
+        if verl.given.get(f"{model}.optim.optimizer") == "AdamW8bit":   # of torchao or bitsandbytes
             verl.read |= {f"{model}.optim.optimizer", f"{model}.optim.optimizer_impl"} & verl.given.keys()
             kind = "adamw-8bit"
         if kind:

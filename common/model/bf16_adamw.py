@@ -1,13 +1,10 @@
 """AdamW whose weights are bfloat16, rounded stochastically, and its moments too or codes of 8 bits.
 
 Rounded to nearest, a weight would lose each update below half of its last digit. A second moment would never shrink,
-because a decay rate of 0.999 takes less than that.
-
-Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), rounded to nearest, so in a block second moments shrink
-together. But a block of numbers with one scale lies within a row, and ranks divide codes as they divide the weight."""
+because a decay rate of 0.999 takes less than that. Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), but the
+numbers that share a scale lie within a row: ranks divide codes and scales as they divide the weight."""
 
 import math
-from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -36,7 +33,7 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optim
     return optimizer
 
 
-def block_size(kind: str, shape: torch.Size, divided: Collection[int]) -> int:
+def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
     """How many numbers of a row share a scale, 16 to 256; 1: the moments are no codes, as where ranks divide rows.
     `divided`: the dimensions that they divide."""
     block = math.gcd(shape[-1], 256)
@@ -65,7 +62,7 @@ class BF16AdamW(torch.optim.AdamW):
             step = int(kept.pop("step"))
             random = torch.Generator(weight.device)
             random.manual_seed(seed_of("rounding", number, step, *first))
-            # in each row a block, or its scale
+            # in each row is a block, or its scale
             rows = [x.to_local().view(-1, block * x.shape[-1] // weight.shape[-1]) for x in kept.values()]
             for pieces in zip(*(x.split(PIECE // block) for x in rows)):
                 update(dict(zip(kept, pieces)), step, group, random)
@@ -106,8 +103,8 @@ def encode(x: Tensor, name: str, scale: Tensor) -> Tensor:
 
 @cache
 def code_values(name: str, device: torch.device) -> Tensor:
-    """What the 256 codes mean in shares of their scale, rising: the highest bit of a number is its decade, the bits
-    below it are the place in there. No second moment is 0, because the step is divided by it."""
+    """What the 256 codes mean in shares of their scale, rising. The highest bit of a number is its decade, the others
+    are its place there. No second moment is 0, because the step is divided by it."""
     bits = {"exp_avg": 7, "exp_avg_sq": 8}[name]                        # beside a sign
     number = torch.arange(1, 2**bits, dtype=torch.float64)
     highest = number.log2().floor()

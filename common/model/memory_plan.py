@@ -61,18 +61,15 @@ class Model:
         self.block = sum(p.numel() // (config.expert_parallel if p.ndim == 3 else 1) for p in self.largest.parameters())
         self.embedding = 0 if head is not None and head.weight is embedding.weight else count(embedding)
         self.head = self.all - sum(map(count, blocks)) - self.embedding
-        dims = {p: shard_dim(p.shape, ranks) for p in model.parameters()}
-        shards = {p: p.chunk(ranks, dim)[0].numel() for p, dim in dims.items()}         # the largest
+        shards = {p: p.chunk(ranks, shard_dim(p.shape, ranks))[0].numel() for p in model.parameters()}  # the largest
         if config.expert_parallel > 1:                                  # experts are sharded over all ranks
-            experts, same = [p for p in shards if p.ndim == 3], ranks * config.replicas // config.expert_parallel
-            dims |= {p: shard_dim(p.shape, same, first=1) for p in experts}
-            shards |= {p: p.numel() // (ranks * config.replicas) for p in experts}
+            shards |= {p: p.numel() // (ranks * config.replicas) for p in shards if p.ndim == 3}
         self.trained_shard = sum(numbers for p, numbers in shards.items() if p.requires_grad)
         self.frozen_shard = sum(shards.values()) - self.trained_shard           # below adapters
         self.trained_bytes = WEIGHTS[kind].itemsize * self.trained_shard        # gradients as many
-        blocks = {p: block_size(kind, p.shape, [dims[p]]) for p in shards if p.requires_grad}
-        each = {p: 2 + 8 / block if block > 1 else 2 * WEIGHTS[kind].itemsize for p, block in blocks.items()}
-        self.moment_bytes = sum(size * shards[p] for p, size in each.items())
+        blocks = {p: block_size(kind, p.shape, [shard_dim(p.shape, ranks)]) for p in shards if p.requires_grad}
+        alone = 2 * WEIGHTS[kind].itemsize                                      # of a weight without codes
+        self.moment_bytes = sum((2 + 8 / n if n > 1 else alone) * shards[p] for p, n in blocks.items())
         self.frozen_gb = self.itemsize * sum(shards.values()) / GIB
         """What the shard takes of a model that is not trained."""
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
