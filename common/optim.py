@@ -12,9 +12,9 @@ from common.model.sharding import clip_gradients
 
 @dataclass
 class OptimConfig:
-    kind: Literal["adamw", "adamw-bf16"] = "adamw"
+    kind: Literal["adamw", "adamw-bf16", "adamw-8bit"] = "adamw"
     """adamw: weights, gradients and moments are float32, 16 bytes a weight. adamw-bf16: bfloat16, rounded
-    stochastically, 8 bytes."""
+    stochastically, 8 bytes. adamw-8bit: the same with moments in 8 bits, 6 bytes."""
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -432,8 +432,12 @@ def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
         warmup = int(share * steps) if warmup < 0 else warmup
         if warmup > 0:
             ours.add(flag, warmup)
-        if verl.is_on(f"{model}.optim.override_optimizer_config.bf16_stochastic_round"):
-            ours.add(flag.replace("warmup-steps", "kind"), "adamw-bf16")
+        kind = "adamw-bf16" if verl.is_on(f"{model}.optim.override_optimizer_config.bf16_stochastic_round") else ""
+        if verl.given.get(f"{model}.optim.optimizer") == "AdamW8bit":   # of torchao or bitsandbytes
+            verl.read |= {f"{model}.optim.optimizer", f"{model}.optim.optimizer_impl"} & verl.given.keys()
+            kind = "adamw-8bit"
+        if kind:
+            ours.add(flag.replace("warmup-steps", "kind"), kind)
 
 
 def count_rows(files: list[str]) -> int:

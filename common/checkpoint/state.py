@@ -40,14 +40,20 @@ def load_parts(parts: Parts, folder: Path) -> None:
     """Fills all parts from a checkpoint of any number of ranks. Each optimizer first makes the state that is filled, in
     a step on gradients of zero; its weight decay changes weights, which the checkpoint fills too."""
     reader = Reader(folder)
-    with_state = {name.rpartition(".")[0] for name in reader.read_metadata().state_dict_metadata}
+    stored = reader.read_metadata().state_dict_metadata
+    with_state = {name.rpartition(".")[0] for name in stored}
     for part, (module, optimizer) in parts.items():
         for name, parameter in module.named_parameters():
             if f"{part}.optim.{name}" in with_state:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-    dcp.load(tensors_of(parts), storage_reader=reader)
+    tensors = tensors_of(parts)
+    there, here = ({name for name in names if name.endswith("_scale")} for names in (stored, tensors))
+    if there != here:
+        raise ValueError(f"{folder} has {len(there)} moments in 8 bits, this run {len(here)}: --optim.kind and "
+                         f"--critic-optim.kind must be those of the run that saved it")
+    dcp.load(tensors, storage_reader=reader)
 
 
 def flags_of(args: Any) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""AdamW whose weights and moments are bfloat16, rounded stochastically.
+"""AdamW whose weights are bfloat16, rounded stochastically, and its moments too or codes of 8 bits.
 
 Rounded to nearest, a weight would lose each update below half of its last digit. A second moment would never shrink,
-because a decay rate of 0.999 takes less than that."""
+because a decay rate of 0.999 takes less than that. Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), but the
+numbers that share a scale lie within a row: ranks divide codes and scales as they divide the weight."""
 
+import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,10 +16,10 @@ from common.model.sharding import by_mesh, shard_slice
 from common.optim import OptimConfig
 from common.parallel.ranks import seed_of
 
-WEIGHTS = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16}
-"""--optim.kind -> the dtype of the weights that are trained, their gradients and moments."""
+WEIGHTS = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
+"""--optim.kind -> the dtype of the weights that are trained, their gradients and moments that are no codes."""
 PIECE = 2**20
-"""Numbers that are computed in float32 at a time."""
+"""Numbers that are computed in float32 at a time, a multiple of every block."""
 
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
@@ -24,8 +27,17 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optim
     trained = by_mesh(p for p in model.parameters() if p.requires_grad)
     groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in trained]
     groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in trained]
-    adamw = {"adamw": torch.optim.AdamW, "adamw-bf16": BF16AdamW}[config.kind]
-    return adamw(groups, lr=config.lr, betas=config.betas, fused=True)
+    adamw = torch.optim.AdamW if config.kind == "adamw" else BF16AdamW
+    optimizer = adamw(groups, lr=config.lr, betas=config.betas, fused=True)
+    optimizer.kind = config.kind
+    return optimizer
+
+
+def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
+    """How many numbers of a row share a scale, 16 to 256; 1: the moments are no codes, as where ranks divide rows.
+    `divided`: the dimensions that they divide."""
+    block = math.gcd(shape[-1], 256)
+    return block if kind == "adamw-8bit" and block >= 16 and len(shape) - 1 not in divided else 1
 
 
 class BF16AdamW(torch.optim.AdamW):
@@ -38,32 +50,71 @@ class BF16AdamW(torch.optim.AdamW):
         for number, (weight, group) in enumerate(weights):
             if weight.grad is None:
                 continue
-            state = self.state[weight]
+            state, kind = self.state[weight], self.kind if weight.dtype == torch.bfloat16 else "adamw"
+            block = block_size(kind, weight.shape, [part.dim for part in weight.placements if part.is_shard()])
             for name in ("exp_avg", "exp_avg_sq") if not state else ():
-                state[name] = torch.zeros_like(weight)
+                state[name] = torch.zeros_like(weight, dtype=torch.uint8 if block > 1 else None)
+                if block > 1:
+                    state[f"{name}_scale"] = torch.zeros_like(weight[..., ::block], dtype=torch.float32)
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
             first = [part.start for part in shard_slice(weight)]
+            kept = {"weight": weight.detach(), "grad": weight.grad, **state}
+            step = int(kept.pop("step"))
             random = torch.Generator(weight.device)
-            random.manual_seed(seed_of("rounding", number, int(state["step"]), *first))
-            kept = weight.detach(), state["exp_avg"], state["exp_avg_sq"], weight.grad
-            for pieces in zip(*(x.to_local().view(-1).split(PIECE) for x in kept)):
-                update(pieces, int(state["step"]), group, random)
+            random.manual_seed(seed_of("rounding", number, step, *first))
+            # in each row is a block, or its scale
+            rows = [x.to_local().view(-1, block * x.shape[-1] // weight.shape[-1]) for x in kept.values()]
+            for pieces in zip(*(x.split(PIECE // block) for x in rows)):
+                update(dict(zip(kept, pieces)), step, group, random)
 
 
-def update(pieces: tuple[Tensor, ...], step: int, group: dict[str, Any], random: torch.Generator) -> None:
-    """One step of parts [N] of a weight, its moments and its gradient. What is float32 (a critic's head) stays so."""
+def update(pieces: dict[str, Tensor], step: int, group: dict[str, Any], random: torch.Generator) -> None:
+    """One step of parts [N, block] of a weight, its gradient and state. What is float32 (a critic's head) stays so."""
     (beta1, beta2), lr = group["betas"], group["lr"]
-    weight, first, second, grad = (x.float() for x in pieces)
-    first = first.lerp(grad, 1 - beta1)
-    second = (second * beta2).addcmul_(grad, grad, value=1 - beta2)
+    weight, grad = pieces["weight"].float(), pieces["grad"].float()
+    first = decode(pieces, "exp_avg").lerp(grad, 1 - beta1)
+    second = (decode(pieces, "exp_avg_sq") * beta2).addcmul_(grad, grad, value=1 - beta2)
     size = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
     weight = (weight * (1 - lr * group["weight_decay"])).addcdiv_(first, size, value=-lr / (1 - beta1**step))
-    noise = torch.empty(len(grad), dtype=torch.int64, device=grad.device).random_(-(2**63), None, generator=random)
-    for kept, x, bits in zip(pieces, (weight, first, second), noise.view(torch.int16).view(4, -1)):
-        kept.copy_(round_stochastically(x, bits) if kept.dtype == torch.bfloat16 else x)
+    noise = torch.empty(grad.numel(), dtype=torch.int64, device=grad.device).random_(-(2**63), None, generator=random)
+    found = {"weight": weight, "exp_avg": first, "exp_avg_sq": second}
+    for (name, x), bits in zip(found.items(), noise.view(torch.int16).view(4, *grad.shape)):
+        if pieces[name].dtype == torch.bfloat16:
+            x = round_stochastically(x, bits)
+        elif pieces[name].dtype == torch.uint8:
+            x = encode(x, name, pieces[f"{name}_scale"])
+        pieces[name].copy_(x)
+
+
+def decode(pieces: dict[str, Tensor], name: str) -> Tensor:
+    """A moment in float32."""
+    if pieces[name].dtype != torch.uint8:
+        return pieces[name].float()
+    return code_values(name, pieces[name].device).take(pieces[name].long()) * pieces[f"{name}_scale"]
+
+
+def encode(x: Tensor, name: str, scale: Tensor) -> Tensor:
+    """The nearest codes of a moment. `scale` [N, 1] becomes the largest size in each block."""
+    scale.copy_(x.abs().amax(1, keepdim=True))
+    values = code_values(name, x.device)
+    shares = x / scale.clamp(min=torch.finfo(torch.float32).tiny)                       # a block may be all 0
+    return torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
+
+
+@cache
+def code_values(name: str, device: torch.device) -> Tensor:
+    """What the 256 codes mean in shares of their scale, rising. The highest bit of a number is its decade, the others
+    are its place there. No second moment is 0, because the step is divided by it."""
+    bits = {"exp_avg": 7, "exp_avg_sq": 8}[name]                        # beside a sign
+    number = torch.arange(1, 2**bits, dtype=torch.float64)
+    highest = number.log2().floor()
+    sizes = 10 ** (highest - bits + 1) * (0.9 * (number + 0.5) / 2**highest - 0.8)      # from 0.1 to 1
+    if name == "exp_avg":
+        sizes = torch.cat([-sizes.flip(0), torch.zeros(1), sizes])
+    return torch.cat([sizes, torch.ones(1)]).float().to(device)
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Float32 [N] -> one of the two bfloat16 numbers beside each, the nearer the likelier, so that the mean is x.
-    `bits` [N]: random int16."""
+    """Float32 numbers -> one of the two bfloat16 numbers beside each, the nearer the likelier, so that the mean is x.
+    `bits`: as many random int16."""
     return ((x.view(torch.int32) + (bits.int() & 0xFFFF)) & -0x10000).view(torch.float32).bfloat16()

@@ -13,7 +13,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
-from common.model.bf16_adamw import WEIGHTS
+from common.model.bf16_adamw import WEIGHTS, block_size
 from common.model.flops import head_dim, mlp_widths
 from common.model.liger import uses_liger
 from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher
@@ -66,7 +66,10 @@ class Model:
             shards |= {p: p.numel() // (ranks * config.replicas) for p in shards if p.ndim == 3}
         self.trained_shard = sum(numbers for p, numbers in shards.items() if p.requires_grad)
         self.frozen_shard = sum(shards.values()) - self.trained_shard           # below adapters
-        self.trained_bytes = WEIGHTS[kind].itemsize * self.trained_shard        # gradients as many, moments twice
+        self.trained_bytes = WEIGHTS[kind].itemsize * self.trained_shard        # gradients as many
+        blocks = {p: block_size(kind, p.shape, [shard_dim(p.shape, ranks)]) for p in shards if p.requires_grad}
+        alone = 2 * WEIGHTS[kind].itemsize                                      # of a weight without codes
+        self.moment_bytes = sum((2 + 8 / n if n > 1 else alone) * shards[p] for p, n in blocks.items())
         self.frozen_gb = self.itemsize * sum(shards.values()) / GIB
         """What the shard takes of a model that is not trained."""
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
@@ -156,8 +159,8 @@ class MemoryPlan:
     def resident(self) -> dict[str, float]:
         """What stays between the phases, by part. Moments that are offloaded are there for the optimizer step alone."""
         trained = sum(model.trained_bytes for model in self.trained) / GIB
+        moments = 0 if self.offload.optimizer else sum(model.moment_bytes for model in self.trained) / GIB
         below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
-        moments = 0 if self.offload.optimizer else 2 * trained
         frozen = self.reference_gb + self.reward_model_gb
         return {"weights": trained + below, "moments": moments, "frozen models": frozen}
 
@@ -170,8 +173,8 @@ class MemoryPlan:
         """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
         passes = [{"gradients": model.trained_bytes} | model.update(tokens, self.keys) for model in self.trained]
         if self.offload.optimizer:
-            most = max(model.trained_bytes for model in self.trained)
-            passes.append({"gradients": most, "moments": 2 * most, **dict.fromkeys(IN_PASSES, 0)})
+            steps = [{"gradients": model.trained_bytes, "moments": model.moment_bytes} for model in self.trained]
+            passes += [parts | dict.fromkeys(IN_PASSES, 0) for parts in steps]
         fullest = max(passes, key=lambda parts: sum(parts.values()))
         return self.resident() | {part: x / GIB for part, x in fullest.items()}
 

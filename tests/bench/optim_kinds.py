@@ -29,7 +29,7 @@ from common.parallel import ranks
 from tests.bench.record import ROOT
 
 SOLVED = "data/word_problems/solved"
-KINDS = "adamw", "float32", "adamw-bf16", "nearest"
+KINDS = "adamw", "float32", "adamw-bf16", "adamw-8bit", "nearest"
 
 
 @dataclass

@@ -294,12 +294,17 @@ def test_objectives(words, script, expected, monkeypatch):
         importlib.import_module(script).check(args)                     # the script accepts bounds and sizes, too
 
 
-def test_stochastic_rounding_of_policy_and_critic(monkeypatch):
-    rounded = "optim.override_optimizer_config.bf16_stochastic_round=True"
-    for policy, critic in (("adamw-bf16", "adamw"), ("adamw", "adamw-bf16")):
-        key = "actor_rollout_ref.actor" if policy == "adamw-bf16" else "critic"
-        args = parse(from_verl.translate(given(f"algorithm.adv_estimator=gae {key}.{rounded}")), monkeypatch)
-        assert (args.optim.kind, args.critic_optim.kind) == (policy, critic)
+@pytest.mark.parametrize(("kind", "words"), [
+    ("adamw-bf16", "{}.optim.override_optimizer_config.bf16_stochastic_round=True"),
+    ("adamw-8bit", "{0}.optim.optimizer=AdamW8bit {0}.optim.optimizer_impl=torchao.optim"),
+    ("adamw", "{0}.optim.optimizer=_AdamW {0}.optim.optimizer_impl=torchao.optim"),
+])
+def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
+    for key, kinds in (("actor_rollout_ref.actor", (kind, "adamw")), ("critic", ("adamw", kind))):
+        ours = from_verl.translate(given(f"algorithm.adv_estimator=gae {words.format(key)}"))
+        args = parse(ours, monkeypatch)
+        assert (args.optim.kind, args.critic_optim.kind) == kinds
+        assert len([shown for shown in ours.without if "optimizer" in shown]) == (2 if kind == "adamw" else 0)
 
 
 @pytest.mark.parametrize(("words", "reason"), [
