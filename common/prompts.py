@@ -1,8 +1,8 @@
 """Prompts: which rows of data are accepted, how the chat template turns them into tokens, and in which order they come.
 
-The columns are verl's: `prompt`, `data_source`, `reward_model` and perhaps `extra_info`. common/dataset/ reads
-the files (`reading`), and checks the flags of the chat template and keeps the tokenised prompts in a file that all
-ranks of a node share (`store.load_prompts`).
+The columns are verl's: `prompt`, `data_source`, `reward_model` and perhaps `extra_info`. common/dataset/store.py reads
+the files, checks the flags of the chat template, and keeps the tokenised prompts in a file that all ranks of a node
+share (`load_prompts`).
 """
 
 from dataclasses import dataclass, field

@@ -24,9 +24,10 @@ from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
+from common.model.attention import choose_attention
 from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
-from common.model.liger import kernels_in_words
+from common.model.liger import uses_liger
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
@@ -138,11 +139,12 @@ class Training:
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
         samples a step, mini-batches, epochs, tokens of a micro-batch."""
-        args, device = self.args, self.world.device
+        args, kernels = self.args, (self.world.device, self.hf_config, self.args.policy)
         print_on_main(
             self.world, f"batch  {batch_line(*sizes, self.max_sequence_length, self.world.size)}\n"
             f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "
-            f"{device.type}, {kernels_in_words(device, self.hf_config, args.policy)}"
+            f"{self.world.device.type}, attention {choose_attention(*kernels)}, Liger's kernels "
+            f"{'on' if uses_liger(*kernels) else 'off'}"
         )
 
     def resume(self) -> None:

@@ -49,9 +49,9 @@ def load_parts(parts: Parts, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     tensors = tensors_of(parts)
-    there, here = ({name for name in names if name.endswith("_scale")} for names in (stored, tensors))
-    if there != here:
-        raise ValueError(f"{folder} has {len(there)} moments in 8 bits, this run {len(here)}: --optim.kind and "
+    codes, ours = (sum(name.endswith("_scale") for name in names) for names in (stored, tensors))
+    if codes != ours:
+        raise ValueError(f"{folder} has {codes} moments in 8 bits, this run {ours}: --optim.kind and "
                          f"--critic-optim.kind must be those of the run that saved it")
     dcp.load(tensors, storage_reader=reader)
 

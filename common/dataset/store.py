@@ -1,14 +1,15 @@
-"""Keeps the rows of a run, checked and tokenised, in a temporary Arrow file that all ranks of a node map to memory.
+"""Reads the rows of data files and keeps them, checked and tokenised, in an Arrow file that a node's ranks share.
 
 A data set may be larger than memory: one process a node streams it once and appends token ids and rows (as JSON) to the
 file, and a row is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
 """
 
+import glob
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -18,14 +19,17 @@ from typing import Any
 import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch.distributed as dist
 
 from common.dataset.images import Images, encode_prompt, flatten_contents
-from common.dataset.reading import BATCH_ROWS, find_files, read_rows, row_of
 from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 from rewards import json_object
 
+PARQUET = (".parquet", ".pq")
+SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
+BATCH_ROWS = 512  # read and stored together
 TOKENS = pa.list_(pa.int32())
 FILES = pa.list_(pa.binary())  # null where a prompt has no images, as engine_tokens
 SCHEMA = pa.schema({"tokens": TOKENS, "row": pa.large_string(), "engine_tokens": TOKENS, "images": FILES})
@@ -198,3 +202,50 @@ def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: st
                          f"have more than {flag} {limit} tokens, {len(bad)} are bad{shown}")
     loaded.data_hash = data_hash.hexdigest()
     return loaded
+
+
+def find_files(entries: Sequence[str]) -> list[str]:
+    """Files, folders (all data files below, sorted) and globs (sorted) -> files."""
+    if not entries:
+        raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
+    files: list[str] = []
+    for entry in entries:
+        pattern = glob.escape(entry) if os.path.exists(entry) else entry
+        names = glob.glob(f"{pattern}/**" if os.path.isdir(entry) else pattern, recursive=True)
+        found = sorted(name for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
+        if not found:
+            raise ValueError(f"data file {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
+                             f"that has some")
+        files += found
+    return files
+
+
+def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
+    """The rows of a file as it has them, for `row_of`: JSON lines that are not blank, or parquet's, of which only the
+    columns with these names are read; all, if there are no names."""
+    try:
+        if not file.endswith(PARQUET):
+            with open(file, "rb") as text:
+                yield from filter(bytes.strip, text)
+            return
+        with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
+            found = [name for name in parquet.schema_arrow.names if name in names or not names]
+            if not found:
+                raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
+                                 f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=found):
+                yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
+    except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
+        raise ValueError(f"{file} cannot be read: {error}") from None
+
+
+def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
+    """A row of `read_rows` as Python values. Raises ValueError for what is no text or no JSON object."""
+    if isinstance(found, pa.StructScalar):
+        return found.as_py()
+    try:
+        row = {**json.loads(found)}  # TypeError: it is no object
+        json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"the line must be a JSON object ({error})") from None
+    return row

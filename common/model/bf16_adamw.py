@@ -28,9 +28,7 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optim
     groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in trained]
     groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in trained]
     adamw = torch.optim.AdamW if config.kind == "adamw" else BF16AdamW
-    optimizer = adamw(groups, lr=config.lr, betas=config.betas, fused=True)
-    optimizer.kind = config.kind
-    return optimizer
+    return adamw([group | {"kind": config.kind} for group in groups], lr=config.lr, betas=config.betas, fused=True)
 
 
 def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
@@ -50,7 +48,7 @@ class BF16AdamW(torch.optim.AdamW):
         for number, (weight, group) in enumerate(weights):
             if weight.grad is None:
                 continue
-            state, kind = self.state[weight], self.kind if weight.dtype == torch.bfloat16 else "adamw"
+            state, kind = self.state[weight], group["kind"] if weight.dtype == torch.bfloat16 else "adamw"
             block = block_size(kind, weight.shape, [part.dim for part in weight.placements if part.is_shard()])
             for name in ("exp_avg", "exp_avg_sq") if not state else ():
                 state[name] = torch.zeros_like(weight, dtype=torch.uint8 if block > 1 else None)

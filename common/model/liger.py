@@ -10,7 +10,6 @@ import importlib.util
 import torch
 from transformers import PretrainedConfig
 
-from common.model.attention import choose_attention
 from common.model.policy import ModelConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -23,9 +22,3 @@ def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelC
     """Whether the model is trained with Liger's kernels."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
     return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in FAMILIES
-
-
-def kernels_in_words(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> str:
-    """Which attention and which fused kernels a run uses, for its start screen."""
-    is_fused = uses_liger(device, hf_config, config)
-    return f"attention {choose_attention(device, hf_config, config)}, Liger's kernels {'on' if is_fused else 'off'}"

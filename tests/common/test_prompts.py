@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from common.dataset.reading import find_files
-from common.dataset.store import load_prompts
+from common.dataset.store import find_files, load_prompts
 from common.prompts import DataConfig, PromptSampler
 from tests.conftest import MODEL, launch
 

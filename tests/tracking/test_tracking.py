@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from common.dataset.reading import find_files
+from common.dataset.store import find_files
 from common.metrics import Meter, spread
 from common.parallel.ranks import World
 from common.tracking import console, profiling
