@@ -2,6 +2,7 @@
 async_grpo.py get the weights block by block."""
 
 import types
+from collections import defaultdict
 
 import torch
 
@@ -36,7 +37,7 @@ def test_samplers_get_no_more_than_a_block_at_a_time(tmp_path, world, smollm):
     second = types.SimpleNamespace(num_samplers=1, size=3, rank=1, is_main=False)           # it sends no data
     engine, sent = RemoteEngine(RolloutConfig(), config, second, []), []
     engine.bridge = types.SimpleNamespace(send=sent.append, receive=lambda: (0, [], None))
-    engine._load(policy.full_tensors(None), {})
+    engine._load(policy.full_tensors(None), defaultdict(int))           # checksums
     begin, *buckets, end = sent
     assert begin == ("weights",) and end == []
     names = [[name for name, *_ in bucket] for bucket in buckets]
