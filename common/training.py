@@ -27,8 +27,7 @@ from common.metrics import Meter
 from common.model.attention import choose_attention
 from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
-from common.model.liger import uses_liger
-from common.model.loading import load_critic, load_policy, read_config
+from common.model.loading import load_critic, load_policy, read_config, uses_liger
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
@@ -38,8 +37,7 @@ from common.prompts import PromptSampler
 from common.rollout import Minibatch
 from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.profiling import Timer, peak_flops
-from common.tracking.step import step_metrics
+from common.tracking.step import Timer, peak_flops, step_metrics
 
 
 @dataclass

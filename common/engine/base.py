@@ -78,13 +78,7 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
 
 def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutConfig:
     """How validation samples; temperature 0 is greedy."""
-    return replace(
-        config,
-        temperature=temperature,
-        top_p=config.val_top_p,
-        top_k=config.val_top_k,
-        drop=(),
-    )
+    return replace(config, temperature=temperature, top_p=config.val_top_p, top_k=config.val_top_k, drop=())
 
 
 @dataclass

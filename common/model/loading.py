@@ -1,5 +1,6 @@
 """Load a policy or a critic from a Hugging Face folder and shard it with FSDP2: each rank reads its own shards."""
 
+import importlib.util
 import os
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
-from common.model.liger import KERNELS, uses_liger
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
@@ -30,6 +30,10 @@ from common.tracking.console import print_on_main
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
 SCORED = ("ForSequenceClassification",)
 NO_ADAPTERS = LoRAConfig()
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Those whose kernels tests/model/test_liger.py proves. Experts of mixtures keep transformers' grouped products."""
+LIGER_KERNELS = {"fused_linear_cross_entropy": False}
+"""Liger changes the rotary embedding for all models of the family in this process."""
 READERS = 4
 """Ranks of a machine that read files at the same time: more of them make a disk or a file server slower."""
 GIB = 2**30
@@ -163,10 +167,18 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
         model.base_model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)
     if uses_liger(world.device, hf_config, config):
-        apply_liger_kernel(model, KERNELS)
+        apply_liger_kernel(model, LIGER_KERNELS)
     if lora.rank:
         add_adapters(model, lora, dtype)
     return model
+
+
+def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> bool:
+    """Whether the model is trained with Liger's fused norms, rotary embeddings and gated MLPs (arXiv 2410.10989). They
+    keep less for the backward pass: of a norm its input, of an MLP no activated gate. Log-probs stay those of
+    common/kernels.py, whose logits are float32 and whose entropy has a gradient."""
+    is_installed = importlib.util.find_spec("liger_kernel") is not None
+    return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in LIGER_FAMILIES
 
 
 @torch.no_grad()

@@ -15,14 +15,13 @@ from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
 from common.model.bf16_adamw import WEIGHTS, block_size
 from common.model.flops import head_dim, mlp_widths
-from common.model.liger import uses_liger
-from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher
+from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.model.router_replay import routers_of
-from common.model.sharding import shard_dim
+from common.model.sharding import PART, shard_dim
 from common.model.vision import auto_class
 from common.parallel.ranks import all_max, num_shards
 
@@ -102,14 +101,16 @@ class Model:
         in_block += kept if self.recomputes else 0
         # one rank has all weights, others those of the head, of a block and of the next one on their way
         weights = self.all if self.ranks == 1 else self.head + 2 * self.block
-        grads = 0 if self.frozen_shard else 1                           # of the large matrices; adapters merge some
-        # first head and embedding arrive, and the buffers they come in; at last a gradient is summed in float32
-        at_ends = 2 * size * (self.head + max(self.block, self.embedding))
-        at_ends += grads * 4 * (self.embedding or self.head) * (1 + 1 / self.ranks)
+        grads = 0 if self.frozen_shard else 1                           # of the large matrices
+        in_block_grads = self.head + self.block if grads else self.config.hidden_size**2    # of a merged matrix
+        # head and embedding arrive, and the buffers they come in; at last gradients are summed, a part in float32
+        arriving = 2 * size * (self.head + max(self.block, self.embedding))
+        arriving += grads * 4 * (self.embedding / self.ranks + min(self.embedding, PART))
         moments = [                                                     # unsharded weights, activations, tiles
             (size * (weights + grads * self.head), tokens * (of_blocks + 7 * hidden), self.tiles(tokens)),
-            (size * (weights + grads * (self.head + self.block)) + 4 * self.block, tokens * in_block, 0),
-            (at_ends, 3 * tokens * hidden, 0),
+            (size * (weights + self.block + in_block_grads), tokens * in_block, 0),
+            (arriving, 3 * tokens * hidden, 0),
+            (size * grads * (3 * self.head + self.block), 3 * tokens * hidden, 0),
         ]
         return dict(zip(IN_PASSES, max(moments, key=sum)))
 

@@ -27,9 +27,8 @@ from common.prompts import Prompt
 from common.rollout import Rollout, Sample
 from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.profiling import Timer
 from common.tracking.rollouts import write_step
-from common.tracking.step import rollout_metrics, step_metrics
+from common.tracking.step import Timer, rollout_metrics, step_metrics
 from tests.bench.record import report
 
 

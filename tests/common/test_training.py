@@ -12,7 +12,7 @@ from common.batch import Batch
 from common.checkpoint.manager import MAX_CHECKS, Checkpoints
 from common.metrics import Meter
 from common.optim import OptimConfig
-from common.tracking.profiling import Timer
+from common.tracking.step import Timer
 from common.training import Training
 
 

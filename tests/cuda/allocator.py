@@ -22,6 +22,8 @@ class Block:
     size: int
     pool: tuple[bool, int]
     """Whether its segment is a small one, and the stream that it belongs to."""
+    requested: int = 0
+    """Of its bytes those that were asked for: a rest of up to 1 MiB is not split off."""
     is_free: bool = True
     before: "Block | None" = None
     after: "Block | None" = None
@@ -35,7 +37,7 @@ class Allocator:
     """All numbers are bytes."""
 
     def __init__(self):
-        self.allocated = self.reserved = 0
+        self.allocated = self.requested = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self.free_blocks: dict[tuple[bool, int], list[tuple[int, int, Block]]] = defaultdict(list)
         """Pool -> (size, address, block), ascending: the first one that is large enough is the best fit."""
@@ -53,8 +55,9 @@ class Allocator:
         rest = block.size - size
         if rest >= ROUND if pool[0] else rest > SMALL:
             self._split(block, size)
-        block.is_free = False
+        block.is_free, block.requested = False, size
         self.allocated += block.size
+        self.requested += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
@@ -63,6 +66,7 @@ class Allocator:
         if block is None:
             return
         self.allocated -= block.size
+        self.requested -= block.requested
         before, after = block.before, block.after
         if before is not None and before.is_free:
             self._remove(before)

@@ -52,7 +52,7 @@ class Peak(NamedTuple):
     reserved_gb: float
     """Most that the caching allocator held, which is what nvidia-smi would show."""
     after_gb: float
-    """What tensors take when the phase has ended."""
+    """What tensors take when the phase has ended, without what the allocator does not split off of their blocks."""
     moved: dict[str, int] = {}                                                                              # noqa: RUF012
     """Bytes through collectives, by operation and ranks of its group ("gather over 8"), each time."""
 

@@ -57,7 +57,7 @@ def on_stand_in(case: Case) -> dict[str, Peak]:
         allocator.reset_peaks()
         moved = Counter(DEVICE.moved)
         yield
-        peaks = Peak(allocator.peak_allocated / 2**30, allocator.peak_reserved / 2**30, allocator.allocated / 2**30,
+        peaks = Peak(allocator.peak_allocated / 2**30, allocator.peak_reserved / 2**30, allocator.requested / 2**30,
                      DEVICE.moved - moved)
         found[name] = peaks.later_than(found[name]) if name in found else peaks
 

@@ -87,8 +87,8 @@ def test_a_step_of_real_shapes_on_many_ranks(name, gpus, sharded):
     case, peaks = SHARDED[name, gpus], sharded[name, gpus]
     rest, gradients = bytes_of_a_shard(case, 12), bytes_of_a_shard(case, 4)
     at_rest = peaks["save"].after_gb * 2**30
-    assert at_rest == pytest.approx(rest, abs=2**20)
-    assert peaks["backward"].after_gb * 2**30 - at_rest == pytest.approx(gradients, abs=2**22)
+    assert at_rest == pytest.approx(rest, abs=2**16)
+    assert peaks["backward"].after_gb * 2**30 - at_rest == pytest.approx(gradients, abs=2**16)
     layer = bytes_of_a_shard(dataclasses.replace(case, gpus=1), 2) - bytes_of_a_shard(
         dataclasses.replace(case, gpus=1, model=case.model | {"num_hidden_layers": 1}), 2)
     assert peaks["forward"].allocated_gb * 2**30 > at_rest + layer

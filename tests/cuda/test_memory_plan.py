@@ -17,11 +17,17 @@ from tests.cuda.shapes import MODELS, dense, mixture
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 KEEP, RECOMPUTE = ModelConfig(gradient_checkpointing=False), ModelConfig(gradient_checkpointing=True)
+FLOAT32 = ModelConfig(gradient_checkpointing=True, compute_dtype="float32")
 SHARE = ModelConfig(gradient_checkpointing=False, share_prompt=True)
 SIZES = {"hidden": 512, "layers": 2, "heads": 8, "kv_heads": 4, "vocab": 32000}
 UNTIED, TIED = (dense("Llama", width=1376, is_tied=is_tied, **SIZES) for is_tied in (False, True))
 MIXTURE = mixture(width=384, experts=8, active=2, head_dim=64, **SIZES)
-VOCABULARY = dense("Llama", 2560, width=8192, layers=2, heads=16, kv_heads=8, vocab=262144)     # more than the blocks
+# more words than weights in blocks
+VOCABULARY, TIED_VOCABULARY = (
+    dense("Llama", 2560, width=8192, layers=2, heads=16, kv_heads=8, vocab=262144, is_tied=is_tied)
+    for is_tied in (False, True)
+)
+BLOCKS = dense("Llama", 8192, width=28672, layers=3, heads=64, kv_heads=8, vocab=32000)
 EXPERTS = mixture(2048, width=768, layers=3, heads=32, kv_heads=4, vocab=32000, experts=128, active=8)
 CASES = {
     "untied": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP),
@@ -37,6 +43,11 @@ CASES = {
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
     "vocabulary": Case(VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE),
     "vocabulary, adapters": Case(VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE, lora=LoRAConfig(rank=8)),
+    "vocabulary, tied": Case(TIED_VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE),
+    "vocabulary, tied, 64 ranks": Case(TIED_VOCABULARY, gpus=64, tokens=1024, policy=RECOMPUTE),
+    "large blocks": Case(BLOCKS, gpus=8, tokens=1024, policy=RECOMPUTE),
+    "large blocks, float32": Case(BLOCKS, gpus=8, tokens=1024, policy=FLOAT32),
+    "large blocks, adapters": Case(BLOCKS, gpus=8, tokens=1024, policy=RECOMPUTE, lora=LoRAConfig(rank=8)),
     "many experts, few tokens": Case(EXPERTS, gpus=64, tokens=1024, policy=RECOMPUTE),
     "7B": Case(MODELS["Qwen2.5-7B"], gpus=8, tokens=16384),                         # from 4 and from 8 layers
 }
@@ -57,18 +68,16 @@ def plan_of(case: Case) -> MemoryPlan:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_update_takes_at_most_what_is_planned(name, simulated):
-    """Never more, and at most a tenth too much; of the vocabulary that is larger than the blocks, a seventh."""
+    """Never more, and at most a tenth too much."""
     peak = max(simulated[name][phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
-    most = 1.14 if name == "vocabulary" else 1.1
-    assert peak <= sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) <= most * peak
+    assert peak <= sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) <= 1.1 * peak
     assert peak > 1.2 * simulated[name]["optimizer"].after_gb                           # passes are most of it
 
 
 def test_moments_take_what_is_planned(simulated):
-    """What is left after the optimizer step, of 16 and of 8 bits, differs by the moments alone. The allocator counts up
-    to 1 MiB that it does not split off a block: tests/model/test_bf16_adamw.py is exact."""
+    """What is left after the optimizer step, of 16 and of 8 bits, differs by the moments alone."""
     kinds = "bfloat16 weights", "moments of 8 bits"
     left = [simulated[name]["optimizer"].after_gb for name in kinds]
     planned = [plan_of(CASES[name]).resident()["moments"] for name in kinds]
-    assert left[0] - left[1] == pytest.approx(planned[0] - planned[1], rel=0.1)
+    assert left[0] - left[1] == pytest.approx(planned[0] - planned[1], rel=0.01)
     assert planned[0] > 1.8 * planned[1]

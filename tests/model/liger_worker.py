@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 import common.model.attention  # noqa: F401  makes packed_sdpa known to transformers
 from common.batch import Batch
-from common.model.liger import FAMILIES, KERNELS
+from common.model.loading import LIGER_FAMILIES, LIGER_KERNELS
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig, Policy
 from tests.model.kept import kept_bytes
@@ -66,7 +66,7 @@ def differences(family: str) -> dict[str, float]:
     compare("own", pass_over(build(family, torch.float16)[1]))
     models = {name: build(family, dtype)[1] for name, dtype in (("float32", torch.float32), ("float16", torch.float16))}
     for name, lm in models.items():
-        apply_liger_kernel(lm, KERNELS)
+        apply_liger_kernel(lm, LIGER_KERNELS)
         compare(name, pass_over(lm))
     found["modules"] = sum("Liger" in module._get_name() for module in lm.modules())
     return found
@@ -74,7 +74,7 @@ def differences(family: str) -> dict[str, float]:
 
 def kept(family: str) -> dict[str, float]:
     """Bytes a token that autograd keeps of a block with the kernels, and as they are calculated."""
-    use = partial(apply_liger_kernel, kernel_config=KERNELS)
+    use = partial(apply_liger_kernel, kernel_config=LIGER_KERNELS)
     shallow, deep = (kept_bytes(build(family, torch.bfloat16, num_hidden_layers=n)[0], use) for n in (2, 4))
     model = Model(build(family, torch.bfloat16)[0], ModelConfig(), 1)
     model.is_fused = True
@@ -83,4 +83,4 @@ def kept(family: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     complete_the_interpreter()
-    print(json.dumps({family: differences(family) for family in FAMILIES} | {"kept": kept("qwen3")}))
+    print(json.dumps({family: differences(family) for family in LIGER_FAMILIES} | {"kept": kept("qwen3")}))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from common.model import liger
-from common.model.liger import FAMILIES, uses_liger
+from common.model.loading import LIGER_FAMILIES, uses_liger
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from tests.conftest import launch
@@ -27,7 +26,7 @@ def installed(monkeypatch):
     """As if liger-kernel were installed, or were not."""
     find = importlib.util.find_spec
     return lambda found: monkeypatch.setattr(
-        liger.importlib.util, "find_spec", lambda name: found if name == "liger_kernel" else find(name))
+        importlib.util, "find_spec", lambda name: found if name == "liger_kernel" else find(name))
 
 
 def test_where_the_kernels_are_used(installed):
@@ -56,7 +55,7 @@ def found() -> dict[str, dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LIGER_FAMILIES)
 def test_values_and_gradients_are_those_of_transformers(family, found):
     """Of packed sequences: log-probs, entropies and the gradient of every weight. In float16 they round alike."""
     ours = found[family]

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Models are built, and their gradients reduced, in float64."""
+    """Models are built, and their gradients reduced, in float64, in many parts."""
     build = loading._build
 
     def double(*args):
@@ -60,7 +60,7 @@ def in_float64() -> Iterator[None]:
         return MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
 
     with mock.patch.object(loading, "_build", double), \
-            mock.patch.object(sharding, "MixedPrecisionPolicy", precision):
+            mock.patch.object(sharding, "MixedPrecisionPolicy", precision), mock.patch.object(sharding, "PART", 300):
         yield
 
 
@@ -82,7 +82,7 @@ def unreduced(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
     return Unreduced.apply(x, gathered, dist.get_rank(group))
 
 
-def own_chunk(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, **_) -> None:
+def own_chunk(output: torch.Tensor, input: torch.Tensor, op: object, group: dist.ProcessGroup) -> None:
     output.copy_(input.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
 
 

@@ -17,9 +17,8 @@ from common.parallel import ranks
 from common.prompts import Prompt
 from common.rollout import Rollout, Sample
 from common.tracking.logger import LogConfig
-from common.tracking.profiling import Timer
 from common.tracking.rollouts import write_step, write_validation
-from common.tracking.step import rollout_metrics, step_metrics
+from common.tracking.step import Timer, rollout_metrics, step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]

@@ -19,11 +19,11 @@ import torch
 from common.dataset.store import find_files
 from common.metrics import Meter, spread
 from common.parallel.ranks import World
-from common.tracking import console, profiling
+from common.tracking import console
 from common.tracking.console import step_line
 from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.profiling import Timer
+from common.tracking.step import Timer, peak_flops
 from tests.conftest import launch
 from tests.rank_worker import fill_meter
 
@@ -310,11 +310,11 @@ def test_peak_flops_from_the_table_or_unknown(monkeypatch):
     for name, flops in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
                         ("NVIDIA L4", 121e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12),
                         ("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA A10G", 70e12)):
-        monkeypatch.setattr(profiling.torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert profiling.peak_flops(gpu, "bfloat16") == flops, name
-    assert profiling.peak_flops(gpu, "float32") is None and profiling.peak_flops(WORLD, "bfloat16") is None
-    monkeypatch.setattr(profiling.torch.cuda, "get_device_name", lambda device: "Quadro P400")
-    assert profiling.peak_flops(gpu, "bfloat16") is None
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(gpu, "bfloat16") == flops, name
+    assert peak_flops(gpu, "float32") is None and peak_flops(WORLD, "bfloat16") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Quadro P400")
+    assert peak_flops(gpu, "bfloat16") is None
 
 
 # --------------------------------------------------------------------------- warnings
