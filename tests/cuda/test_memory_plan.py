@@ -45,7 +45,6 @@ CASES = {
     "vocabulary, adapters": Case(VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE, lora=LoRAConfig(rank=8)),
     "vocabulary, tied": Case(TIED_VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE),
     "vocabulary, tied, 64 ranks": Case(TIED_VOCABULARY, gpus=64, tokens=1024, policy=RECOMPUTE),
-    "large blocks": Case(BLOCKS, gpus=8, tokens=1024, policy=RECOMPUTE),
     "large blocks, float32": Case(BLOCKS, gpus=8, tokens=1024, policy=FLOAT32),
     "large blocks, adapters": Case(BLOCKS, gpus=8, tokens=1024, policy=RECOMPUTE, lora=LoRAConfig(rank=8)),
     "many experts, few tokens": Case(EXPERTS, gpus=64, tokens=1024, policy=RECOMPUTE),
