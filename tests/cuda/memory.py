@@ -33,10 +33,12 @@ from common.engine.base import Engine, Response, RolloutConfig
 from common.model import loading
 from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.lora import LoRAConfig
+from common.model.memory_plan import MemoryPlan
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import Critic, ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
+from common.run import RunArgs
 from tests.conftest import launch
 from tests.cuda.shapes import MODELS
 
@@ -119,6 +121,15 @@ def peaks_of(cases: list[Case], device: str, warm: bool = False) -> list[dict[st
         said = launch("tests/cuda/memory_worker.py", device, path, warm=warm).stdout
     found = json.loads(said.splitlines()[-1])
     return [{name: Peak(*peak) for name, peak in phases.items()} for phases in found]
+
+
+def plan_of(case: Case) -> MemoryPlan:
+    """What is calculated for the same step."""
+    rollout = RolloutConfig(max_response_length=case.response_length)
+    args = RunArgs(model="", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload,
+                   optim=OptimConfig(kind=case.kind))
+    config = AutoConfig.for_model(**case.model)
+    return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length, case.reference)
 
 
 def _jobs(case: Case) -> list[Case]:
@@ -314,11 +325,16 @@ class Args:
 
 def main(args: Args) -> None:
     model = MODELS.get(args.model) or json.loads((Path(args.model) / "config.json").read_text())
-    (peaks,) = simulate(Case(model, **{name: x for name, x in vars(args).items() if name != "model"}))
+    case = Case(model, **{name: x for name, x in vars(args).items() if name != "model"})
+    (peaks,) = simulate(case)
     print(f"{args.model} on {args.gpus} GPUs, {args.tokens} tokens a micro-batch: simulated GiB on each")
     print(f"{'phase':10}{'allocated':>10}{'reserved':>10}{'after':>10}")
     for name, peak in peaks.items():
         print(f"{name:10}{peak.allocated_gb:10.2f}{peak.reserved_gb:10.2f}{peak.after_gb:10.2f}")
+    if not args.critic:
+        simulated = max(peaks[phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
+        planned = sum(plan_of(case).update(case.tokens).values())
+        print(f"calculated for the update: {planned:.2f} GiB, {planned / simulated:.2f} times what is simulated")
 
 
 if __name__ == "__main__":

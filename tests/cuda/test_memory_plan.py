@@ -1,17 +1,12 @@
 """The arithmetic of common/model/memory_plan.py against a simulation of the same step with the project's own code."""
 
 import pytest
-from transformers import AutoConfig
 
-from common.engine.base import RolloutConfig
 from common.model.lora import LoRAConfig
-from common.model.memory_plan import MemoryPlan
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
-from common.optim import OptimConfig
-from common.run import RunArgs
 from tests.cuda.fake_cuda import WHY_NOT
-from tests.cuda.memory import Case, Peak, simulate
+from tests.cuda.memory import Case, Peak, plan_of, simulate
 from tests.cuda.shapes import MODELS, dense, mixture
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -55,14 +50,6 @@ CASES = {
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Peak]]:
     return dict(zip(CASES, simulate(*CASES.values(), warm=True), strict=True))
-
-
-def plan_of(case: Case) -> MemoryPlan:
-    rollout = RolloutConfig(max_response_length=case.response_length)
-    args = RunArgs(model="", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload,
-                   optim=OptimConfig(kind=case.kind))
-    config = AutoConfig.for_model(**case.model)
-    return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length)
 
 
 @pytest.mark.parametrize("name", CASES)
