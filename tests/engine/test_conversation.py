@@ -82,7 +82,8 @@ def spell(conversation: Conversation) -> str:
 
 def random_reply(tokenizer, rng: random.Random, has_end: bool) -> list[int]:
     """Random tokens, not those that the tokenizer would choose for their text, without white space at the ends."""
-    plain = [i for piece, i in tokenizer.get_vocab().items() if not set(piece) - set("abcdef.|ĊĠ")]
+    vocab = sorted(tokenizer.get_vocab().items())                       # its order is another one in each process
+    plain = [i for piece, i in vocab if not set(piece) - set("abcdef.|ĊĠ")]
     while True:
         tokens = rng.choices(plain, k=rng.randint(1, 8))
         text = tokenizer.decode(tokens)
