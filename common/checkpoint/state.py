@@ -51,8 +51,8 @@ def load_parts(parts: Parts, folder: Path) -> None:
     tensors = tensors_of(parts)
     codes, ours = (sum(name.endswith("_scale") for name in names) for names in (stored, tensors))
     if codes != ours:
-        raise ValueError(f"{folder} has {codes} moments in 8 bits, this run {ours}: --optim.kind and "
-                         f"--critic-optim.kind must be those of the run that saved it")
+        raise ValueError(f"{folder} has {codes} moments in 8 bits, this run {ours}: --optim.kind, --critic-optim.kind "
+                         f"and, for experts, ranks and --policy.expert-parallel must be those of the run that saved it")
     dcp.load(tensors, storage_reader=reader)
 
 

@@ -1,5 +1,6 @@
-"""An exported adapter in vLLM: its own loader takes the files, and what it samples with them has the log-probs of the
-trainer's merged weights. tests/model/test_lora.py: the same files in peft."""
+"""Adapters and vLLM: trainer and engine differ as in full training with the same weights. Of an exported adapter its
+own loader takes the files, and what it samples with them has the log-probs of the trainer's merged weights.
+tests/model/test_lora.py: the same files in peft."""
 
 # ruff: noqa: F811  (fixtures that are imported)
 
@@ -9,11 +10,39 @@ import pytest
 import torch
 
 from common.batch import Batch
+from common.checkpoint.export import export
+from common.engine.base import SamplingConfig
 from common.model.loading import load_policy
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
-from tests.engine.engine_models import PROMPTS, make_model
-from tests.model.test_lora import FLOAT32, adapted, save
+from tests.engine.engine_models import PROMPTS, SEEDS, make_model, start
+from tests.model.test_lora import BF16, FLOAT32, adapted, save
 from tools import checkpoints
+
+
+@pytest.mark.usefixtures("frozen_imports")
+def test_trainer_and_engine_differ_as_in_full_training(world, tmp_path):
+    """In bfloat16: the same responses, and to the bit the same log-probs on both sides, as those of a model whose
+    trained weights are the merged ones."""
+    model = make_model("qwen2", False, tmp_path)
+    engine, base = start(model, world, dtype="bfloat16")
+    adapters = adapted(model, world, BF16)
+    config = adapters.lm.config.to_json_string(use_diff=False).encode()
+    export(adapters, {"config.json": config}, tmp_path / "merged", world)
+    seen = []
+    for version, policy in enumerate([base, adapters, load_policy(str(tmp_path / "merged"), BF16, world)]):
+        policy.version = version
+        engine.wake(policy)
+        found = engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 24))
+        engine.sleep()
+        batch = Batch.build(PROMPTS, [response.tokens for response in found])
+        theirs = torch.tensor([logp for response in found for logp in response.logp])
+        seen.append((batch.tokens, theirs, policy.score(batch, 1.0)[batch.mask]))
+    engine.close()
+    before, with_adapters, with_all = seen
+    assert all(map(torch.equal, with_adapters, with_all))
+    off = [float((ours.exp() - theirs.exp()).abs().mean()) for _, theirs, ours in seen]
+    print(f"\nmean difference of probabilities, trainer and engine: adapters {off[1]:.6f}, all weights {off[2]:.6f}")
+    assert off[1] == off[2] > 0 and not torch.equal(before[0], with_all[0])
 
 
 @pytest.mark.usefixtures("frozen_imports")
