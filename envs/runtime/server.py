@@ -70,7 +70,14 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
     bounded by `timeout_s`; while the model writes, no clock runs."""
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue = asyncio.Queue()
-    loop.add_reader(connection.fileno(), lambda: inbox.put_nowait(pickle.loads(connection.recv_bytes())))
+
+    def hear() -> None:
+        try:
+            inbox.put_nowait(pickle.loads(connection.recv_bytes()))
+        except (EOFError, ConnectionResetError):  # the trainer has ended, or gave up an episode that was still starting
+            os.killpg(0, signal.SIGKILL)
+
+    loop.add_reader(connection.fileno(), hear)
     start = await inbox.get()
     began = loop.time()
 
@@ -111,7 +118,6 @@ def send(connection: Connection, message: dict[str, Any]) -> None:
 def run_process(connection: Connection, episode: Callable, timeout_s: float) -> None:
     """The whole life of an episode's process."""
     os.setsid()  # what it starts ends with it
-    die_with_parent(os.getppid())
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), chain=True)  # shows where it hangs, then ends it
     printed = Printed(os.dup(2))
     null = os.open(os.devnull, os.O_RDWR)
@@ -145,9 +151,11 @@ def main() -> None:
         return
     control.sendall(b"{}")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away processes that ended
+    server = os.getpid()
     while fds := socket.recv_fds(control, 1, 1)[1]:
         pid = os.fork()
         if not pid:
+            die_with_parent(server)
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             run_process(Connection(fds[0]), episode, timeout_s)

@@ -1,8 +1,10 @@
 """Tools that misbehave: each is told to the model, or ends its own episode, and hurts no other one."""
 
+import contextlib
 import json
 import re
 
+import psutil
 import pytest
 
 from tests.envs.scripted import Player
@@ -54,3 +56,17 @@ def test_what_cannot_be_called():
 def test_a_plain_def_is_refused():
     with pytest.raises(ValueError, match=r"plain is a plain `def`(.|\n)*async def plain\(chat, row\):\n.*await"):
         Player(FILE + ":plain")
+
+
+@pytest.mark.parametrize("has_asked", [False, True])
+def test_a_process_whose_trainer_is_gone_ends_in_silence(has_asked, capfd):
+    """Also one that was still starting, which has no process group yet that could be killed."""
+    with Player("tests/engine/episodes_of_tests.py:three_turns") as player:
+        player.processes.start(0, {"row": {}, "messages": [], "tokens_left": 100})
+        if has_asked:
+            assert player.processes.events(30.0)[0][1]["messages"] == []
+        process = player.processes.running.pop(0)
+        process.connection.close()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(process.pid).wait(30)
+    assert capfd.readouterr().err == ""

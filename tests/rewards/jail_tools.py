@@ -11,7 +11,7 @@ import pytest
 
 from rewards.runtime.sandbox import Limits, run
 
-SMALL = Limits(timeout_s=5, memory_mb=200, threads=8, file_mb=1, folder_mb=2, files=16)
+SMALL = Limits(timeout_s=20, memory_mb=200, threads=8, file_mb=1, folder_mb=2, files=16)
 
 
 @functools.cache
