@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,44 +13,71 @@ from common.model.shared_prompts import SharedPrompts, share_prompts
 
 PER_TOKEN = {"per": "token"}
 PER_RESPONSE = {"per": "response"}
+OWN = ("extra.", "response_extra.")
 
 
 @dataclass
 class Batch:
-    """Sequences of prompt and response, one after another. The metadata of a field says whether it has a number per
-    token or per response, so that `select`, `cat`, `to` and `exchange` treat all alike. None: absent, on every rank."""
+    """Sequences of prompt and response, one after another, on one device.
+
+    Each field's metadata says whether it holds a number per token or per response; `select`, `cat`, `to`, `exchange`
+    and `dummy` handle every field from that. A field that is None is None on every rank. A fork keeps its own numbers
+    in `extra` (per token) and `response_extra` (per response), which travel in the same way. Any other attribute would
+    be lost on that way, so assigning one raises AttributeError."""
 
     tokens: Tensor = field(metadata=PER_TOKEN)      # [T] int64
     mask: Tensor = field(metadata=PER_TOKEN)        # [T] bool, True where the policy sampled, stop token included
     cu_seqlens: Tensor                              # [S+1] int32
-    index: Tensor = field(metadata=PER_RESPONSE)    # [S] int64, number of the response in the step; a dummy's is -1
-    number: Tensor = field(metadata=PER_RESPONSE)   # [S] int64, of the sequence in the step; some episodes have several
-    row: Tensor | None = field(default=None, metadata=PER_RESPONSE)     # [S] int64, of a prompt with images in the data
+    index: Tensor = field(metadata=PER_RESPONSE)    # [S] int64, the response's number in the step; a dummy's is -1
+    number: Tensor = field(metadata=PER_RESPONSE)   # [S] int64, the sequence's number in the step
+    row: Tensor | None = field(default=None, metadata=PER_RESPONSE)     # [S] int64, data row of a prompt with images
+    fresh: Tensor | None = field(default=None, metadata=PER_RESPONSE)   # [S] bool, sampled in this step
     rollout_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)   # [T] float32, 0 where mask is False
-    old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, as the next six
+    old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, like the next five
     ref_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)
     advantage: Tensor | None = field(default=None, metadata=PER_TOKEN)
-    weight: Tensor | None = field(default=None, metadata=PER_TOKEN)
     rollout_weight: Tensor | None = field(default=None, metadata=PER_TOKEN)
     value: Tensor | None = field(default=None, metadata=PER_TOKEN)
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
-    sum_p2: Tensor | None = field(default=None, metadata=PER_TOKEN)         # sum over the vocabulary of p^2
-    selected: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] bool, by common/selection.py
     routing: Tensor | None = field(default=None, metadata=PER_TOKEN)        # [T, layers, k] int16, by router_replay.py
-    known: dict[str, Any] = field(default_factory=dict)     # cached properties; a field, as FSDP2 copies those alone
-    last_pass = None    # what the update's last pass said of each token, by name; no field, as no model reads it
+    extra: dict[str, Tensor] = field(default_factory=dict)              # name -> [T, ...], a script's own
+    response_extra: dict[str, Tensor] = field(default_factory=dict)     # name -> [S, ...], a script's own
+    known: dict[str, Any] = field(default_factory=dict)
+    """Values of the cached properties. It is a dataclass field because FSDP2 copies only fields."""
+    last_pass: ClassVar[dict[str, Tensor] | None] = None
+    """Per-token outputs of the policy's last update pass, for the recorded rollouts. It is no dataclass field, so
+    `cat` and `select` drop it."""
 
     def __post_init__(self):
         vars(self).update(self.known)
         sizes = {"token": len(self.tokens), "response": len(self.cu_seqlens) - 1}
         for name, (tensor, per) in self.present().items():
-            if tensor.dim() != 1 + 2 * (tensor is self.routing) or len(tensor) != sizes[per]:
+            must_be_flat = not name.startswith(OWN) and name != "routing"
+            if len(tensor) != sizes[per] or (must_be_flat and tensor.dim() != 1):
                 raise ValueError(f"Batch.{name} has shape {list(tensor.shape)}, must be [{sizes[per]}]: one per {per}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name) and name not in self.__dataclass_fields__:
+            raise AttributeError(f"Batch has no field {name!r}, and the ranks would not exchange it: "
+                                 f"write batch.extra[{name!r}] for a number per token, "
+                                 f"batch.response_extra[{name!r}] for a number per response")
+        super().__setattr__(name, value)
+
     def present(self) -> dict[str, tuple[Tensor, str]]:
-        """name -> (tensor, "token" or "response") of every field that is not None, `cu_seqlens` left out."""
-        values = {f.name: (vars(self)[f.name], f.metadata["per"]) for f in fields(self) if f.metadata}
-        return {name: (tensor, per) for name, (tensor, per) in values.items() if tensor is not None}
+        """name -> (tensor, "token" or "response") of every field that is not None, `cu_seqlens` left out. Names of a
+        script's own fields begin with those of the dict that holds them: "extra.NAME"."""
+        found = {f.name: (vars(self)[f.name], f.metadata["per"]) for f in fields(self) if f.metadata}
+        found |= {f"extra.{name}": (tensor, "token") for name, tensor in self.extra.items()}
+        found |= {f"response_extra.{name}": (tensor, "response") for name, tensor in self.response_extra.items()}
+        return {name: (tensor, per) for name, (tensor, per) in found.items() if tensor is not None}
+
+    @classmethod
+    def of_fields(cls, values: dict[str, Tensor], cu_seqlens: Tensor, **known: Any) -> "Batch":
+        """The batch whose `present()` has these names and tensors."""
+        own = {prefix: {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
+               for prefix in OWN}
+        plain = {name: x for name, x in values.items() if not name.startswith(OWN)}
+        return cls(**plain, cu_seqlens=cu_seqlens, extra=own["extra."], response_extra=own["response_extra."], **known)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -106,7 +133,9 @@ class Batch:
         batch = cls(tokens, mask, offsets(lengths), index, number)
         if rollout_logps is not None:
             batch.rollout_logp = flat(zeros, rollout_logps, torch.float32).where(mask, 0.0)
-            for t in (~batch.rollout_logp.isfinite()).nonzero()[:1, 0]:
+            broken = (~batch.rollout_logp.isfinite()).nonzero()[:, 0]
+            if len(broken):
+                t = broken[0]
                 raise ValueError(f"sample {batch.sequence_ids[t]}, token {batch.position_ids[t]}: the engine's "
                                  f"log-prob is {batch.rollout_logp[t]}, must be finite: check the engine")
         return batch
@@ -119,13 +148,21 @@ class Batch:
         zeros = {name: x.new_zeros(1 + (per == "token"), *x.shape[1:]) for name, (x, per) in self.present().items()}
         for name in {"index", "number", "routing"} & zeros.keys():
             zeros[name] -= 1
-        return Batch(**zeros, cu_seqlens=self.cu_seqlens.new_tensor([0, 2]))
+        return Batch.of_fields(zeros, self.cu_seqlens.new_tensor([0, 2]))
 
     def check_finite(self, name: str, x: Tensor) -> None:
         """Refuse NaN and infinity in a per-token tensor [T], naming the first response that has some."""
-        for t in (~x.isfinite()).nonzero()[:1, 0]:
+        broken = (~x.isfinite()).nonzero()[:, 0]
+        if len(broken):
+            t = broken[0]
             raise ValueError(f"{name} is {x[t]} for response {self.index[self.sequence_ids[t]]} at its token "
                              f"{self.position_ids[t]}: look at grad_norm of earlier steps, and at the response's text")
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """A number for each response of the step, [S] -> float32 [T] of this batch: the response's number on each of
+        its tokens with mask, 0 elsewhere and on dummies."""
+        of_sequence = values.to(self.tokens.device).float()[self.index]                         # [S']
+        return torch.where(self.mask, of_sequence[self.sequence_ids], 0)
 
     def select(self, responses: Tensor) -> "Batch":
         """The responses at these positions, in this order; there may be none, or one twice."""
@@ -135,7 +172,7 @@ class Batch:
         total = int(cu_seqlens[-1])
         where = shift.repeat_interleave(cu_seqlens.diff(), output_size=total)                   # [T']
         picks = {"token": where + torch.arange(total, device=where.device), "response": responses}
-        return Batch(cu_seqlens=cu_seqlens, **{name: x[picks[per]] for name, (x, per) in self.present().items()})
+        return Batch.of_fields({name: x[picks[per]] for name, (x, per) in self.present().items()}, cu_seqlens)
 
     def microbatch(self, number: np.ndarray | Tensor) -> "Batch":
         """The sequences with these numbers, of a batch that is sorted; a dummy if there are no numbers."""
@@ -151,19 +188,23 @@ class Batch:
     @classmethod
     def cat(cls, batches: list["Batch"]) -> "Batch":
         """Batches one after another; all must have the same optional fields."""
-        names = list(batches[0].present())
-        assert all(list(batch.present()) == names for batch in batches), "an optional field is in some of the batches"
-        joined = {name: torch.cat([vars(batch)[name] for batch in batches]) for name in names}
-        return cls(**joined, cu_seqlens=offsets(torch.cat([batch.lengths for batch in batches])))
+        present = [batch.present() for batch in batches]
+        for fields_of_batch in present:
+            if differing := fields_of_batch.keys() ^ present[0].keys():
+                raise ValueError(f"Batch.cat: {', '.join(sorted(differing))} is in some of the batches only")
+        joined = {name: torch.cat([of_batch[name][0] for of_batch in present]) for name in present[0]}
+        return cls.of_fields(joined, offsets(torch.cat([batch.lengths for batch in batches])))
 
     def to(self, device: torch.device | str, share_prompt: bool = False) -> "Batch":
-        """On another device; on a GPU with `host_lengths` and `sampled`, and `shared_prompts` if asked for."""
-        to_host = torch.device(device).type == "cpu" and self.tokens.device.type != "cpu"   # wait: it is read next
+        """Copy to another device. Before a copy to a GPU it computes host_lengths and sampled (and shared_prompts if
+        asked for), so that the GPU is never asked for them."""
+        # a copy to the host is read next, so it must have arrived
+        to_host = torch.device(device).type == "cpu" and self.tokens.device.type != "cpu"
         values = {name: tensor.to(device, non_blocking=not to_host) for name, (tensor, _) in self.present().items()}
         known = {} if to_host else {"host_lengths": self.host_lengths, "sampled": self.sampled.to(device)}
         if share_prompt:
             known["shared_prompts"] = SharedPrompts(*(x.to(device, non_blocking=True) for x in self.shared_prompts))
-        return Batch(**values, cu_seqlens=self.cu_seqlens.to(device, non_blocking=not to_host), known=known)
+        return Batch.of_fields(values, self.cu_seqlens.to(device, non_blocking=not to_host), known=known)
 
 
 def offsets(lengths: Tensor) -> Tensor:

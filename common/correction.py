@@ -59,16 +59,18 @@ class CorrectionConfig:
     weights: Literal["none", "token", "sequence", "geometric"] | None = None
     """Multiply token losses by p_old / p_rollout: the token's, the whole response's, or that one's geometric mean."""
     upper: float | None = None
-    """Weights above are cut to it (TIS); 2 unless the preset says otherwise. Metrics use it without weights, too."""
+    """Truncate larger weights to this (TIS). Default: the preset's, or 2. The rollout_is metrics use it even with
+    --correction.weights none."""
     lower: float | None = None
-    """Weights below are raised to it; 0 (no floor) unless the preset says otherwise."""
+    """Raise smaller weights to this. Default: the preset's, or 0 (no floor)."""
     outside: Literal["clamp", "zero"] | None = None
     """zero: weights outside [lower, upper] become 0 instead (IcePop, arXiv 2510.18855). Their tokens stay counted."""
     batch_normalise: bool = False
     """Divide weights by their mean over the mini-batch's tokens (or responses). Costs a forward pass per step."""
     reject: tuple[Literal["none", "k1", "k2", "k3"], ...] | None = None
     """Drop from the loss what is out of bounds in an estimate of KL(rollout || old); d = log p_rollout - log p_old:
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Denominators count what remains. Several: as many of the next three."""
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Denominators count what remains. With several estimators, give the
+    next three flags one value each."""
     reject_over: tuple[Literal["token", "mean", "max", "sum"], ...] | None = None
     """token: drop tokens. mean, max, sum: drop responses by that of their tokens. Default: the preset's, or mean."""
     reject_below: tuple[float, ...] | None = None
@@ -80,10 +82,11 @@ class CorrectionConfig:
     bypass: bool | None = None
     """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
 
-    def needs_old_logp(self, multiple_updates: bool = False) -> bool:
-        """Must the old policy score responses before the update? `multiple_updates`: the old policy is not the current
-        one in every update of the step, or the script needs its log-probs for something else."""
-        return bool(self.reject) or self.batch_normalise or (multiple_updates and not self.bypass)
+    def needs_old_logp(self, script_needs_it: bool = False) -> bool:
+        """True if a separate forward pass of the old policy is needed: for rejection or batch normalisation, or because
+        the script asked for it and bypass is off. A script asks with several updates a rollout, because the current
+        policy is the old one in the first of them only."""
+        return bool(self.reject) or self.batch_normalise or (script_needs_it and not self.bypass)
 
     @property
     def covers_cut_sampling(self) -> bool:
@@ -145,7 +148,9 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, c
             for kind, over, (below, above) in zip(config.reject, config.reject_over, bounds):
                 estimate = _over_response(_estimate(kind, log_ratio), over, batch, mask)                    # [T]
                 batch.mask = batch.mask & (estimate >= below) & (estimate <= above)
-            batch.sampled = batch.known["sampled"] = batch.mask.nonzero()[:, 0]
+            sampled = batch.mask.nonzero()[:, 0]
+            batch.sampled = sampled
+            batch.known["sampled"] = sampled
         meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
         lost = had_tokens & ~_has_tokens(batch)                                                             # [S]
         meter.mean("rollout_corr/rejected_frac", lost, had_tokens)
@@ -161,8 +166,9 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, c
 
 
 def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:
-    """Returns what token losses are multiplied by, detached: [T] float32, 1 without --correction.weights. It is what
-    `reject_and_weight` has written, or is made (and measured) here from the current policy's `logp`."""
+    """Returns what token losses are multiplied by, detached: [T] float32, 1 without --correction.weights. Returns the
+    weights that `reject_and_weight` wrote; without an old-policy forward, it computes (and measures) them from the
+    current `logp`."""
     if batch.rollout_weight is not None:
         return batch.rollout_weight
     if not config.needs_old_logp():                                           # else `reject_and_weight` has measured
@@ -197,6 +203,8 @@ def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
     diff = (logp.double().exp() - batch.rollout_logp.double().exp()).abs()
     name = "training/rollout_probs_diff"
     meter.mean(f"{name}_mean", diff, mask)
+    is_fresh = mask if batch.fresh is None else mask & batch.fresh[batch.sequence_ids]
+    meter.mean(f"_{name}_fresh", diff, is_fresh)                              # for `Engine.check_sampled`
     meter.max(f"{name}_max", diff, mask)
     meter.mean(f"_{name}_square", diff.square(), mask)
     meter.total(f"_{name}_count", mask.sum())
@@ -233,7 +241,8 @@ def _over_response(x: Tensor, over: str, batch: Batch, mask: Tensor) -> Tensor:
 
 
 def _weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> tuple[Tensor, Tensor]:
-    """Returns the truncated weights [T] float64, and bool [T], which of them count: of responses one each.
+    """Returns the truncated weights [T] float64, and a mask [T] of the weights that enter the statistics: every token,
+    or one token per response for sequence weights.
 
     Adds rollout_is_*: fractions out of bounds are of weights before truncation, one a token or a response; mean, std
     and eff_sample_size (Kish's, over the number of tokens) are of tokens' weights after it; max and min are so for
@@ -274,5 +283,5 @@ def _write_weights(microbatches: list[Batch], config: CorrectionConfig, meter: M
 
 
 def _std(mean: float, square: float, count: float = math.inf) -> float:
-    """The standard deviation; the unbiased one (0 of one value) where the count is given."""
+    """The standard deviation from mean and mean square; the unbiased one if `count` is given (0 for a single value)."""
     return (max(square - mean**2, 0.0) / (1 - 1 / max(count, 2))) ** 0.5

@@ -2,47 +2,64 @@
 
 Everything is flat: `[T]` packed tokens, `cu_seqlens [S+1]`. What stands where `mask` is False (prompt, tool output) is
 never read, and a loss is 0 there. Statistics are per token, to be averaged over `mask`. The scale of a loss is data:
-`set_token_weights` writes 1 / global denominator, so `(loss * weight).sum()` does not depend on how it was cut.
+`token_weights` gives 1 / global denominator, so `(loss * weight).sum()` does not depend on how a mini-batch was cut.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.parallel.ranks import all_max, all_sum
+from common.parallel.ranks import all_sum
+from common.rollout import Minibatch
 from common.segments import expand, moments, segment_cumsum, segment_mean, segment_sum
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
-def set_token_weights(microbatches: list, aggregation: str, norm_length: float | None = None,
-                      skipped_lengths: Tensor | None = None) -> tuple[int, int]:
-    """Write `microbatch.weight` [T], so that (loss * weight).sum() over all micro-batches and ranks aggregates.
+def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor] | None = None, *,
+                  norm_length: float | None = None, counts_left_out: bool | None = None) -> list[Tensor]:
+    """The weight of each token in one term of the loss: a list of float32 [T], one a micro-batch. The sum of
+    (values * weight).sum() over all micro-batches and ranks is then the mean or sum that `aggregation` names over the
+    whole mini-batch, however it was cut. All ranks call it together.
 
-    Returns the global numbers of tokens with mask and of responses with any. Where they are 0 (every response was
-    rejected) all weights are 0. `norm_length` is the constant of seq-mean-token-sum-norm; the others ignore it.
-    `skipped_lengths` [S]: tokens of this mini-batch's responses that run in no micro-batch, on every rank the same;
-    0 for all other responses of the step; None: all run. An episode of several sequences is one response.
-    """
-    if skipped_lengths is None:
-        num_responses = 1 + int(all_max([max(int(batch.index.max()) for batch in microbatches)]))
-        skipped_lengths = torch.zeros(num_responses, dtype=torch.float64)
-    here = skipped_lengths.new_zeros(len(skipped_lengths), device=microbatches[0].tokens.device)
-    for batch in microbatches:
-        here.index_add_(0, batch.index.clamp(min=0), segment_sum(batch.mask.double(), batch.cu_seqlens))
-    counts = all_sum(here) + skipped_lengths                                            # [S] tokens of each response
+    `masks`: bool [T] for each micro-batch, the tokens of this term; None: every sampled token, `microbatch.mask`.
+    token-mean divides by the tokens with mask, the seq-mean-* by the responses with any (an episode of several
+    sequences is one response). `norm_length`: the constant by which seq-mean-token-sum-norm divides, too. Where no
+    token has a mask (every response was rejected), all weights are 0.
+
+    Responses that were left out of the mini-batch, because no term has a gradient on them, count in the denominators
+    of the default mask. With `masks`, `counts_left_out` says whether all their tokens belong to this term.
+    Raises ValueError if it must be given and is not, and if a mask is True where the policy sampled nothing."""
+    minibatch.check_advantages()
+    if masks is not None and minibatch.num_left_out and counts_left_out is None:
+        raise ValueError(
+            f"token_weights with masks: {minibatch.num_left_out} responses of this mini-batch were left out because "
+            f"has_gradient is False for them, and this term may need them: let has_gradient be True for the responses "
+            f"of this term in run.to_minibatches, and give counts_left_out=False here (True: this mean counts them)"
+        )
+    for batch, mask in zip(minibatch, masks or []):
+        if (mask & ~batch.mask).any():
+            raise ValueError("token_weights: a mask is True on a token that the policy did not sample, whose log-prob "
+                             "is 0: combine it with microbatch.mask")
+    used = [batch.mask for batch in minibatch] if masks is None else list(masks)
+    left_out = minibatch.left_out_lengths * (counts_left_out is not False)
+    here = left_out.new_zeros(len(left_out), device=used[0].device)
+    for batch, mask in zip(minibatch, used, strict=True):
+        here.index_add_(0, batch.index.clamp(min=0), segment_sum(mask.double(), batch.cu_seqlens))
+    counts = all_sum(here) + left_out                                                   # [S] tokens of each response
     tokens, responses = int(counts.sum()), int((counts > 0).sum())
     norm = norm_length if aggregation == "seq-mean-token-sum-norm" else 1.0
     denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, responses * norm)
-    for batch in microbatches:
+    weights = []
+    for batch, mask in zip(minibatch, used):
         weight = torch.full_like(batch.lengths, 1 / denominator if denominator else 0.0, dtype=torch.float64)
         if aggregation == "seq-mean-token-mean":
             weight /= counts.to(weight.device)[batch.index].clamp(min=1)                # [S']
-        batch.weight = torch.where(batch.mask, expand(weight, batch.cu_seqlens, len(batch.mask)), 0).float()
-    return tokens, responses
+        weights.append(torch.where(mask, expand(weight, batch.cu_seqlens, len(mask)), 0).float())
+    return weights
 
 
 def _prepare(mask: Tensor, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> tuple[Tensor, ...]:
@@ -187,7 +204,7 @@ class LossSettings(NamedTuple):
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """The keyword arguments of the function for a micro-batch, its selected tokens among them."""
-        selected = {} if batch.selected is None else {"selected": batch.selected}
+        selected = {name: batch.extra[name] for name in ("selected",) if name in batch.extra}
         return self.bounds | self.numbers | selected
 
     def describe(self) -> str:

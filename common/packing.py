@@ -48,11 +48,11 @@ class Plan:
 
     rank: np.ndarray                                # [S] int64, the rank that trains on each response; -1: none
     minibatches: list[list[list[np.ndarray]]]       # [mini-batch][micro-batch][rank] -> responses, int64; none: a dummy
-    idle: list[np.ndarray]                          # [mini-batch] -> responses in the denominators that no rank runs
+    left_out: list[np.ndarray]                      # [mini-batch] -> its responses that no rank runs
 
 
 def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world_size: int, max_tokens: int,
-              seed: int, trained: np.ndarray | None = None, groups: np.ndarray | None = None,
+              seed: int, runs: np.ndarray | None = None, groups: np.ndarray | None = None,
               prompt_lengths: np.ndarray | None = None, responses: np.ndarray | None = None, group_size: int = 1,
               ) -> Plan:
     """Deal a step's responses to mini-batches, ranks and micro-batches; depends on nothing but its arguments.
@@ -62,7 +62,7 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
     that keep to `max_tokens`. Only a sequence longer than that by itself exceeds it, alone in its micro-batch.
     The i-th micro-batch of a rank is its i-th most expensive one, because all ranks wait for the slowest in each.
     With `groups` and `prompt_lengths` [S], a group's responses stay together as far as they fit, and their prompt is
-    counted once (--policy.share-prompt). Responses where `trained` [S] is False keep their place in a mini-batch, but
+    counted once (--policy.share-prompt). Responses where `runs` [S] is False keep their place in a mini-batch, but
     no rank runs them (rank -1). With `responses` [N], everything that is [S] here is about sequences [N], and those of
     one response are in the same mini-batch. `group_size` ranks that follow each other run a micro-batch together and
     hold as many times `max_tokens`; each brings some of its responses (--policy.sequence-parallel)."""
@@ -72,13 +72,13 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
     num_responses = int(responses.max()) + 1
     assert lengths.shape == costs.shape == responses.shape and 1 <= num_minibatches <= num_responses
     assert (lengths > 0).all() and (costs >= 0).all() and np.isfinite(costs).all()
-    trained = np.ones(len(lengths), dtype=bool) if trained is None else np.asarray(trained, dtype=bool)
+    runs = np.ones(len(lengths), dtype=bool) if runs is None else np.asarray(runs, dtype=bool)
     rank_of = np.full(len(lengths), -1, dtype=np.int64)
-    minibatches, idle = [], []
+    minibatches, left_out = [], []
     for dealt in np.array_split(np.random.default_rng(seed).permutation(num_responses), num_minibatches):
         members = np.flatnonzero(np.isin(responses, dealt))
-        idle.append(members[~trained[members]])
-        members = members[trained[members]]
+        left_out.append(members[~runs[members]])
+        members = members[runs[members]]
         units = _units(members, lengths, groups, prompt_lengths, max_tokens)                    # what stays together
         tokens = np.array([count for count, _ in units], dtype=np.int64)
         cost = np.array([costs[unit].sum() * count / lengths[unit].sum() for count, unit in units])
@@ -97,7 +97,7 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
             for rank, sequences in enumerate(of_ranks):
                 rank_of[sequences] = rank
             minibatches[-1].append(of_ranks)
-    return Plan(rank_of, minibatches, idle)
+    return Plan(rank_of, minibatches, left_out)
 
 
 def _units(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray | None, prompt_lengths: np.ndarray | None,

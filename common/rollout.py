@@ -3,13 +3,15 @@
 A `Rollout` holds this rank's responses, and a few numbers of every response on every rank (common/engine/scoring.py
 makes it). `to_minibatches` sends each response to the rank that trains on it.
 
-Two ideas say what a response takes part in. A reward of NaN: it has no reward and is in no group's statistics.
-`in_loss` False: its tokens are in no loss and in no denominator.
+Three ideas say what a response takes part in. A reward of NaN: it has no reward and is in no group's statistics.
+`in_loss` False: its tokens are in no loss and in no denominator. `has_gradient` False: it counts in the denominators
+and does not run through the model, because every term of the loss has the gradient 0 there; it is "left out".
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -39,6 +41,7 @@ class Sample:
     text: str = ""
     score: float = math.nan  # the scorers' number; NaN: the scorers failed
     extras: dict[str, Any] = field(default_factory=dict)  # what the reward function returned besides its score
+    step: int = -1  # in which it was sampled, from 0; -1: the engine did not sample it in this run's steps
 
     @property
     def sequences(self) -> list[tuple[list[int], Response]]:
@@ -53,32 +56,104 @@ class Rollout:
     samples: list[Sample]  # those that this rank scored
     scores: Tensor  # float64; NaN: no score
     group: Tensor  # int64; responses of one prompt have the same number
+    step: Tensor  # int64; the step in which the response was sampled, from 0
     prompt_lengths: Tensor  # float64, tokens
     response_lengths: Tensor  # float64, tokens that the policy sampled
     other_lengths: Tensor  # float64, other tokens after the prompt: those of users and tools in episodes
     num_sequences: Tensor  # float64; more than 1: an episode whose history was rewritten
     truncated: Tensor  # bool; the response was cut at the maximum response length
-    in_loss: Tensor  # bool; its tokens are in the loss and in the denominators; at first: it has a score
 
     def __len__(self) -> int:
         return len(self.scores)
+
+    @cached_property
+    def batch(self) -> Batch:
+        """This rank's responses as a flat batch on the CPU, in the order of their numbers: [T] tokens.
+
+        What a script writes into its fields, `advantage` or `extra`, travels with the responses to the ranks that train
+        on them. An episode whose history was rewritten has several sequences."""
+        parts = self.sequences()
+        batch = Batch.build(
+            [prompt for *_, prompt, _ in parts], [part.tokens for *_, part in parts],
+            number=[number for number, *_ in parts], index=[sample.index for _, sample, *_ in parts],
+            rollout_logps=[part.logp for *_, part in parts],
+            masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
+        )
+        batch.row = torch.tensor([s.row if s.prompt.images else -1 for _, s, *_ in parts], dtype=torch.int64)
+        return batch
+
+    def sequences(self) -> list[tuple[int, Sample, list[int], Response]]:
+        """This rank's sequences in the order of `batch`: number in the step, sample, prompt's tokens, response."""
+        first = (self.num_sequences.cumsum(0) - self.num_sequences).long().tolist()                 # [S]
+        samples = sorted(self.samples, key=lambda sample: sample.index)
+        return [(first[s.index] + n, s, *part) for s in samples for n, part in enumerate(s.sequences)]
+
+    @property
+    def has_score(self) -> Tensor:
+        """[S] bool: the scorers gave the response a score."""
+        return self.scores.isfinite()
 
     @property
     def lengths(self) -> np.ndarray:
         """[S] int64, tokens of prompt and response."""
         return (self.prompt_lengths + self.response_lengths + self.other_lengths).numpy().astype(np.int64)
 
+    def any_token(self, is_true: Tensor) -> Tensor:
+        """[T] bool of `batch` -> [S] bool, the same on every rank: it is true for a token of the response. All ranks
+        call this together."""
+        return sum_per_response(self.batch, is_true.double(), len(self)) > 0
+
+    def token_numbers(self, name: str) -> Tensor:
+        """The lists that the reward function returned under `name`, one number for each response token: float32 [T] of
+        `batch`, 0 on prompts and on responses without a score. Raises ValueError, naming the row, for another length.
+        """
+        whole = torch.zeros(len(self.batch.tokens))
+        at = {int(index): start for index, start in zip(self.batch.index, self.batch.cu_seqlens.tolist())}
+        for s in self.samples:
+            if not math.isfinite(s.score):
+                continue
+            (prompt, response), *others = s.sequences
+            numbers = s.extras.get(name)
+            if others or not isinstance(numbers, list | tuple) or len(numbers) != len(response.tokens):
+                found = f"a list of {len(numbers)}" if isinstance(numbers, list | tuple) else repr(numbers)[:80]
+                raise ValueError(f"row {s.row} of --train-data: the reward function returned {name} = {found}, must be "
+                                 f"a list of {len(response.tokens)} numbers, one for each response token (and an "
+                                 f"episode must be one sequence, this one has {1 + len(others)})")
+            start = at[s.index] + len(prompt)
+            whole[start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
+        return whole
+
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: vars(self)[f.name] for f in fields(self) if f.name != "samples"}
 
     def cat(self, other: "Rollout") -> "Rollout":
         """Both; responses and groups of `other` are numbered after those of this one."""
+        self._check_unwritten(other)
         num_groups = int(self.group.max()) + 1 if len(self) else 0
         moved = [replace(s, index=s.index + len(self), group=s.group + num_groups) for s in other.samples]
         theirs = other.tensors()
         theirs["group"] = theirs["group"] + num_groups
         joined = {name: torch.cat([mine, theirs[name]]) for name, mine in self.tensors().items()}
         return Rollout(self.samples + moved, **joined)
+
+    def select(self, groups: Sequence[int]) -> "Rollout":
+        """The responses of these groups. Groups are numbered in this order, from 0, and responses group by group."""
+        self._check_unwritten()
+        new_group = {int(old): new for new, old in enumerate(groups)}
+        of_group = [(self.group == old).nonzero()[:, 0] for old in new_group]
+        order = torch.cat(of_group) if of_group else torch.zeros(0, dtype=torch.int64)              # [S'] old numbers
+        new_index = {int(old): new for new, old in enumerate(order)}
+        samples = [replace(s, index=new_index[s.index], group=new_group[s.group])
+                   for s in self.samples if s.group in new_group]
+        taken = {name: values[order] for name, values in self.tensors().items()}
+        taken["group"] = torch.tensor([new_group[int(old)] for old in taken["group"]], dtype=torch.int64)
+        return Rollout(samples, **taken)
+
+    def _check_unwritten(self, *others: "Rollout") -> None:
+        """Raises ValueError if `batch` exists: `cat` and `select` number responses anew and would lose its fields."""
+        if any("batch" in vars(rollout) for rollout in (self, *others)):
+            raise ValueError("call Rollout.cat and Rollout.select before rollout.batch is used: its fields would be "
+                             "lost")
 
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
@@ -88,15 +163,13 @@ def gather_rollout(samples: list[Sample]) -> Rollout:
         num_prompt = sum(len(prompt) for prompt, _ in s.sequences)
         num_sampled = sum(part.num_sampled for _, part in s.sequences)
         num_other = sum(len(part.tokens) for _, part in s.sequences) - num_sampled
-        rows.append((math.isfinite(s.score), np.nan_to_num(s.score), s.group, num_prompt, num_sampled, num_other,
-                     len(s.sequences), s.response.finish_reason == "length"))
+        rows.append((math.isfinite(s.score), np.nan_to_num(s.score), s.group, s.step, num_prompt, num_sampled,
+                     num_other, len(s.sequences), s.response.finish_reason == "length"))
     index = torch.tensor([s.index for s in samples], dtype=torch.int64)
-    numbers = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, 8), index)            # [S, 8]
-    scored, scores, group, *lengths, truncated = numbers.unbind(1)
-    has_score = scored > 0
-    return Rollout(
-        samples, torch.where(has_score, scores, torch.nan), group.long(), *lengths, truncated > 0, in_loss=has_score
-    )
+    numbers = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, 9), index)            # [S, 9]
+    scored, scores, group, step, *lengths, truncated = numbers.unbind(1)
+    scores = torch.where(scored > 0, scores, torch.nan)
+    return Rollout(samples, scores, group.long(), step.long(), *lengths, truncated > 0)
 
 
 # --------------------------------------------------------------------------- to the ranks that train
@@ -106,7 +179,11 @@ class Minibatch:
     """This rank's share of one optimizer step. Iterating gives its micro-batches, as many on every rank."""
 
     microbatches: list[Batch]
-    skipped_lengths: Tensor  # [S] of responses that run nowhere and count in denominators, 0 for the others
+    left_out_lengths: Tensor
+    """[S] float64, the same on every rank: sampled tokens of the responses of this mini-batch that are in the loss and
+    do not run, because no term has a gradient on them. They count in denominators. 0 for all others."""
+    dealt: list[tuple[Tensor, int]] = field(default_factory=list)
+    """The advantages with which the responses came, and each tensor's version, if some were left out."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.microbatches)
@@ -114,62 +191,94 @@ class Minibatch:
     def __len__(self) -> int:
         return len(self.microbatches)
 
+    @property
+    def num_left_out(self) -> int:
+        return int((self.left_out_lengths > 0).sum())
 
-def to_minibatches(rollout: Rollout, in_update: Tensor, hf_config, world: World, *, num_minibatches: int,
-                   max_tokens: int, seed: int, share_prompt: bool = False) -> list[Minibatch]:
-    """Send every response to the rank that trains on it.
+    def remember_advantages(self) -> None:
+        """What `check_advantages` compares with."""
+        if self.num_left_out:
+            advantages = [batch.advantage for batch in self.microbatches]
+            self.dealt = [(x, 0 if x is None else x._version) for x in advantages]
 
-    `in_update` [S] bool: responses that run through the model. The others only count in the denominators (those with
-    `in_loss`). `max_tokens`: the budget of a micro-batch. `share_prompt`: groups stay together where they fit.
-    """
-    samples = rollout.samples
-    first = (rollout.num_sequences.cumsum(0) - rollout.num_sequences).long()                        # [S] numbers
-    parts = [(first[s.index] + n, s.index, *part) for s in samples for n, part in enumerate(s.sequences)]
-    batch = Batch.build(
-        [prompt for _, _, prompt, _ in parts], [part.tokens for *_, part in parts],
-        number=[int(number) for number, *_ in parts], index=[index for _, index, *_ in parts],
-        rollout_logps=[part.logp for *_, part in parts],
-        masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
-    )
-    batch.row = torch.tensor([s.row if s.prompt.images else -1 for s in samples for _ in s.sequences]).long()
+    def check_advantages(self) -> None:
+        """Raises ValueError if advantages were written after responses without one were left out: those that were left
+        out might have one now, and nothing would tell."""
+        for batch, (dealt, version) in zip(self.microbatches, self.dealt):
+            if batch.advantage is not dealt or (dealt is not None and dealt._version != version):
+                raise ValueError(
+                    f"advantages were written after {self.num_left_out} responses of this mini-batch had been left out "
+                    f"because theirs were 0: write rollout.batch.advantage before run.to_minibatches, or give "
+                    f"has_gradient=None to it, then all responses run"
+                )
+
+
+def to_minibatches(rollout: Rollout, in_loss: Tensor, hf_config, world: World, *, num_minibatches: int,
+                   max_tokens: int, seed: int, step: int = -1, has_gradient: Tensor | None = None,
+                   share_prompt: bool = False) -> list[Minibatch]:
+    """Send every response to the rank that trains on it, with the fields of `rollout.batch`.
+
+    `in_loss` [S] bool: responses whose tokens are in the loss and in its denominators; no others run. `has_gradient`
+    [S] bool: responses on which some term of the loss has a gradient; those in the loss without one are left out: they
+    do not run through the model and only count in the denominators. None: all in the loss run. `max_tokens`: budget of
+    a micro-batch. `step`: responses that were sampled in another step are not `fresh`. `share_prompt`: groups stay
+    together where they fit. Raises ValueError for a response that has an advantage and would be left out."""
+    runs = in_loss if has_gradient is None else in_loss & has_gradient                              # [S]
+    batch = replace(rollout.batch, known={})
+    if has_gradient is not None:
+        advantage = torch.zeros(len(batch.tokens)) if batch.advantage is None else batch.advantage
+        lost = rollout.any_token((advantage != 0) & batch.mask) & in_loss & ~has_gradient           # [S]
+        if lost.any():
+            raise ValueError(f"response {int(lost.nonzero()[0])} has an advantage, but has_gradient is False for it, "
+                             f"so the update would leave it out: has_gradient must be True where "
+                             f"rollout.any_token(rollout.batch.advantage != 0) is")
+    batch.fresh = rollout.step[batch.index] == step
+    parts = rollout.sequences()
     batch.routing = routing_of(batch.lengths.tolist(), [part.routing for *_, part in parts])
-    prompt_lengths = torch.tensor([len(prompt) for _, _, prompt, _ in parts], dtype=torch.float64)
+    prompt_lengths = torch.tensor([len(prompt) for *_, prompt, _ in parts], dtype=torch.float64)
     known = torch.stack([batch.index.double(), batch.lengths.double(), prompt_lengths], dim=1)
     index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences
     index, lengths = index.long(), lengths.long().numpy()
-    runs = in_update[index].numpy()
+    sequence_runs = runs[index].numpy()
     plan = plan_step(
-        lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, trained=runs,
+        lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, runs=sequence_runs,
         responses=index.numpy(), groups=rollout.group[index].numpy() if share_prompt else None,
         prompt_lengths=prompt_lengths.numpy(), group_size=world.group_size,
     )
-    batch = batch.select(torch.from_numpy(np.flatnonzero(runs[batch.number.numpy()])))
+    batch = batch.select(torch.from_numpy(np.flatnonzero(sequence_runs[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
-    batch.mask &= rollout.in_loss[batch.index][batch.sequence_ids]
-    counted_lengths = rollout.response_lengths * rollout.in_loss                                    # [S]
-    return [
+    counted_lengths = rollout.response_lengths * in_loss                                            # [S]
+    minibatches = [
         Minibatch(
             [batch.microbatch(shares[world.rank]).to(world.device, share_prompt) for shares in planned],
-            torch.zeros_like(counted_lengths).index_copy(0, index[skipped], counted_lengths[index[skipped]]),
+            torch.zeros_like(counted_lengths).index_copy(0, index[left_out], counted_lengths[index[left_out]]),
         )
-        for planned, skipped in zip(plan.minibatches, plan.idle)
+        for planned, left_out in zip(plan.minibatches, plan.left_out)
     ]
+    for minibatch in minibatches:
+        minibatch.remember_advantages()
+    return minibatches
 
 
-def check_skipped(advantages: Tensor, in_update: Tensor, rollout: Rollout) -> None:
-    """Refuse advantages [S] other than 0 for responses that run through no model but count in the loss."""
-    skipped = (rollout.in_loss & ~in_update).nonzero()[:, 0]
-    for i in skipped[advantages[skipped] != 0][:1]:
-        raise ValueError(f"response {int(i)} was left out of the update, as its advantage was 0 when it was scored, "
-                         f"and now has the advantage {advantages[i]:.4g}: --run-zero-advantage runs all responses")
+def scatter_fields(minibatches: list[Minibatch], advantages: Tensor | None = None, **values: Tensor) -> None:
+    """Write per-token tensors [T] of `Batch.cat` over all micro-batches back into each of them.
 
-
-def scatter_fields(minibatches: list[Minibatch], **values: Tensor) -> None:
-    """Write per-token tensors [T] of `Batch.cat` over all micro-batches back into each of them."""
+    With `advantage`, where responses were left out: `advantages` [S] are those of all responses. Raises ValueError if a
+    response that was left out has one there."""
     microbatches = list(chain(*minibatches))
     for name, whole in values.items():
         for microbatch, share in zip(microbatches, whole.split([len(b.tokens) for b in microbatches])):
             setattr(microbatch, name, share.to(microbatch.tokens.device))
+    for minibatch in minibatches if "advantage" in values else []:
+        if minibatch.num_left_out and advantages is None:
+            minibatch.check_advantages()
+        left_out = minibatch.left_out_lengths > 0                                                   # [S]
+        lost = [] if advantages is None else (left_out & (advantages != 0)).nonzero()[:, 0]
+        if len(lost):
+            raise ValueError(f"response {int(lost[0])} was left out of the update, as its advantage was 0 when it was "
+                             f"scored, and now has the advantage {advantages[lost[0]]:.4g}: --run-zero-advantage runs "
+                             f"all responses")
+        minibatch.remember_advantages()
 
 
 def sum_per_response(batch: Batch, x: Tensor, num_responses: int) -> Tensor:

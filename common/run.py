@@ -5,6 +5,7 @@ nothing of what is optimised: the loop, its phases and every formula are in the 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -18,9 +19,8 @@ from common.engine.in_flight import continue_rollout
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
-from common.model.loading import load_reference
 from common.model.offload import Offload, OffloadConfig
-from common.model.policy import PackedModel, Policy
+from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
@@ -29,7 +29,7 @@ from common.tracking.console import print_on_main
 from common.tracking.rollouts import write_step, write_validation
 from common.tracking.step import rollout_metrics
 from common.tracking.validation import evaluate, spread_rows
-from common.training import TrainArgs, Training
+from common.training import Phase, TrainArgs, Training
 from rewards.runtime.pool import RewardConfig
 
 
@@ -38,13 +38,12 @@ class RunArgs(TrainArgs):
     """Flags that every script has which samples from its policy."""
 
     eval_n: int = 4
-    """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy one; 0: greedy only."""
+    """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only."""
     eval_temperature: float = 1.0
-    """Temperature of the sampled ones."""
-    teacher: str = ""
-    """Model that takes the reference's place in every KL: distillation on the policy's own samples. Same tokens."""
-    reward_coef: float = 1.0
-    """Factor of the scores in the rewards. 0: they are only reported, and the KL to a teacher alone is learned from."""
+    """Sampling temperature of these responses."""
+    run_zero_advantage: bool = False
+    """Run the responses through the model on which no term of the loss has a gradient, too. By default they are left
+    out: they count in the denominators, so the gradient is the same, but not in actor/ metrics."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -57,12 +56,17 @@ class RunArgs(TrainArgs):
 class Run(Training):
     """One run of a script that samples, from `with Run(args) as run:` to the end of that block."""
 
-    def __init__(self, args: RunArgs, prompts_per_step: int, is_corrected: bool = False):
-        """`is_corrected`: see `check_rollout`."""
+    # from entering the block on
+    scoring: Scoring
+    # from start_engine on
+    engine: Engine
+
+    def __init__(self, args: RunArgs, prompts_per_step: int, correction: CorrectionConfig):
+        """`correction`: from `resolve_correction`."""
         super().__init__(args)
         self.args = args
         self.prompts_per_step = prompts_per_step
-        self.is_corrected = is_corrected
+        self.correction = correction
         self.num_sampled_tokens = 0.0  # in this step
 
     def __enter__(self) -> Self:
@@ -70,8 +74,8 @@ class Run(Training):
         super().__enter__()
         args = self.args
         self.max_sequence_length = check_rollout(
-            args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected,
-            args.policy.router_replay,
+            args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
+            self.correction.covers_cut_sampling, args.policy.router_replay,
         )
         all_columns = bool(args.rollout.episode)
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)
@@ -86,27 +90,36 @@ class Run(Training):
         )
         return self
 
-    def start_engine(self) -> Engine:
-        """Start the engine before the models, because it reads how much memory is free."""
-        args = self.args
+    def start_engine(self, max_tokens: int = 0, frozen: str = "", critic: str = "") -> tuple[Engine, int]:
+        """Start the engine, before any model is loaded, because it reads how much memory is free. Returns it and the
+        token budget of a micro-batch; the arguments are those of `plan_memory`. Ranks that only sample have no budget.
+        """
+        args, beside_engine_gb = self.args, 0.0
+        if self.world.trains:
+            self.plan_memory(max_tokens, frozen, critic)
+            beside_engine_gb = sum(self.plan.beside_engine().values())
         print_on_main(self.world, f"engine {args.rollout.engine}")
         self.watchdog.phase("start of the engine")
         self.engine = make_engine(
             args.model, self.hf_config, args.rollout, args.policy, self.world,
             [prompt.tokens for prompt in self.train_set[:4]], stop_tokens(args.model, self.tokenizer),
-            self.max_sequence_length, args.seed, sum(self.plan.beside_engine().values()) if self.world.trains else 0.0,
+            self.max_sequence_length, args.seed, beside_engine_gb,
         )
         self.closing.callback(self.engine.close)
         if args.reward_model.path and self.world.samples:
             self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
-        return self.engine
+        return self.engine, self.max_tokens if self.world.trains else 0
 
-    def load_reference(self) -> Policy:
-        """The teacher, or the policy's model as it is before training, frozen."""
-        return load_reference(self.args.teacher, self.args, self.models, self.world)
+    def _before_loading(self) -> None:
+        super()._before_loading()
+        if "engine" not in vars(self):
+            raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures how much memory is "
+                               "free for the engine")
 
-    def resume(self) -> None:
+    def resume(self) -> dict[str, Any]:
         """Continue from a checkpoint. A run that starts is validated."""
+        if self.has_resumed:
+            return self.script_state
         for model in self.models.values():
             model.prompts = self.train_set if self.train_set.first_with_images >= 0 else None
         self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
@@ -114,19 +127,26 @@ class Run(Training):
         if self.val_set is not None and not self.is_validated:
             self.watchdog.phase("validation")
             self.log_validation(self._validate(self.first_step))
+        return self.script_state
 
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: RolloutConfig, *seed: int | str
     ) -> PendingRollout:
-        """Sample responses to these rows; scoring of each one starts as it ends. With --rollout.in-flight, to as many:
-        what steps before have begun comes first. `seed`: the step's number, and perhaps more."""
+        """Sample responses to these rows; scoring of each one starts as it ends. With --rollout.in-flight, the same
+        number of responses; those begun in earlier steps come first. `seed`: the step's number, and perhaps more."""
+        if not self.engine.awake:
+            raise RuntimeError("the engine is asleep: call run.metrics |= engine.wake(policy) before run.sample")
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
         arguments = (self.engine, self.scoring, self.train_set, rows, num_samples, sampling, (self.args.seed, *seed),
                      self.checkpoints.stopping)
         with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:
-            if sampling.in_flight > 1 or self.script_state.get("in_flight"):    # of a checkpoint, to be dropped
-                return continue_rollout(*arguments, self.script_state, self.sampler, self.meter)
-            return start_rollout(*arguments)
+            # a checkpoint may hold what is in flight, which is dropped if --rollout.in-flight is 1 now
+            if sampling.in_flight > 1 or self.script_state.get("in_flight"):
+                pending = continue_rollout(*arguments, self.script_state, self.sampler, self.meter)
+            else:
+                pending = start_rollout(*arguments)
+        pending.step = self.step
+        return pending
 
     def collect(self, pending: PendingRollout, meter: Meter | None = None) -> Rollout:
         """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step."""
@@ -136,18 +156,27 @@ class Run(Training):
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
         return rollout
 
-    def to_minibatches(self, rollout: Rollout, in_update: Tensor, num_minibatches: int, max_tokens: int, step: int,
-                       ) -> list[Minibatch]:
-        """Send every response to the rank that trains on it; see `rollout.to_minibatches`."""
+    def to_minibatches(self, rollout: Rollout, in_loss: Tensor, num_minibatches: int, max_tokens: int, step: int,
+                       has_gradient: Tensor | None = None) -> list[Minibatch]:
+        """Send every response of `in_loss` to the rank that trains on it; see `rollout.to_minibatches`. Who runs
+        through the model is decided here, once a step: with --run-zero-advantage all, else by `has_gradient`."""
         return to_minibatches(
-            rollout, in_update, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
-            seed=seed_of(self.args.seed, step, "minibatches"), share_prompt=self.args.policy.share_prompt,
+            rollout, in_loss, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
+            seed=seed_of(self.args.seed, step, "minibatches"), step=step,
+            has_gradient=None if self.args.run_zero_advantage else has_gradient,
+            share_prompt=self.args.policy.share_prompt,
         )
 
-    def optimizer_step(self, name: str, model: PackedModel, *rest: Any) -> None:
-        """As Training's. Before, what the engine sampled is compared with what the policy says of it."""
+    def phase(self, name: str, minibatches: list[Minibatch]) -> AbstractContextManager[Phase]:
+        """As Training's. The engine must sleep: it holds the memory that the models need."""
+        if self.engine.awake:
+            raise RuntimeError(f"the engine is awake in the phase {name}: call run.metrics |= engine.sleep() after "
+                               f"run.sample")
+        return super().phase(name, minibatches)
+
+    def before_update(self, model: PackedModel) -> None:
+        """Compare what the engine sampled with what the policy says of it."""
         self.engine.check_sampled(model, self.meter)
-        super().optimizer_step(name, model, *rest)
 
     def finish(self, step: int, rollout: Rollout, minibatches: list[Minibatch], rewards: Tensor,
                metrics: dict[str, float], num_epochs: int, sampled: Rollout | None = None) -> None:

@@ -13,13 +13,13 @@ SELECTED = ("clip_cov", "kl_cov")                       # losses that need a sel
 
 
 def select(settings: LossSettings, microbatches: list, policy: Policy, temperature: float, *seed: int) -> None:
-    """Write `microbatch.selected`, if the loss needs it, by the log-probs of the policy as it is."""
+    """Write `microbatch.extra["selected"]`, if the loss needs it, by the log-probs of the policy as it is."""
     if settings.name not in SELECTED:
         return
     logps = [policy.score(microbatch, temperature) for microbatch in microbatches]
     function = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[settings.name]
     for microbatch, selected in zip(microbatches, function(microbatches, logps, seed_of(*seed), settings)):
-        microbatch.selected = selected
+        microbatch.extra["selected"] = selected
 
 
 def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from common.batch import Batch
 from common.checkpoint.export import export, hf_files
@@ -27,12 +27,13 @@ from common.metrics import Meter
 from common.model.attention import choose_attention
 from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
-from common.model.loading import load_critic, load_policy, read_config, uses_liger
-from common.model.lora import LoRAConfig
+from common.model.loading import load_critic, load_frozen, load_policy, read_config, uses_liger
+from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.optim import OptimConfig, learning_rate, optimizer_step
 from common.parallel import ranks
+from common.parallel.ranks import World
 from common.prompts import PromptSampler
 from common.rollout import Minibatch
 from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
@@ -71,16 +72,144 @@ class TrainArgs:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+class Phase:
+    """One walk of a model over mini-batches, from `with run.phase(...) as phase:` to the end of that block.
+
+    A phase without a gradient iterates over the phase itself, which gives each micro-batch in turn. An update has loops
+    of its own over `phase.minibatches`, and calls `done` after each backward pass and `optimizer_step` after each
+    mini-batch. Leaving the block raises RuntimeError where one of these calls was forgotten."""
+
+    def __init__(self, run: "Training", name: str, minibatches: list[Minibatch], advance: Callable[[], None]):
+        self.run = run
+        self.name = name
+        self.model = name.removeprefix("update_")  # "actor" or "critic": how this phase's metrics begin
+        self.minibatches = minibatches
+        self.advance = advance
+        self.num_microbatches = sum(len(minibatch) for minibatch in minibatches)
+        self.check_stop = run.checkpoints.spread_checks(self.num_microbatches)
+        self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
+        self.num_done = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for microbatch in chain(*self.minibatches):
+            yield microbatch
+            self._count()
+
+    def _count(self) -> None:
+        self.num_done += 1
+        self.advance()
+        self.check_stop()  # a stop signal takes effect here, unless an optimizer step would be lost
+
+    def done(self, microbatch: Batch, output: Tensor, entropy: Tensor | None = None,
+             stats: dict[str, Tensor] | None = None) -> None:
+        """After the backward pass of a micro-batch. `output` [T]: log-probs or values; the error for one that is not
+        finite names its response. `entropy` [T] and `stats`, numbers per token [T] by the metric's name, are averaged
+        where the mask is True. In the phase update_actor all of them are kept for the recorded rollouts."""
+        self.outputs.append((microbatch, output.detach()))
+        found = {name: values.detach() for name, values in (stats or {}).items()}
+        for name, values in found.items():
+            self.run.meter.mean(name, values, microbatch.mask)
+        if entropy is not None:
+            self.run.meter.mean(f"{self.model}/entropy", entropy, microbatch.mask)
+            found["entropy"] = entropy.detach()
+        if self.model == "actor":
+            changed = self.run.policy.router_changed  # by --policy.router-replay
+            if changed is not None:
+                self.run.meter.mean("actor/router_changed", changed, microbatch.mask)
+            microbatch.last_pass = found | {"logp": output.detach()}
+        self._count()
+
+    def optimizer_step(self, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig, step: int,
+                       first_step: int = 0) -> None:
+        """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
+        gradient norm and skipped steps are logged. Raises ValueError, naming the response, for a log-prob or value that
+        is not finite. Finiteness is checked only here, so that no micro-batch forces a GPU-host sync."""
+        if not self.outputs:
+            raise RuntimeError(f"no micro-batch was reported before this optimizer step: call {DONE} after each "
+                               f"backward pass")
+        run = self.run
+        run.before_update(model)
+        lr = learning_rate(config, step - first_step, run.total_steps - first_step)
+        run.metrics[f"{self.model}/lr"] = lr
+        grad_norm = optimizer_step(model, optimizer, lr, config)
+        if not math.isfinite(grad_norm):
+            for microbatch, output in self.outputs:
+                microbatch.check_finite(f"the output of the {self.model}", output)
+        run.meter.mean(f"{self.model}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
+        run.meter.total(f"{self.model}/skipped_steps", not math.isfinite(grad_norm), per=run.world.size)
+        self.outputs = []
+
+    def check_complete(self) -> None:
+        """At the end of the block."""
+        if self.outputs:
+            raise RuntimeError(f"the gradients of {len(self.outputs)} micro-batches of the phase {self.name} were not "
+                               f"used: call phase.optimizer_step(model, optimizer, config, step) after each mini-batch")
+        if self.num_done != self.num_microbatches:
+            raise RuntimeError(f"the phase {self.name} has {self.num_microbatches} micro-batches and {self.num_done} "
+                               f"were reported: iterate over the phase, or call {DONE} after each")
+
+
+DONE = "phase.done(microbatch, logp, entropy, stats)"
+BEGIN = "with Run(args, ...) as run: (with Training(args) as run: in scripts that do not sample)"
+LOAD, STEPS = "run.load_trained(args.model, args.optim)", "for step in run.steps():"
+CALL_FIRST = {
+    **dict.fromkeys(("watchdog", "world", "hf_config", "tokenizer", "scoring"), BEGIN),
+    **dict.fromkeys(("train_set", "val_set", "sampler", "total_steps"), f"{BEGIN}, or run.load_data(...)"),
+    **dict.fromkeys(("plan", "max_tokens", "engine"), "run.start_engine(max_tokens) or run.plan_memory(max_tokens)"),
+    **dict.fromkeys(("hf_files", "checkpoints", "tracker", "first_step", "metrics", "is_validated"), "run.resume()"),
+    **dict.fromkeys(("timer", "meter", "step", "peak_flops"), STEPS),
+    "policy": LOAD,
+}
+"""Attribute -> what makes it. Whoever reads it before gets this call in the error."""
+
+
 class Training:
     """One training, from `with Training(args) as run:` to the end of that block."""
 
+    # from entering the block on
+    watchdog: Watchdog
+    world: World
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    # from load_data on
+    train_set: Any
+    val_set: Any
+    sampler: PromptSampler
+    total_steps: int
+    max_sequence_length: int  # tokens of prompt and response
+    # from plan_memory on
+    plan: MemoryPlan
+    max_tokens: int  # budget of a micro-batch on one rank
+    # from load_trained on
+    policy: Policy
+    # from resume on
+    hf_files: dict[str, bytes]
+    checkpoints: Checkpoints
+    tracker: Tracker
+    first_step: int
+    metrics: dict[str, float]  # of the step, beside the meter's
+    is_validated: bool
+    # of each step
+    step: int
+    timer: Timer
+    meter: Meter
+    peak_flops: float | None
+
     def __init__(self, args: TrainArgs):
         self.args = args
-        self.closing = ExitStack()  # what ends with the run, the last to begin first
+        self.closing = ExitStack()  # what ends with the run; the last to begin ends first
         self.models: dict[str, PackedModel] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.script_state: dict[str, Any] = {}
-        """What the script adds to a checkpoint beside models and optimizers, plain JSON; it is back after `resume`."""
+        """What the script adds to a checkpoint beside models and optimizers, plain JSON. `resume` brings it back."""
+        self.has_resumed = False
+        self.is_finished = True  # the step that was begun last
+
+    def __getattr__(self, name: str) -> Any:
+        """Only called for what does not exist (yet)."""
+        if name in CALL_FIRST:
+            raise RuntimeError(f"run.{name} does not exist yet: call {CALL_FIRST[name]} first")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __enter__(self) -> Self:
         """Join the ranks, check the flags, take the run folder."""
@@ -112,46 +241,69 @@ class Training:
                 print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
                 rows.loaded.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
 
-    def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
-        """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `reference`: a
-        frozen policy will be loaded; `critic`: folder of a second model that will be trained."""
-        self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, reference, critic)
+    def plan_memory(self, max_tokens: int, frozen: str = "", critic: str = "") -> int:
+        """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `frozen`,
+        `critic`: folders or hub names of a frozen policy and of a critic that will be loaded."""
+        self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, frozen, critic)
         self.max_tokens, why = self.plan.choose_budget(max_tokens, self.world.device)
         print_on_main(self.world, f"memory {why}")
         return self.max_tokens
 
-    def load_policy(self) -> tuple[Policy, torch.optim.Optimizer]:
+    def load_trained(self, path: str, optim: OptimConfig) -> tuple[Policy, torch.optim.Optimizer]:
+        """The policy, a causal LM, and its optimizer. Raises RuntimeError before the engine was started, because the
+        engine measures how much memory is free."""
+        self._before_loading()
         self.watchdog.phase("loading models")
         set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
-        return self._load("policy", load_policy, self.args.model, self.args.optim)
+        self.policy, optimizer = self._load("policy", load_policy, path, optim)
+        return self.policy, optimizer
 
     def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
+        """A backbone with a scalar head, and its optimizer."""
+        self._before_loading()
         return self._load("critic", load_critic, path, optim)
+
+    def load_frozen(self, path: str) -> Policy | Reference:
+        """A causal LM that is not trained. With adapters, and for the policy's own `path`, the policy without them."""
+        self._before_loading()
+        model = load_frozen(path, self.args, self.policy, self.world)
+        if isinstance(model, PackedModel):
+            self.models["reference"] = model
+        return model
+
+    def _before_loading(self) -> None:
+        if self.has_resumed:
+            raise RuntimeError(f"models must be loaded before run.resume() and before {STEPS} "
+                               f"because a checkpoint fills all of them together")
 
     def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
         args = self.args
-        self.models[name] = load(path, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[optim.kind])
-        self.optimizers[name] = make_optimizer(self.models[name], optim)
-        return self.models[name], self.optimizers[name]
+        model = load(path, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[optim.kind])
+        optimizer = make_optimizer(model, optim)
+        self.models[name] = model
+        self.optimizers[name] = optimizer
+        return model, optimizer
 
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
-        samples a step, mini-batches, epochs, tokens of a micro-batch."""
+        samples a step, mini-batches, epochs."""
         args, kernels = self.args, (self.world.device, self.hf_config, self.args.policy)
+        line = batch_line(*sizes, self.max_tokens, self.max_sequence_length, self.world.size)
         print_on_main(
-            self.world, f"batch  {batch_line(*sizes, self.max_sequence_length, self.world.size)}\n"
-            f"train  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\nruns   {args.policy.compute_dtype} on "
-            f"{self.world.device.type}, attention {choose_attention(*kernels)}, Liger's kernels "
-            f"{'on' if uses_liger(*kernels) else 'off'}"
+            self.world, f"batch  {line}\ntrain  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
+            f"runs   {args.policy.compute_dtype} on {self.world.device.type}, attention {choose_attention(*kernels)}, "
+            f"Liger's kernels {'on' if uses_liger(*kernels) else 'off'}"
         )
 
-    def resume(self) -> None:
-        """Continue from a checkpoint as --save.resume says: weights, optimizers, the order of the data,
-        `script_state`. All models must be loaded by now."""
+    def resume(self) -> dict[str, Any]:
+        """Continue from a checkpoint as --save.resume says: weights, optimizers, the order of the data. Returns
+        `script_state`, {} for a run that starts. `steps` calls it, if the script has not."""
+        if self.has_resumed:
+            return self.script_state
         args = self.args
-        self.policy = self.models["policy"]
         dtype = args.policy.compute_dtype if args.save.dtype == "auto" else args.save.dtype
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype)
+        self.has_resumed = True
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
         state = self.checkpoints.resume()
@@ -159,24 +311,32 @@ class Training:
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)
-        self.metrics: dict[str, float] = state.get("not_validated", {})
+        self.metrics = state.get("not_validated", {})
         self.is_validated = bool(state) and not self.metrics
         self.timer = Timer(self.watchdog.phase)
         if state:
             self.policy.version += 1  # not the model of --model's folder
             self.sampler.load_state_dict(state["sampler"])
             self.script_state = state["script"]
+        return self.script_state
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps, from 0. After the last one the trained model is written."""
+        """The numbers of the steps, from 0. After the last one the trained model is written. Raises RuntimeError if the
+        step before was not ended by `finish` or `end_step`."""
+        self.resume()
         args = self.args
         self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, self.total_steps):
             set_seed(ranks.seed_of(args.seed, step))  # a fork may draw from the global generators, also after a resume
+            self.step = step
             self.timer = Timer(self.watchdog.phase)
             self.meter = Meter()
             self.metrics = self.checkpoints.timer.metrics()
+            self.is_finished = False
             yield step
+            if not self.is_finished:
+                raise RuntimeError(f"step {step + 1} was neither logged nor saved: call run.finish(...) (in "
+                                   f"scripts that do not sample run.end_step(...)) at the end of each step")
         if args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
         self.checkpoints.wait()
@@ -185,49 +345,17 @@ class Training:
             print(summary(self.tracker.run_dir), flush=True)
 
     @contextmanager
-    def phase(self, name: str, minibatches: list[Minibatch]) -> Iterator[Iterator[Batch]]:
-        """Time a phase that walks over these mini-batches, and show its progress. What it yields gives each micro-batch
-        in turn; a loop that has its own order calls `microbatch_done` instead."""
+    def phase(self, name: str, minibatches: list[Minibatch]) -> Iterator[Phase]:
+        """Time a phase that walks over these mini-batches, and show its progress. A name "update_NAME" gives its
+        metrics NAME/..."""
         num_microbatches = sum(len(minibatch) for minibatch in minibatches)
-        self.check = self.checkpoints.spread_checks(num_microbatches)
-        self.outputs: list[tuple[Batch, Tensor]] = []  # what the model said of each micro-batch
-        with self.timer(name), self.tracker.progress(name, num_microbatches) as self.advance:
-            yield self._each(chain(*minibatches))
+        with self.timer(name), self.tracker.progress(name, num_microbatches) as advance:
+            phase = Phase(self, name, minibatches, advance)
+            yield phase
+            phase.check_complete()
 
-    def _each(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
-        for microbatch in microbatches:
-            yield microbatch
-            self.advance()
-            self.check()
-
-    def microbatch_done(self, microbatch: Batch, stats: dict[str, Tensor], output: Tensor,
-                        entropy: Tensor | None = None) -> None:
-        """After each micro-batch of an update. `stats`: numbers per token [T], averaged where the mask is True.
-        `output` [T]: values, or log-probs, which are kept for the recorded rollouts with the `entropy` [T]."""
-        self.outputs.append((microbatch, output.detach()))
-        for name, values in stats.items():
-            self.meter.mean(name, values, microbatch.mask)
-        if entropy is not None:
-            self.meter.mean("actor/entropy", entropy, microbatch.mask)
-            if self.policy.router_changed is not None:  # by --policy.router-replay
-                self.meter.mean("actor/router_changed", self.policy.router_changed, microbatch.mask)
-            found = stats | {"logp": output, "entropy": entropy}
-            microbatch.last_pass = {name: values.detach() for name, values in found.items()}
-        self.advance()
-        self.check()  # a stop signal takes effect here, unless an optimizer step would be lost
-
-    def optimizer_step(self, name: str, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig,
-                       step: int, first_step: int = 0) -> None:
-        """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
-        gradient norm and skipped steps are logged. Raises ValueError, naming the response, for a log-prob or value that
-        is not finite. A GPU is not asked before, so that it need not wait for the host between micro-batches."""
-        lr = learning_rate(config, step - first_step, self.total_steps - first_step)
-        self.metrics[f"{name}/lr"] = lr
-        grad_norm = optimizer_step(model, optimizer, lr, config)
-        for microbatch, output in [] if math.isfinite(grad_norm) else self.outputs:
-            microbatch.check_finite(f"the output of the {name}", output)
-        self.meter.mean(f"{name}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
-        self.meter.total(f"{name}/skipped_steps", not math.isfinite(grad_norm), per=self.world.size)
+    def before_update(self, model: PackedModel) -> None:
+        """Before each optimizer step of `model`."""
 
     def is_validation_due(self, step: int) -> bool:
         args, done = self.args, step + 1
@@ -235,8 +363,8 @@ class Training:
         return self.val_set is not None and (is_last or (args.eval_every > 0 and done % args.eval_every == 0))
 
     def log_validation(self, results: dict[str, float]) -> None:
-        """Log the validation before the first step, or the one that a stop signal kept from the end of a step, and with
-        it that step."""
+        """Log the validation before step 1. After a resume, log the validation that the stop signal prevented, together
+        with its step."""
         self.checkpoints.check()
         line = val_line("before training", results)
         if self.metrics:
@@ -247,7 +375,11 @@ class Training:
                  results: dict[str, float] | None, num_epochs: int = 1) -> None:
         """Log and save. `minibatches`: what the policy's update ran over `num_epochs` times; `lengths` [S]: tokens of
         the step's sequences; `metrics`: the script's own; `results`: of the validation, {} without one. None: a stop
-        signal came before its end, then the resumed run validates and logs the step."""
+        signal interrupted validation; the resumed run validates and logs this step."""
+        if self.is_finished:
+            raise RuntimeError(f"step {step + 1} was ended twice: call run.finish(...) or run.end_step(...) once a "
+                               f"step, inside {STEPS}")
+        self.is_finished = True
         args, done = self.args, step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         self.metrics |= step_metrics(

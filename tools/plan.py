@@ -47,13 +47,13 @@ AT_A_TIME = 16
 class Command:
     """A command on so many GPUs, and its memory by phase."""
 
-    def __init__(self, args: Any, hf_config: Any, gpus: int, gpu_gb: float, max_tokens: int, reference: bool = False,
+    def __init__(self, args: Any, hf_config: Any, gpus: int, gpu_gb: float, max_tokens: int, frozen: str = "",
                  critic: str = ""):
         """`max_tokens` 0: the most that fit."""
         self.args, self.hf_config, self.gpus, self.gpu_gb = args, hf_config, gpus, gpu_gb
-        self.max_tokens, self.reference, self.critic = max_tokens, reference, critic
+        self.max_tokens, self.frozen, self.critic = max_tokens, frozen, critic
         longest = args.data.max_prompt_length + args.rollout.max_response_length
-        self.plan = MemoryPlan(args, hf_config, gpus, longest, reference, critic)
+        self.plan = MemoryPlan(args, hf_config, gpus, longest, frozen, critic)
         self.tokens = max_tokens or self.plan.largest_budget(gpu_gb) or self.plan.smallest
 
     def changed(self, flags: dict[str, Any], gpus: int) -> "Command":
@@ -65,7 +65,7 @@ class Command:
                 continue
             group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
             setattr(args, group, dataclasses.replace(getattr(args, group), **{name: value}))
-        return Command(args, self.hf_config, gpus, self.gpu_gb, max_tokens, self.reference, self.critic)
+        return Command(args, self.hf_config, gpus, self.gpu_gb, max_tokens, self.frozen, self.critic)
 
     def phases(self) -> dict[str, dict[str, float]]:
         """Phase -> part -> GiB."""
@@ -220,8 +220,8 @@ class Planned(Run):
             make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected)
         return self
 
-    def plan_memory(self, max_tokens: int, reference: bool = False, critic: str = "") -> int:
-        command = Command(self.args, self.hf_config, self.world.size, self.gpu_gb, max_tokens, reference, critic)
+    def plan_memory(self, max_tokens: int, frozen: str = "", critic: str = "") -> int:
+        command = Command(self.args, self.hf_config, self.world.size, self.gpu_gb, max_tokens, frozen, critic)
         print(report(command, self.node))
         Planned.fits = command.fits()
         sys.exit(0)

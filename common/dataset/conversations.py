@@ -112,7 +112,7 @@ def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]
             raise ValueError(f"row {sample.row} of --train-data has no text in extra_info[{key!r}] (--answer-key)")
         tokens = [*tokenizer.encode(sample.prompt.extra_info[key], add_special_tokens=False), tokenizer.eos_token_id]
         answer = Response(tokens, [0.0] * len(tokens), "stop")
-        answers.append(replace(sample, index=sample.group, response=answer, score=math.nan, extras={}))
-    scored = rollout.in_loss.nonzero()[:, 0]
+        answers.append(replace(sample, index=sample.group, response=answer, score=math.nan, extras={}, step=-1))
+    scored = rollout.has_score.nonzero()[:, 0]
     pairs = torch.stack([len(rollout) + rollout.group[scored], scored], dim=1)
     return rollout.cat(gather_rollout(answers)), pairs.flatten()

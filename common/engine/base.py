@@ -274,11 +274,12 @@ class Engine:
         return {"sync/probe_prob_diff": prob_diff, "sync/probe_logp_diff": logp_diff}
 
     def check_sampled(self, model: PackedModel, meter: Meter) -> None:
-        """Before the policy's first update after `wake`: the probe's check on the step's tokens, as the meter has them
-        from `correction.measure`. If there are none, the next `sleep` has a probe."""
+        """Before the policy's first update after `wake`: compare engine and trainer on the tokens that were sampled in
+        this step (older ones come from other weights), as `correction.measure` added them to the meter. If there are
+        none, the next `sleep` has a probe."""
         if self.probe_every == 1 or model is not self._policy or model.version != self._version:
             return
-        sums = [float(numbers["training/rollout_probs_diff_mean"]) for numbers in (meter.sums, meter.counts)]
+        sums = [float(numbers["_training/rollout_probs_diff_fresh"]) for numbers in (meter.sums, meter.counts)]
         total, count = all_sum(sums).tolist()
         if count:
             check_difference(total / count, self.config.max_probe_diff, "the tokens of this step")

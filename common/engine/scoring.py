@@ -83,6 +83,8 @@ class PendingRollout:
 
     def __init__(self, engine: Engine, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
         self.engine, self.scoring, self.samples, self.sampling = engine, scoring, samples, sampling
+        self.step = -1
+        """The training step in which they were sampled; -1: none."""
 
     def score(self, i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
         """Hand response `i` of this engine to the scorers; each rank of the engine does that for its share. `reply`: of
@@ -116,7 +118,7 @@ class PendingRollout:
             limit = self.scoring.pool.max_error_frac
             check_error_frac(int(num_failed), int(num_scored), limit, scores.first_failure)
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
-            sample.score, sample.extras = score, extras
+            sample.score, sample.extras, sample.step = score, extras, self.step
         is_timeout = [kind == "timeout" for kind in scores.failures]
         is_error = [kind not in (None, "timeout") for kind in scores.failures]
         meter.mean("reward/timeout_frac", torch.tensor(is_timeout, dtype=torch.float64))
@@ -178,15 +180,17 @@ def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
 
 def responses_to_state(rollout: Rollout) -> list[list]:
     """The samples of all ranks, for a checkpoint's JSON. All ranks call this together."""
-    mine = [[s.index, s.group, s.row, s.response.to_dict(), s.score, s.extras] for s in rollout.samples]
+    mine = [
+        [s.index, s.group, s.row, s.response.to_dict(), s.score, s.extras, s.step] for s in rollout.samples
+    ]
     return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
 
 
 def responses_from_state(state: list[list], data: PromptSet, world: World) -> Rollout:
     """What `responses_to_state` returned, its groups dealt to the ranks in turn. All ranks call this together."""
     samples = [
-        Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras)
-        for index, group, row, response, score, extras in state
+        Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras, step=step)
+        for index, group, row, response, score, extras, step in state
         if group % world.size == world.rank
     ]
     return gather_rollout(samples)

@@ -19,7 +19,7 @@ from common.model.attention import choose_attention
 from common.model.flops import sequence_cost
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
-from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.policy import Critic, ModelConfig, Policy
 from common.model.router_replay import routers_of
 from common.model.sharding import kept_tensors, shard, shard_slice
 from common.model.stored import Experts, open_folder, weights_of
@@ -79,18 +79,17 @@ def is_scored(hf_config: PretrainedConfig) -> bool:
     return any(name.endswith(SCORED) for name in hf_config.architectures or ())
 
 
-def read_teacher(path: str, model: str, config: ModelConfig, is_used: bool) -> PretrainedConfig:
-    """The config of --teacher. Raises ValueError if its tokens are not those of `model`, or if no KL is computed."""
+def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig:
+    """The config of --teacher. Raises ValueError if its tokens are not those of `model`."""
     hf_config = read_config(path, config, "--teacher")
     if auto_class(hf_config) is not auto_class(read_config(model, config)):
         raise ValueError(f"--teacher {path} must read images if --model does, and else not")
-    if not is_used:
-        raise ValueError(f"--teacher {path} has no effect without a KL: set --kl-loss-coef (or --kl-reward-coef)")
     theirs, ours = (
         AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_vocab().items()
         for folder in (path, model)
     )
-    for token, number in sorted(ours ^ theirs)[:1]:
+    if differing := sorted(ours ^ theirs):
+        token, number = differing[0]
         raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")
     return hf_config
 
@@ -119,16 +118,13 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     return policy
 
 
-def load_reference(teacher: str, args: Any, models: dict[str, PackedModel], world: World) -> Policy | Reference:
-    """The teacher, or the model before training, frozen: one more of `models`, with adapters a view of the policy."""
-    policy = models["policy"]
-    if args.lora.rank and not teacher:
+def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | Reference:
+    """A causal LM that is not trained. For the policy's own folder (--model) it copies the policy's shards if they are
+    still as loaded, and with adapters it is a view of the policy without them."""
+    if path == args.model and args.lora.rank:
         return Reference(policy)
-    is_as_loaded = not teacher and policy.version == 0
-    models["reference"] = load_policy(
-        teacher or args.model, args.policy, world, frozen=True, like=policy if is_as_loaded else None
-    )
-    return models["reference"]
+    is_as_loaded = path == args.model and policy.version == 0
+    return load_policy(path, args.policy, world, frozen=True, like=policy if is_as_loaded else None)
 
 
 def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,

@@ -122,10 +122,10 @@ def count(module: nn.Module) -> int:
 class MemoryPlan:
     """What the trainer keeps on the fullest GPU, in GiB."""
 
-    def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, reference: bool = False,
+    def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, frozen: str = "",
                  critic: str = ""):
-        """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest sequence; `critic`: its
-        folder."""
+        """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest sequence; `frozen`, `critic`:
+        folders or hub names of a frozen policy and of a critic."""
         policy, self.longest = args.policy, longest
         ranks = num_shards(ranks, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
         self.smallest = -(-longest // policy.sequence_parallel)
@@ -144,10 +144,9 @@ class MemoryPlan:
         if "rollout" not in vars(args):
             return
         self.offload = args.offload
-        if args.teacher:
-            config = read_teacher(args.teacher, args.model, policy, is_used=reference)
-            self.reference_gb = Model(config, policy, ranks).frozen_gb
-        elif reference and not args.lora.rank:                          # else it is the model below the adapters
+        if frozen and frozen != args.model:
+            self.reference_gb = Model(read_teacher(frozen, args.model, policy), policy, ranks).frozen_gb
+        elif frozen and not args.lora.rank:                             # else it is the model below the adapters
             self.reference_gb = self.policy.frozen_gb
         if args.reward_model.path:
             config = check_reward_model(args.reward_model, policy)

@@ -79,7 +79,7 @@ class Policy(PackedModel):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
-        self.keeps_sum_p2 = False  # `score` then also writes `batch.sum_p2`; `forward` has a copy of the batch
+        self.keeps_sum_p2 = False  # `score` then also writes `batch.extra["sum_p2"]`; `forward` has a copy of the batch
 
     def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
@@ -109,7 +109,7 @@ class Policy(PackedModel):
         """Log-probs [T] without a gradient."""
         logp, _ = self(batch, temperature)
         if self.keeps_sum_p2:
-            batch.sum_p2 = self.sum_p2
+            batch.extra["sum_p2"] = self.sum_p2
         if self.routing is not None:
             batch.routing = self.routing
         self.free_unsharded()

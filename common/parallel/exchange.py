@@ -14,12 +14,17 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     number.
 
     Ranks first tell each other their fields and sizes; then one message goes from each rank to each. A rank may bring
-    or get nothing; ranks that bring responses must bring the same fields."""
+    or get nothing. Raises ValueError where ranks that bring responses bring different fields."""
     destination = torch.as_tensor(destination, dtype=torch.int64)
     sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
     batch = batch.select(destination.argsort())
     fields = {name: (x.dtype, x.shape[1:], per) for name, (x, per) in batch.present().items()}
-    fields = max(all_gather_objects(fields), key=len)                           # an empty batch may lack some
+    fields_of_ranks = all_gather_objects((fields, len(batch)))
+    fields = max((of_rank for of_rank, _ in fields_of_ranks), key=len)          # an empty batch may lack some
+    for rank, (of_rank, num_sequences) in enumerate(fields_of_ranks):
+        if num_sequences and [*of_rank] != [*fields]:
+            raise ValueError(f"rank {rank} brings the fields {', '.join(of_rank)}, another rank {', '.join(fields)}: "
+                             f"write a field of Batch on all ranks, in the same order")
 
     # a row of bytes for each token, so that all fit in one message
     columns = [x if per == "token" else x[batch.sequence_ids] for x, per in batch.present().values()]
@@ -36,7 +41,7 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     cu_seqlens = offsets(lengths)
     picks = {"token": slice(None), "response": cu_seqlens[:-1]}
     values = {name: columns[name][picks[per]] for name, (_, _, per) in fields.items()}
-    return Batch(**values, cu_seqlens=cu_seqlens).sort()
+    return Batch.of_fields(values, cu_seqlens).sort()
 
 
 def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
