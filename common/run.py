@@ -13,22 +13,21 @@ from torch import Tensor
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
 from common.engine.base import Engine, RolloutConfig
-from common.engine.episodes import start_episodes
-from common.engine.in_flight import continue_rollout
 from common.engine.make import check_rollout, make_engine, stop_tokens
-from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_reference
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import PackedModel, Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import seed_of
+from common.parallel.ranks import print_on_main, seed_of
 from common.prompts import DataConfig
 from common.rollout import Minibatch, Rollout, to_minibatches
-from common.tracking.console import print_on_main
-from common.tracking.rollouts import write_step, write_validation
+from common.rollouts.episodes import start_episodes
+from common.rollouts.in_flight import continue_rollout
+from common.rollouts.record import write_step, write_validation
+from common.rollouts.scoring import PendingRollout, Scoring, start_rollout
+from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.step import rollout_metrics
-from common.tracking.validation import evaluate, spread_rows
 from common.training import TrainArgs, Training
 from rewards.runtime.pool import RewardConfig
 
