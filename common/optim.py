@@ -1,5 +1,5 @@
-"""The learning rate of a step, and an optimizer step over the shards that skips broken gradients. AdamW and its flags are
-in common/model/optimizers.py."""
+"""The learning rate of a step, and an optimizer step over the shards that skips broken gradients. AdamW and its
+flags are in common/model/optimizers.py."""
 
 import math
 

@@ -481,8 +481,8 @@ def test_an_import_circle_is_found():
     assert ["common.metrics", "common.run"] in import_circles(looped)
 
 
-# The files and packages directly in common/, top first. A unit imports those after it in this list only, so no two units
-# need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
+# The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
+# them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
 LAYERS = ["run", "training", "rollouts", "tracking", "checkpoint", "selection", "engine", "dataset", "rollout",
           "correction", "losses", "optim", "model", "kernels", "packing", "prompts", "metrics", "segments", "parallel",
           "batch", "shared_prompts"]
