@@ -27,11 +27,11 @@ from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
 from common.engine.remote import Bridge, receive_weights
-from common.engine.scoring import RemoteRollout, responses_to_state, start_rollout
-from common.engine.turns import check_turns, to_units
 from common.metrics import Meter, spread
 from common.parallel.ranks import SAMPLERS, all_max
 from common.rollout import check_skipped, scatter_fields, sum_per_response
+from common.rollouts.scoring import RemoteRollout, responses_to_state, start_rollout
+from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std
 from common.selection import SELECTED, select

@@ -22,10 +22,10 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.scoring import responses_from_state, responses_to_state
-from common.engine.turns import check_turns, to_units
 from common.metrics import spread
 from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
+from common.rollouts.scoring import responses_from_state, responses_to_state
+from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std, is_constant
 from common.selection import SELECTED, select

@@ -31,8 +31,8 @@ from common.optim import OptimConfig
 from common.parallel.ranks import all_max
 from common.prompts import PromptSampler, parse_messages
 from common.rollout import Minibatch, sum_per_response
+from common.rollouts.validation import spread_rows
 from common.tracking.console import run_script
-from common.tracking.validation import spread_rows
 from common.training import TrainArgs, Training
 
 

@@ -21,9 +21,9 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
-from common.engine.turns import check_turns, to_units
 from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
+from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std
 from common.selection import SELECTED, select

@@ -23,10 +23,10 @@ import dpo
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.dataset.conversations import add_answers
 from common.engine.make import check_sizes
 from common.metrics import spread
 from common.rollout import check_skipped, scatter_fields, sum_per_response
+from common.rollouts.answers import add_answers
 from common.run import Run, RunArgs
 from common.segments import group_mean
 from common.tracking.console import run_script

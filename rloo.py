@@ -24,10 +24,10 @@ from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.base import validation_sampling
 from common.engine.make import check_sizes
-from common.engine.scoring import decoupled_rewards
 from common.metrics import Meter, spread
 from common.parallel.ranks import all_sum
 from common.rollout import Rollout, check_skipped, scatter_fields, sum_per_response
+from common.rollouts.scoring import decoupled_rewards
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, group_sum, is_constant, segment_cumsum, whiten
 from common.selection import SELECTED, select

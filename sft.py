@@ -25,9 +25,9 @@ from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
 from common.prompts import parse_messages
+from common.rollouts.validation import spread_rows
 from common.tracking.console import run_script
 from common.tracking.logger import LogConfig
-from common.tracking.validation import spread_rows
 from common.training import TrainArgs, Training
 
 

@@ -1,13 +1,18 @@
-"""The meter: means, sums and extremes of a step, over all ranks."""
+"""The meter: means, sums and extremes of a step, over all ranks. The timer: the seconds of its phases."""
 
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.parallel.ranks import all_max, all_sum
+
+OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization; else
+lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
 
 
 class Meter:
@@ -84,3 +89,30 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
     """name/mean, name/max, name/min of numbers [N] that every rank has, NaN left out; nothing of no numbers."""
     values = values[~values.isnan()].double()
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min") if len(values)}
+
+
+class Timer:
+    """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
+    a GPU's memory: the error says the phase and the flags to turn."""
+
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
+        self.on_phase, self.start = on_phase, time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.on_phase(phase)
+        start = time.perf_counter()
+        try:
+            with torch.profiler.record_function(phase):
+                yield
+        except torch.OutOfMemoryError as error:                         # GPUs raise it
+            error.add_note(OUT_OF_MEMORY.format(phase))
+            raise
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - start
+        self.on_phase(f"after {phase}")
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{phase}": s for phase, s in self.seconds.items()}

@@ -1,7 +1,7 @@
 """What was sampled and scored in a step, in one container, and its way to the ranks that train on it.
 
-A `Rollout` holds this rank's responses, and a few numbers of every response on every rank (common/engine/scoring.py
-makes it). `to_minibatches` sends each response to the rank that trains on it.
+A `Rollout` holds this rank's responses, and a few numbers of every response on every rank (made by
+common/rollouts/scoring.py). `to_minibatches` sends each response to the rank that trains on it.
 
 Three ideas say what a response takes part in. A reward of NaN: it has no reward and is in no group's statistics.
 `in_loss` False: its tokens are in no loss and in no denominator. `has_gradient` False: it counts in the denominators
@@ -20,13 +20,66 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers, routing_of
 from common.parallel.ranks import World, all_sum
 from common.prompts import Prompt
 from common.segments import segment_sum
+
+
+@dataclass
+class Response:
+    tokens: list[int]
+    """What the engine sampled, including the stop token."""
+    logp: list[float]
+    """The log-prob of each token under the distribution it was drawn from: after temperature, top_k, top_p."""
+    finish_reason: str
+    """stop: it ended by itself. length: it was truncated at max_tokens. Empty: it has not ended."""
+
+    # of episodes alone
+    mask: list[bool] | None = None
+    """False on tokens that users or tools wrote. None: the model sampled all."""
+    prompt: list[int] | None = None
+    """The tokens before, where they are not those of the row's prompt."""
+    earlier: list["Response"] = field(default_factory=list)
+    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one. Of an
+    episode that has not ended: the model's replies so far, each with the tokens between it and the one before it."""
+    num_turns: int = 1
+    end_reason: str = ""
+    """Why the episode ended: done (its function returned), length, turns, timeout or error."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation."""
+    tools: dict[str, float] = field(default_factory=dict)
+    """Number of tool_calls, and of tool_errors among them, and tool_s, the seconds of the episode's own code."""
+
+    # of --rollout.in-flight alone
+    versions: list[int] = field(default_factory=list)
+    """Of each token that the policy sampled, the step in which it did."""
+    routing: Tensor | None = field(default=None, compare=False)
+    """With --policy.router-replay rollout, experts of all tokens but the last: [prompt + response - 1, layers, k]."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens) if self.mask is None else sum(self.mask)
+
+    @property
+    def num_sampled_in_all(self) -> int:
+        return self.num_sampled + sum(sequence.num_sampled for sequence in self.earlier)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` reads it."""
+        return vars(self) | {"earlier": [sequence.to_dict() for sequence in self.earlier]}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "Response":
+        return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
+
+    def extend(self, part: "Response", finish_reason: str) -> None:
+        """Append what was sampled further."""
+        self.tokens = self.tokens + part.tokens
+        self.logp = self.logp + part.logp
+        self.finish_reason, self.routing = finish_reason, part.routing
 
 
 @dataclass

@@ -14,21 +14,20 @@ from torch import Tensor
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
 from common.engine.base import Engine, RolloutConfig
-from common.engine.episodes import start_episodes
-from common.engine.in_flight import continue_rollout
 from common.engine.make import check_rollout, make_engine, stop_tokens
-from common.engine.scoring import PendingRollout, Scoring, start_rollout
 from common.metrics import Meter
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import seed_of
+from common.parallel.ranks import print_on_main, seed_of
 from common.prompts import DataConfig
 from common.rollout import Minibatch, Rollout, to_minibatches
-from common.tracking.console import print_on_main
-from common.tracking.rollouts import write_step, write_validation
+from common.rollouts.episodes import start_episodes
+from common.rollouts.in_flight import continue_rollout
+from common.rollouts.record import write_step, write_validation
+from common.rollouts.scoring import PendingRollout, Scoring, start_rollout
+from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.step import rollout_metrics
-from common.tracking.validation import evaluate, spread_rows
 from common.training import Phase, TrainArgs, Training
 from rewards.runtime.pool import RewardConfig
 
@@ -113,8 +112,8 @@ class Run(Training):
     def _before_loading(self) -> None:
         super()._before_loading()
         if "engine" not in vars(self):
-            raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures how much memory is "
-                               "free for the engine")
+            raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures how much memory the "
+                               "engine may take")
 
     def resume(self) -> dict[str, Any]:
         """Continue from a checkpoint. A run that starts is validated."""

@@ -23,22 +23,22 @@ from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
-from common.metrics import Meter
+from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
-from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.flops import update_flops
 from common.model.loading import load_critic, load_frozen, load_policy, read_config, uses_liger
 from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
+from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.optim import OptimConfig, learning_rate, optimizer_step
 from common.parallel import ranks
-from common.parallel.ranks import World
+from common.parallel.ranks import World, print_on_main
 from common.prompts import PromptSampler
 from common.rollout import Minibatch
-from common.tracking.console import batch_line, print_on_main, step_line, summary, val_line
+from common.tracking.console import batch_line, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.step import Timer, peak_flops, step_metrics
+from common.tracking.step import peak_flops, step_metrics
 
 
 @dataclass

@@ -14,8 +14,8 @@ from common.checkpoint import manager
 from common.checkpoint.run_folder import open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter
-from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks

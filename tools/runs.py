@@ -76,7 +76,7 @@ def rollout_files(run: Path) -> list[Path]:
 
 
 def read_rollouts(run: Path, max_mb: float) -> tuple[list[dict[str, Any]], str]:
-    """Responses, and a note on the steps that were left out. common/tracking/rollouts.py wrote them."""
+    """Responses, and a note on the steps that were left out. common/rollouts/record.py wrote them."""
     files = rollout_files(run)
     kept = [rollouts_of(file, file.stat().st_mtime_ns) for file in files]
     sizes = [len(to_json(rows)) for rows in kept]

@@ -29,9 +29,16 @@ from common.checkpoint.export import write_files
 from common.checkpoint.files import check_files, complete_checkpoints, crc32, find, read_manifest, sync, write_manifest
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import Parts, ShardWriter, differences, flags_of, load_parts, tensors_of
-from common.parallel.ranks import World, all_gather_objects, all_max, collective_timeout, on_main, together
-from common.tracking.console import print_on_main
-from common.tracking.step import Timer
+from common.metrics import Timer
+from common.parallel.ranks import (
+    World,
+    all_gather_objects,
+    all_max,
+    collective_timeout,
+    on_main,
+    print_on_main,
+    together,
+)
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""

@@ -2,26 +2,23 @@
 scripts say what a row's conversations are, and what of their text is trained on; here it is encoded, stored and packed.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.dataset.store import Loaded, load_rows, template_arguments
-from common.engine.base import Response
 from common.model.flops import sequence_cost
 from common.packing import plan_step
 from common.parallel.ranks import World
 from common.prompts import TemplateConfig
-from common.rollout import Minibatch, Rollout, gather_rollout
+from common.rollout import Minibatch
 
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
@@ -102,17 +99,3 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
         tokens += new
         mask += [n < end for n in range(len(new))]
     return tokens, mask
-
-
-def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:
-    """The responses [S] and after them the data's answers to the prompts [P]; and pairs of answer and response."""
-    answers = []
-    for sample in {sample.group: sample for sample in rollout.samples}.values():
-        if not isinstance(sample.prompt.extra_info.get(key), str):
-            raise ValueError(f"row {sample.row} of --train-data has no text in extra_info[{key!r}] (--answer-key)")
-        tokens = [*tokenizer.encode(sample.prompt.extra_info[key], add_special_tokens=False), tokenizer.eos_token_id]
-        answer = Response(tokens, [0.0] * len(tokens), "stop")
-        answers.append(replace(sample, index=sample.group, response=answer, score=math.nan, extras={}, step=-1))
-    scored = rollout.has_score.nonzero()[:, 0]
-    pairs = torch.stack([len(rollout) + rollout.group[scored], scored], dim=1)
-    return rollout.cat(gather_rollout(answers)), pairs.flatten()

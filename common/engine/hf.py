@@ -16,12 +16,13 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from common.dataset.images import Images
-from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, RolloutConfig, SamplingConfig
 from common.engine.sync import Checksum, checksum
 from common.model.policy import ModelConfig, saved_buffers
 from common.model.router_replay import routers_of
 from common.model.vision import auto_class
 from common.parallel.ranks import World
+from common.rollout import Response
 
 ROWS = 8
 """Number of rows of a block. One without a response computes what nobody reads."""

@@ -15,8 +15,7 @@ from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
 from common.model.policy import ModelConfig
 from common.model.vision import FAMILIES
-from common.parallel.ranks import World
-from common.tracking.console import print_on_main
+from common.parallel.ranks import World, print_on_main
 
 VLLM_SUPPORTED = ">=0.32,<0.33"
 

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from common.dataset.images import Images, decode
-from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, RolloutConfig, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
+from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
 from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names, seed_of
+from common.rollout import Response
 from rewards import json_object
-
-RESERVED_GB = 4.0
-"""GPU memory for the CUDA context, NCCL and the unsharded tensors of the weight sync."""
-GRAPHS_GB = 1.5
-"""GPU memory for the engine's CUDA graphs."""
 
 
 class VLLMEngine(Engine):

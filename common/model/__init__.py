@@ -1,1 +1,1 @@
-"""The models: loading, sharding, packed forward, attention, shared prompts, offload, FLOPs, memory."""
+"""The models: loading, sharding, packed forward, attention, optimizers, offload, FLOPs, memory."""

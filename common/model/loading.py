@@ -24,8 +24,7 @@ from common.model.router_replay import routers_of
 from common.model.sharding import kept_tensors, shard, shard_slice
 from common.model.stored import Experts, open_folder, weights_of
 from common.model.vision import FAMILIES, auto_class
-from common.parallel.ranks import World, all_max, all_sum
-from common.tracking.console import print_on_main
+from common.parallel.ranks import World, all_max, all_sum, print_on_main
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
 SCORED = ("ForSequenceClassification",)

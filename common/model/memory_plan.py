@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
-from common.engine.vllm import GRAPHS_GB, RESERVED_GB
 from common.kernels import tile_shape
-from common.model.bf16_adamw import WEIGHTS, block_size
 from common.model.flops import head_dim, mlp_widths
 from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
+from common.model.optimizers import WEIGHTS, block_size
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.model.router_replay import routers_of
@@ -25,6 +24,10 @@ from common.model.sharding import PART, shard_dim
 from common.model.vision import auto_class
 from common.parallel.ranks import all_max, num_shards
 
+RESERVED_GB = 4.0
+"""GPU memory for the CUDA context, NCCL and the unsharded tensors of the weight sync."""
+GRAPHS_GB = 1.5
+"""GPU memory for the engine's CUDA graphs."""
 MAX_TOKENS = 32768
 """The largest budget that is chosen: a micro-batch of this size keeps a GPU busy."""
 TOKENS_ON_CPU = 16384

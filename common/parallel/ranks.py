@@ -171,6 +171,12 @@ def on_main(world: World, work: Callable[[], Any]) -> Any:
     return together(lambda: work() if world.rank == 0 else None, ValueError)[0]
 
 
+def print_on_main(world: World, text: str) -> None:
+    """Rank 0 prints a line."""
+    if world.is_main:
+        print(text, flush=True)
+
+
 def all_names(names: set[str]) -> list[str]:
     """The names that any rank has, sorted: the same list on every rank."""
     return sorted(set().union(*all_gather_objects(names)))

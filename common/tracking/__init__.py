@@ -1,1 +1,1 @@
-"""Loggers, console, recorded rollouts, validation results, warnings."""
+"""Loggers, console, what every script logs of a step, warnings."""

@@ -13,8 +13,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from common.parallel.ranks import World
-
 
 def batch_line(
     prompts: int, samples: int, minibatches: int, epochs: int, max_tokens: int, longest: int, ranks: int,
@@ -95,12 +93,6 @@ def without_nested(flags: type) -> type:
     nested = [copy.copy(field) for field in dataclasses.fields(flags) if dataclasses.is_dataclass(field.type)]
     hidden = [(field.name, Annotated[field.type, tyro.conf.Suppress], field) for field in nested]
     return dataclasses.make_dataclass(flags.__name__, hidden, bases=(flags,))
-
-
-def print_on_main(world: World, text: str) -> None:
-    """Rank 0 prints a line."""
-    if world.is_main:
-        print(text, flush=True)
 
 
 def exit_with_error(error: ValueError) -> None:

@@ -2,15 +2,12 @@
 
 import resource
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
 import torch
 
-from common.metrics import Meter, spread
+from common.metrics import Meter, Timer, spread
 from common.parallel.ranks import World
 from common.rollout import Minibatch, Rollout
 from common.segments import is_constant
@@ -25,10 +22,6 @@ PEAK_FLOPS = {
     "A30": 1.65e14, "A10G": 7.0e13, "A10": 1.25e14, "L40S": 3.62e14, "L40": 1.81e14, "L4": 1.21e14,
 }
 
-OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization; else
-lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
-
-
 def peak_flops(world: World, dtype: str) -> float | None:
     """FLOP/s that one rank's chip can do at most in matrix products of `dtype` ("bfloat16", "float32"). None if the
     table does not say: on CPUs, on other GPUs and for float32."""
@@ -36,33 +29,6 @@ def peak_flops(world: World, dtype: str) -> float | None:
         return None
     name = torch.cuda.get_device_name(world.device)
     return next((flops for chip, flops in PEAK_FLOPS.items() if chip in name), None)
-
-
-class Timer:
-    """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
-    a GPU's memory: the error says the phase and the flags to turn."""
-
-    def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
-        self.on_phase, self.start = on_phase, time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self.on_phase(phase)
-        start = time.perf_counter()
-        try:
-            with torch.profiler.record_function(phase):
-                yield
-        except torch.OutOfMemoryError as error:                         # GPUs raise it
-            error.add_note(OUT_OF_MEMORY.format(phase))
-            raise
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] += time.perf_counter() - start
-        self.on_phase(f"after {phase}")
-
-    def metrics(self) -> dict[str, float]:
-        return {f"timing_s/{phase}": s for phase, s in self.seconds.items()}
 
 
 def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, minibatches: list[Minibatch], *,

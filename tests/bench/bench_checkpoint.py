@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from common.checkpoint import state
 from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.signals import Watchdog
-from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks

@@ -15,15 +15,15 @@ import tyro
 from transformers import AutoTokenizer
 
 from common.engine.base import RolloutConfig
-from common.engine.episodes import start_episodes
 from common.engine.make import make_engine, stop_tokens
-from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
 from common.prompts import Prompt, TemplateConfig
+from common.rollouts.episodes import start_episodes
+from common.rollouts.scoring import Scoring, start_rollout
 from rewards.runtime.pool import RewardConfig
 from tests.bench.record import report
 from tests.engine.episode_runs import FILE

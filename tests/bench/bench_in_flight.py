@@ -13,15 +13,15 @@ import numpy as np
 import tyro
 
 from common.engine.base import RolloutConfig
-from common.engine.in_flight import continue_rollout
 from common.engine.make import make_engine
-from common.engine.scoring import start_rollout
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt, PromptSampler
+from common.rollouts.in_flight import continue_rollout
+from common.rollouts.scoring import start_rollout
 from tests.bench.record import report
 from tests.bench.simulate import InFlight
 from tests.engine.engine_models import make_model

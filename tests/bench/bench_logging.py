@@ -20,15 +20,14 @@ from transformers import AutoTokenizer
 
 from common import correction, losses
 from common.batch import Batch
-from common.engine.base import Response
-from common.metrics import Meter
+from common.metrics import Meter, Timer
 from common.parallel import ranks
 from common.prompts import Prompt
-from common.rollout import Rollout, Sample
+from common.rollout import Response, Rollout, Sample
+from common.rollouts.record import write_step
 from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.rollouts import write_step
-from common.tracking.step import Timer, rollout_metrics, step_metrics
+from common.tracking.step import rollout_metrics, step_metrics
 from tests.bench.record import report
 
 

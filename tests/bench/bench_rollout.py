@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
-from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -19,6 +18,7 @@ from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
 from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
+from common.rollouts.scoring import Scoring, start_rollout
 from rewards.runtime.pool import RewardConfig
 from tests.bench.record import report
 

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from common import losses
 from common.batch import Batch
-from common.model.bf16_adamw import make_optimizer
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.model.sequence_parallel import Row, make_row
 from common.optim import OptimConfig, optimizer_step

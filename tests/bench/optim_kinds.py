@@ -20,9 +20,9 @@ import torch
 import tyro
 
 import sft
-from common.model import bf16_adamw
-from common.model.bf16_adamw import make_optimizer
+from common.model import optimizers
 from common.model.loading import load_policy
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig
 from common.parallel import ranks
@@ -50,7 +50,7 @@ def nearest(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def run(args: Args) -> None:
     """One kind: its optimizer step alone, then sft.py."""
     kind = {"nearest": "adamw-bf16", "float32": "adamw"}.get(args.kind, args.kind)
-    rounding = nearest if args.kind == "nearest" else bf16_adamw.round_stochastically
+    rounding = nearest if args.kind == "nearest" else optimizers.round_stochastically
     folder = Path(args.out) / args.kind
     flags = [
         "--model", args.model, "--train-data", f"{SOLVED}/train.parquet", "--val-data", f"{SOLVED}/test.parquet",
@@ -59,7 +59,7 @@ def run(args: Args) -> None:
         "--save.every", 0, "--save.hf", "never",
         "--policy.compute-dtype", "float32" if args.kind == "float32" else "bfloat16",
     ]
-    with mock.patch.object(bf16_adamw, "round_stochastically", rounding):
+    with mock.patch.object(optimizers, "round_stochastically", rounding):
         sft.main(tyro.cli(sft.Args, args=[str(flag) for flag in flags]))
     shutil.rmtree(folder / "checkpoints")
     (folder / "optimizer.json").write_text(json.dumps(measure(args.model, kind)))
@@ -68,7 +68,7 @@ def run(args: Args) -> None:
 def measure(model: str, kind: str) -> dict[str, float]:
     """Bytes that stay of a weight, its gradient included, and seconds of a step (the fastest of 3)."""
     world = ranks.init()
-    policy = load_policy(model, ModelConfig(), world, dtype=bf16_adamw.WEIGHTS[kind])
+    policy = load_policy(model, ModelConfig(), world, dtype=optimizers.WEIGHTS[kind])
     optimizer = make_optimizer(policy, OptimConfig(kind=kind))
     seconds = []
     for _ in range(4):

@@ -24,9 +24,9 @@ from common import losses
 from common.batch import Batch
 from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
-from common.model.bf16_adamw import make_optimizer
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
 from common.packing import plan_step

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from common.checkpoint import files
-from common.engine.base import Response
-from common.engine.in_flight import Group
+from common.rollout import Response
+from common.rollouts.in_flight import Group
 from tests.checkpoint.faulty import server
 from tests.conftest import VLLM, VOCAB, launch, make_tiny_llama
 from tests.engine.episode_runs import FILE

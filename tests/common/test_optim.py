@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy
+from common.model.optimizers import make_optimizer
 from common.optim import OptimConfig, learning_rate, optimizer_step
 from tests.model.test_policy import FLOAT32, SIZES, save_model
 

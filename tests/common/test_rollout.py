@@ -12,16 +12,16 @@ import torch
 from transformers import LlamaConfig
 
 import dapo
-from common.engine import scoring
-from common.engine.base import Response, RolloutConfig, SamplingConfig
-from common.engine.scoring import responses_from_state, responses_to_state
+from common.engine.base import RolloutConfig, SamplingConfig
 from common.metrics import Meter
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
-from common.rollout import Rollout, Sample, check_skipped, gather_rollout, to_minibatches
+from common.rollout import Response, Rollout, Sample, check_skipped, gather_rollout, to_minibatches
+from common.rollouts import scoring
+from common.rollouts.scoring import responses_from_state, responses_to_state
+from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import rollout_metrics
-from common.tracking.validation import best_at, evaluate, majority, validation_metrics
 from rewards.runtime.pool import Scores
 
 LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
@@ -180,7 +180,7 @@ def test_a_rollout_survives_a_checkpoint_on_any_number_of_ranks(world, monkeypat
     samples = make_samples([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], rows=[4, 2, 5], extras=[{"acc": i} for i in range(6)])
     state = json.loads(json.dumps(responses_to_state(gather_rollout(samples))))
     assert responses_from_state(state, DATA, world).samples == samples
-    monkeypatch.setattr("common.engine.scoring.gather_rollout", lambda samples: samples)
+    monkeypatch.setattr("common.rollouts.scoring.gather_rollout", lambda samples: samples)
     shares = [responses_from_state(state, DATA, replace(world, rank=rank, size=2)) for rank in range(2)]
     assert [[s.index for s in share] for share in shares] == [[0, 1, 4, 5], [2, 3]]
     assert shares[1] == samples[2:4]

@@ -10,9 +10,8 @@ import torch
 
 from common.batch import Batch
 from common.checkpoint.manager import MAX_CHECKS, Checkpoints
-from common.metrics import Meter
+from common.metrics import Meter, Timer
 from common.optim import OptimConfig
-from common.tracking.step import Timer
 from common.training import Training
 
 

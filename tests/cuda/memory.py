@@ -29,15 +29,16 @@ from common import losses
 from common.batch import Batch
 from common.checkpoint.state import tensors_of
 from common.engine import base
-from common.engine.base import Engine, Response, RolloutConfig
+from common.engine.base import Engine, RolloutConfig
 from common.model import loading
-from common.model.bf16_adamw import WEIGHTS, make_optimizer
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
 from common.model.offload import Offload, OffloadConfig
+from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
+from common.rollout import Response
 from common.run import RunArgs
 from tests.conftest import launch
 from tests.cuda.shapes import MODELS

@@ -111,8 +111,8 @@ def step(folder: str, world) -> dict:
     import torch
 
     from common.batch import Batch
-    from common.model.bf16_adamw import make_optimizer
     from common.model.loading import load_critic, load_policy
+    from common.model.optimizers import make_optimizer
     from common.model.policy import ModelConfig
     from common.optim import OptimConfig, optimizer_step
 

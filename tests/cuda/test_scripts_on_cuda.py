@@ -150,7 +150,7 @@ def test_a_forward_reads_nothing(runs):
         assert read["common/optim.py:optimizer_step"] >= 2
         moved = read["common/batch.py:to"] + read["common/batch.py:<dictcomp>"]         # for the advantages of a step
         assert moved <= 2 * len(dataclasses.fields(Batch))
-        assert read.get("common/model/shared_prompts.py:share_prompts", 0) <= (15 if name == "shared" else 0)
+        assert read.get("common/shared_prompts.py:share_prompts", 0) <= (15 if name == "shared" else 0)
 
 
 def test_a_microbatch_reads_nothing(runs):
@@ -158,4 +158,4 @@ def test_a_microbatch_reads_nothing(runs):
     steps whose rollouts are recorded."""
     few, many = (seen_of(runs, name)["reads"] for name in ("grpo", "many micro-batches"))
     more = {place for place in many if many[place] > few.get(place, 0)}
-    assert more == {"common/tracking/rollouts.py:<dictcomp>", "common/tracking/rollouts.py:numbers_of_tokens"}
+    assert more == {"common/rollouts/record.py:<dictcomp>", "common/rollouts/record.py:numbers_of_tokens"}

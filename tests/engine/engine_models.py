@@ -12,11 +12,12 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common.engine.base import Engine, Response, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy, saved_buffers
 from common.parallel import ranks
+from common.rollout import Response
 from tests.engine import in_flight_runs
 from tests.engine.episode_runs import Runs, make_prompt
 from tests.engine.test_conversation import make_tokenizer

@@ -4,12 +4,12 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
-from common.engine.episodes import start_episodes
-from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
 from common.model.reward_model import RewardModelConfig
 from common.prompts import Prompt, TemplateConfig
 from common.rollout import Sample
+from common.rollouts.episodes import start_episodes
+from common.rollouts.scoring import Scoring, start_rollout
 from rewards.runtime.pool import RewardConfig
 
 FILE = Path(__file__).parent / "episodes_of_tests.py"

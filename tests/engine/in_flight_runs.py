@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from common.engine.in_flight import continue_rollout
 from common.metrics import Meter
 from common.prompts import Prompt, PromptSampler
 from common.rollout import Rollout
+from common.rollouts.in_flight import continue_rollout
 from tests.engine import engine_models
 
 # longer than a block of vLLM's cache, whose keys and values could be found again

@@ -12,17 +12,17 @@ import torch
 from transformers import AutoTokenizer
 
 from common.batch import Batch
-from common.engine.base import Response, RolloutConfig
-from common.engine.episodes import start_episodes
+from common.engine.base import RolloutConfig
 from common.engine.make import make_engine, stop_tokens
-from common.engine.scoring import Scoring, responses_from_state, responses_to_state, start_rollout
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import TemplateConfig
-from common.rollout import gather_rollout, to_minibatches
+from common.rollout import Response, gather_rollout, to_minibatches
+from common.rollouts.episodes import start_episodes
+from common.rollouts.scoring import Scoring, responses_from_state, responses_to_state, start_rollout
 from rewards.runtime.pool import RewardConfig
 from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of
 from tests.model.test_reward_model import make_reward_model

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from common.engine.base import SamplingConfig
-from common.engine.episodes import start_episodes
-from common.engine.in_flight import continue_rollout
-from common.engine.scoring import Scoring
 from common.metrics import Meter
 from common.model.reward_model import RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import PromptSampler, TemplateConfig
+from common.rollouts.episodes import start_episodes
+from common.rollouts.in_flight import continue_rollout
+from common.rollouts.scoring import Scoring
 from rewards.runtime.pool import RewardConfig
 from tests.engine.engine_models import make_model, start
 from tests.engine.episode_runs import FILE, make_prompt

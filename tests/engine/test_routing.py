@@ -6,13 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.batch import Batch
-from common.engine.base import Response, RolloutConfig, SamplingConfig
+from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.engine.vllm import to_response
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import Prompt
-from common.rollout import Sample, gather_rollout, to_minibatches
+from common.rollout import Response, Sample, gather_rollout, to_minibatches
 from envs.runtime.conversation import ChatTemplate, Conversation
 from tests.model.test_policy import save_model
 from tests.model.test_router_replay import FAMILIES

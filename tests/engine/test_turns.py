@@ -12,11 +12,10 @@ from transformers import LlamaConfig
 
 from common import losses
 from common.batch import Batch
-from common.engine.base import Response
-from common.engine.turns import to_units
 from common.parallel import ranks
 from common.prompts import Prompt
-from common.rollout import Sample, gather_rollout, to_minibatches
+from common.rollout import Response, Sample, gather_rollout, to_minibatches
+from common.rollouts.turns import to_units
 from grpo import group_advantages, passk_advantages
 from tests.conftest import launch
 

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from common.batch import Batch
 from common.checkpoint.state import load_parts, tensors_of
-from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig
 from common.parallel import ranks

@@ -9,7 +9,11 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from common.checkpoint.state import ShardWriter, load_parts, tensors_of
-from common.model.bf16_adamw import (
+from common.model.loading import load_critic, load_policy
+from common.model.lora import LoRAConfig
+from common.model.memory_plan import Model
+from common.model.offload import Offload, OffloadConfig
+from common.model.optimizers import (
     BF16AdamW,
     block_size,
     code_values,
@@ -18,10 +22,6 @@ from common.model.bf16_adamw import (
     make_optimizer,
     round_stochastically,
 )
-from common.model.loading import load_critic, load_policy
-from common.model.lora import LoRAConfig
-from common.model.memory_plan import Model
-from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
 from tests.conftest import launch

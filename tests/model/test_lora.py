@@ -19,10 +19,10 @@ from common.checkpoint.manager import Checkpoints
 from common.checkpoint.state import tensors_of
 from common.engine.base import RolloutConfig
 from common.engine.make import make_engine
-from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_critic, load_policy, load_reference, read_config
 from common.model.lora import LoRAConfig, LoRALinear
 from common.model.memory_plan import GIB, Model
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig
 from common.run import RunArgs

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from common.checkpoint.state import load_parts, tensors_of
-from common.model.bf16_adamw import make_optimizer
 from common.model.loading import load_policy, read_config
+from common.model.optimizers import make_optimizer
 from common.model.policy import Policy
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks

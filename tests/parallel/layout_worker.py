@@ -15,10 +15,10 @@ from torch.distributed.tensor import distribute_tensor
 from common import losses
 from common.batch import Batch
 from common.checkpoint.state import load_parts, tensors_of
-from common.model.bf16_adamw import make_optimizer
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
 from common.model.lora import LoRAConfig
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
 from common.packing import plan_step

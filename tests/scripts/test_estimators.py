@@ -9,10 +9,9 @@ import torch
 
 import rloo
 from common.batch import Batch
-from common.engine.base import Response
-from common.engine.scoring import decoupled_rewards
 from common.prompts import Prompt
-from common.rollout import Sample, gather_rollout
+from common.rollout import Response, Sample, gather_rollout
+from common.rollouts.scoring import decoupled_rewards
 from common.segments import whiten
 
 GROUP = [0, 0, 0, 1, 1, 2, 2]

@@ -9,11 +9,10 @@ import torch
 from transformers import AutoTokenizer
 
 import online_dpo
-from common.dataset.conversations import add_answers
-from common.engine.base import Response
 from common.model.lora import LoRAConfig
 from common.prompts import Prompt
-from common.rollout import Sample, gather_rollout
+from common.rollout import Response, Sample, gather_rollout
+from common.rollouts.answers import add_answers
 from tests.conftest import STOPS, launch_all
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, write
 from tools import try_script

@@ -185,8 +185,9 @@ def test_a_flag_that_nobody_reads_is_found():
     assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.eval_every"]
     source = SOURCES[training].replace("args.run_dir", "''")            # scripts declare it again: still one flag
     assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.run_dir"]
-    source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")
-    assert Flags(SOURCES | {"common/optim.py": source}).unread() == ["common/optim.py OptimConfig.warmup_steps"]
+    source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")     # declared in another file
+    unread = ["common/model/optimizers.py OptimConfig.warmup_steps"]
+    assert Flags(SOURCES | {"common/optim.py": source}).unread() == unread
     sources = {file: text.replace("args.save.dtype", "0") for file, text in SOURCES.items()}
     assert Flags(sources).unread() == ["common/checkpoint/manager.py SaveConfig.dtype"]
     pool = "rewards/runtime/pool.py"
@@ -196,8 +197,9 @@ def test_a_flag_that_nobody_reads_is_found():
 
 def test_every_flag_has_its_help():
     assert Flags(SOURCES).undocumented() == []
-    source = SOURCES["common/optim.py"].replace('    """Peak learning rate of AdamW."""\n', "", 1)
-    assert Flags({"common/optim.py": source}).undocumented() == ["common/optim.py OptimConfig.lr"]
+    file = "common/model/optimizers.py"
+    source = SOURCES[file].replace('    """Peak learning rate of AdamW."""\n', "", 1)
+    assert Flags({file: source}).undocumented() == [f"{file} OptimConfig.lr"]
 
 
 def help_of(text: str, name: str = "Args") -> dict[str, tuple[str, str]]:
@@ -477,6 +479,50 @@ def test_an_import_circle_is_found():
     assert import_circles(sources | {"a/x.py": "from a import g"}) == [["a", "a.x"]]
     looped = COMMON | {"common/metrics.py": COMMON["common/metrics.py"] + "\ndef f():\n    import common.run\n"}
     assert ["common.metrics", "common.run"] in import_circles(looped)
+
+
+# The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
+# them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
+LAYERS = ["run", "training", "rollouts", "tracking", "checkpoint", "selection", "engine", "dataset", "rollout",
+          "correction", "losses", "optim", "model", "kernels", "packing", "prompts", "metrics", "segments", "parallel",
+          "batch", "shared_prompts"]
+
+
+def unit_of(module: str) -> str:
+    """The file or package directly in common/ that a module belongs to: "engine" of "common.engine.vllm", "" of common
+    itself."""
+    return module.removeprefix("common").removeprefix(".").partition(".")[0]
+
+
+def upward_imports(sources: dict[str, str], layers: list[str]) -> list[str]:
+    """Imports, at the top or inside a function, of a unit of common/ that is not below the importing one. `layers`: the
+    units, top first; common itself, which has a docstring only, is below all."""
+    place = {unit: number for number, unit in enumerate([*layers, ""])}
+    edges = [(module, name) for module, names in import_graph(sources).items() for name in names]
+    edges = [(a, b) for a, b in edges if a.startswith("common") and b.startswith("common") and unit_of(a) != unit_of(b)]
+    return sorted(f"{a} -> {b}" for a, b in edges if place[unit_of(a)] > place[unit_of(b)])
+
+
+def test_imports_point_downward():
+    assert sorted({unit_of(module) for module in import_graph(COMMON)} - {""}) == sorted(LAYERS)
+    assert upward_imports(SOURCES, LAYERS) == []
+
+
+def test_an_upward_import_is_found():
+    inside = "\ndef f():\n    from common.{} import x\n"
+    upward = COMMON | {"common/batch.py": COMMON["common/batch.py"] + inside.format("engine.vllm")}
+    assert upward_imports(upward, LAYERS) == ["common.batch -> common.engine.vllm"]
+
+
+def test_a_knot_of_units_is_found():
+    """Two units that need each other, though none of their modules is in a circle: no order suits them."""
+    knot = {
+        "common/a/__init__.py": "", "common/a/x.py": "from common.b.x import f", "common/a/y.py": "",
+        "common/b/__init__.py": "", "common/b/x.py": "", "common/b/y.py": "def f():\n    from common.a import y",
+    }
+    assert import_circles(knot) == []
+    assert upward_imports(knot, ["a", "b"]) == ["common.b.y -> common.a.y"]
+    assert upward_imports(knot, ["b", "a"]) == ["common.a.x -> common.b.x"]
 
 
 def words(text: str) -> set[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.tracking.rollouts import SCHEMA
+from common.rollouts.record import SCHEMA
 from tests.tools.test_report import write_run
 
 WORDS = ("so", "the", "next", "term", "must", "be", "even,", "because", "3", "+", "5", "=", "8", "wait:", "again")

@@ -18,9 +18,9 @@ import tyro
 
 import tools.report
 import tools.runs
+from common.rollouts.record import write_step
+from common.rollouts.record import write_validation as write_validation_file
 from common.tracking.logger import LogConfig
-from common.tracking.rollouts import write_step
-from common.tracking.rollouts import write_validation as write_validation_file
 from tests.conftest import ROOT
 from tests.tools.browser import CHROMIUM, Browser
 from tests.tools.long_run import write_long_run, write_rollouts, write_validation

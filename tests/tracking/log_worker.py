@@ -11,14 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 from common.batch import Batch
-from common.engine.base import Response
-from common.metrics import Meter
+from common.metrics import Meter, Timer
 from common.parallel import ranks
 from common.prompts import Prompt
-from common.rollout import Rollout, Sample
+from common.rollout import Response, Rollout, Sample
+from common.rollouts.record import write_step, write_validation
 from common.tracking.logger import LogConfig
-from common.tracking.rollouts import write_step, write_validation
-from common.tracking.step import Timer, rollout_metrics, step_metrics
+from common.tracking.step import rollout_metrics, step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]

@@ -8,8 +8,8 @@ import pytest
 
 import grpo
 import ppo
+from common.rollouts.validation import spread_rows
 from common.tracking.console import run_script, summary, without_nested
-from common.tracking.validation import spread_rows
 
 
 def help_of(monkeypatch, capsys, flag: str, script=grpo) -> str:

@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from common.rollouts.record import token_texts, write_step, write_validation
 from common.tracking.logger import LogConfig
-from common.tracking.rollouts import token_texts, write_step, write_validation
 from tests.conftest import launch
 from tests.tracking import log_worker
 from tests.tracking.log_worker import (

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from common.dataset.store import find_files
-from common.metrics import Meter, spread
-from common.parallel.ranks import World
+from common.metrics import Meter, Timer, spread
+from common.parallel.ranks import World, print_on_main
 from common.tracking import console
 from common.tracking.console import step_line
 from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.step import Timer, peak_flops
+from common.tracking.step import peak_flops
 from tests.conftest import launch
 from tests.rank_worker import fill_meter
 
@@ -170,7 +170,7 @@ def test_only_rank_0_writes(tmp_path, capsys):
     tracker.log(1, {"reward": 0.5}, "step one")
     tracker.close()
     assert tracker.state_dict(1) == {"step": 1, "wandb_id": None, "size": 0}
-    console.print_on_main(other, "hello")
+    print_on_main(other, "hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from common.batch import Batch
-from common.engine.base import Response, RolloutConfig, SamplingConfig
+from common.engine.base import RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
+from common.rollout import Response
 from tests.engine.engine_models import perturb
 from tests.vision.stand_in import without_torchvision
 

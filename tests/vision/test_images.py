@@ -15,15 +15,15 @@ from common.checkpoint.export import hf_files
 from common.dataset.conversations import ConversationConfig, load_conversations
 from common.dataset.images import load_processor
 from common.dataset.store import load_prompts
-from common.engine.base import Response, RolloutConfig
+from common.engine.base import RolloutConfig
 from common.engine.make import check_rollout
 from common.model.flops import microbatch_flops
 from common.model.loading import read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
-from common.rollout import Sample
+from common.rollout import Response, Sample
+from common.rollouts.record import write_validation
 from common.tracking.logger import LogConfig
-from common.tracking.rollouts import write_validation
 from tests.tools.test_report import write_run
 from tests.vision.test_trainer import batch_of
 from tests.vision.tiny_models import ROWS, make_row, make_vision_model, picture, write_rows

@@ -6,12 +6,11 @@ import torch
 from transformers import AutoTokenizer
 
 from common.dataset.store import load_prompts
-from common.engine.base import Response
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
 from common.prompts import DataConfig
-from common.rollout import Sample, gather_rollout, to_minibatches
+from common.rollout import Response, Sample, gather_rollout, to_minibatches
 
 RESPONSES = {0: [[5, 7, 2], [900, 901, 902, 903]], 1: [[8, 2], [9, 10, 11]], 2: [[4098, 17, 4097, 30, 2], [6]],
              3: [[5, 7, 2], [5, 7, 8]]}

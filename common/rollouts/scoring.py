@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, Response, RolloutConfig
-from common.engine.episodes import Episodes, measure_episodes
+from common.engine.base import Engine, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import World, all_gather_objects, all_names, all_sum, seed_of
-from common.rollout import Rollout, Sample, gather_rollout
+from common.rollout import Response, Rollout, Sample, gather_rollout
+from common.rollouts.episodes import Episodes, measure_episodes
 from common.segments import group_mean, group_std
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac

@@ -9,10 +9,10 @@ import numpy as np
 
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, RolloutConfig, validation_sampling
-from common.engine.scoring import Scoring, start_rollout
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, all_max
 from common.rollout import Sample
+from common.rollouts.scoring import Scoring, start_rollout
 
 
 def spread_rows(num_rows: int, limit: int) -> list[int]:

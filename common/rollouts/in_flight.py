@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, Response, RolloutConfig
-from common.engine.scoring import PendingRollout, Scoring
+from common.engine.base import Engine, RolloutConfig
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, seed_of
 from common.prompts import PromptSampler
-from common.rollout import Sample
+from common.rollout import Response, Sample
+from common.rollouts.scoring import PendingRollout, Scoring
 
 
 @dataclass

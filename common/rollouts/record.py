@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
-from common.engine.base import Response
 from common.parallel.ranks import all_gather_objects
-from common.rollout import Minibatch, Rollout, Sample
+from common.rollout import Minibatch, Response, Rollout, Sample
 from common.tracking.logger import LogConfig
 
 COLUMNS = {

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from common.dataset.store import template_arguments
-from common.engine.base import Engine, Response, RolloutConfig
+from common.engine.base import Engine, RolloutConfig
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
 from common.prompts import Prompt, TemplateConfig
-from common.rollout import Sample
+from common.rollout import Response, Sample
 from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.tool_calls import make_parser
