@@ -34,7 +34,7 @@ from common.rollouts.scoring import RemoteRollout, responses_to_state, start_rol
 from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std
-from common.selection import SELECTED, select
+from common.variants.selection import SELECTED, select
 from common.tracking.console import run_script
 
 

@@ -30,10 +30,8 @@ from common.metrics import spread
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
 from common.rollout import scatter_fields
-from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import moments, whiten
-from common.selection import SELECTED, select
 from common.tracking.console import run_script
 
 
@@ -56,18 +54,12 @@ class Args(RunArgs):
     that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
-    loss: losses.PolicyLoss = "ppo"
-    """Loss of a token: a function in common/losses.py."""
-    clip_low: float | None = None
-    """Lower clip: the ratio counts down to 1 - clip_low. Default: of the loss's paper, printed at the start."""
-    clip_high: float | None = None
-    """Upper clip: the ratio counts up to 1 + clip_high. Default: of the loss's paper."""
-    clip_dual: float | None = None
-    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). PPO's: 3."""
-    loss_numbers: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the loss, NAME VALUE ..., such as tau_neg 1.05 of sapo. Default: of the loss's paper."""
-    aggregation: losses.Aggregation | None = None
-    """From token losses to one number, over the global mini-batch. Default: of the loss's paper."""
+    clip_low: float = 0.2
+    """Lower clip: the ratio counts down to 1 - clip_low."""
+    clip_high: float = 0.2
+    """Upper clip: the ratio counts up to 1 + clip_high."""
+    clip_dual: float = 3.0
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729)."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0
@@ -94,20 +86,18 @@ class Args(RunArgs):
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
-    advantage_per_step: bool = False
-    """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
 
     critic_optim: OptimConfig = field(default_factory=partial(OptimConfig, lr=1e-5))
 
 
-def check(args: Args) -> losses.LossSettings:
-    """Refuse flags that cannot work, before anything heavy. Returns the loss's bounds and aggregation."""
+def check(args: Args) -> None:
+    """Refuse flags that cannot work, before anything heavy."""
     check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
-    check_turns(args.rollout, args.advantage_per_step)
+    losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
     for name in ("gamma", "lam"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be in [0, 1]")
@@ -118,12 +108,18 @@ def check(args: Args) -> losses.LossSettings:
         raise ValueError(
             f"--critic-warmup-steps {args.critic_warmup_steps} must be from 0 to below --total-steps {args.total_steps}"
         )
-    if args.correction.rejected_leave_group:
-        raise ValueError("--correction.rejected-leave-group: a critic is the baseline here, there are no groups")
     read_config(args.critic_model or args.model, args.policy, "--critic-model", CAUSAL_LM + SCORED)
-    return losses.resolve_loss(
-        args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
-    )
+
+
+def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token [T] and numbers to report of each. Outside the mask the three inputs are 0."""
+    ratio = (logp - old_logp).clamp(-20, 20).exp()
+    plain = -advantage * ratio
+    clipped = -advantage * ratio.clamp(min=1 - args.clip_low).clamp(max=1 + args.clip_high)
+    ceiling = torch.where(advantage < 0, -advantage * args.clip_dual, torch.inf)
+    loss = torch.maximum(plain, clipped)
+    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(logp, old_logp)
+    return torch.minimum(loss, ceiling), stats
 
 
 def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
@@ -148,42 +144,42 @@ def adapt_kl_coef(coef: float, kl: float, target: float, horizon: float, num_res
 
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
-    settings = check(args)
-    correction = resolve_correction(args.correction, settings.name)
+    check(args)
+    correction = resolve_correction(args.correction)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
-    needs_old_logp = num_updates > 1 or settings.name in SELECTED or args.kl_reward_coef > 0
     temperature = args.rollout.temperature
-    with_reference = bool(args.kl_loss_coef or args.kl_reward_coef)
-    with Run(args, P, correction.covers_cut_sampling) as run:
-        max_tokens = run.plan_memory(args.max_tokens_per_gpu, with_reference, args.critic_model or args.model)
-        engine = run.start_engine()
-        policy, optimizer = run.load_policy()
-        critic, critic_optimizer = run.load_critic(args.critic_model or args.model, args.critic_optim)
-        reference = run.load_reference() if with_reference else None
+    reference_path = args.model if args.kl_loss_coef or args.kl_reward_coef else ""
+    critic_path = args.critic_model or args.model
+    with Run(args, P, correction) as run:
+        engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path, critic_path)
+        policy, optimizer = run.load_trained(args.model, args.optim)
+        critic, critic_optimizer = run.load_critic(critic_path, args.critic_optim)
+        reference = run.load_frozen(reference_path) if reference_path else None
         run.describe(
             f"GAE gamma {args.gamma:g}, lambda {args.lam:g}; critic lr {args.critic_optim.lr:g}; KL coef in the reward "
             f"{args.kl_reward_coef:g} ({args.kl_controller}); "
-            f"{settings.describe()}; KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
-            P, G, args.minibatches_per_step, args.epochs_per_step, max_tokens,
+            f"clip {args.clip_low:g} {args.clip_high:g} {args.clip_dual:g}; "
+            f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
+            P, G, args.minibatches_per_step, args.epochs_per_step,
         )
-        run.resume()
-        kl_coef = run.script_state.get("kl_coef", args.kl_reward_coef)
+        kl_coef = run.resume().get("kl_coef", args.kl_reward_coef)
         for step in run.steps():
-            # 1 rollout: each response is scored as it ends
+            # 1 rollout: the engine takes the policy's weights; each response is scored as it ends
             run.metrics |= engine.wake(policy)
             pending = run.sample(run.sampler.take(P), G, args.rollout, step)
             run.metrics |= engine.sleep()
 
-            # 2 reward: then known everywhere; then each response moves to the rank that trains on it
+            # 2 rewards: numbers per response, the same on every rank
             rollout = run.collect(pending)
-            rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
-            in_update = rollout.in_loss                                                         # [S]
-            # the loss is on every token that was sampled: the stop token, and all of a truncated response
-            minibatches = run.to_minibatches(rollout, in_update, args.minibatches_per_step, max_tokens, step)
+            rewards = rollout.scores                                                            # [S] NaN: no reward
 
-            # 3 log-probs: the old policy's, where they are not those of the update itself, the reference's; values
-            if correction.needs_old_logp(needs_old_logp):
+            # 3 mini-batches: each response moves to the rank that trains on it
+            # the loss is on every token that was sampled: the stop token, and all of a truncated response
+            minibatches = run.to_minibatches(rollout, rollout.has_score, args.minibatches_per_step, max_tokens, step)
+
+            # 4 log-probs: the old policy's, where it is not the current one, and the reference's; values, advantages
+            if correction.needs_old_logp(num_updates > 1 or args.kl_reward_coef > 0):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
@@ -191,21 +187,19 @@ def main(args: Args) -> None:
                 with run.phase("ref", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
-            rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
+            reject_and_weight(minibatches, rewards, correction, run.meter)
             with run.phase("values", minibatches) as microbatches:
                 for microbatch in microbatches:
                     microbatch.value = critic.score(microbatch)                                 # [T]
-
-            # 4 advantages: on the CPU, as GAE walks from token to token
-            with run.timer("adv"):
+            with run.timer("adv"):                              # on the CPU, as GAE walks from token to token
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
-                units, values, _ = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
-                score = values.nan_to_num().float()[units.index]                          # [S] of this rank
-                reward = losses.on_last_token(score, batch.mask, units.cu_seqlens)              # [T]
+                score = rewards.nan_to_num().float()[batch.index]                               # [S] of this rank
+                reward = losses.on_last_token(score, batch.mask, batch.cu_seqlens)              # [T]
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     reward = reward - kl_coef * kl
-                    run.metrics["actor/reward_kl_penalty"] = mean_kl = losses.mean_kl(kl, batch)
+                    mean_kl = losses.mean_kl(kl, batch)
+                    run.metrics["actor/reward_kl_penalty"] = mean_kl
                 advantage, returns = losses.gae(reward, batch.value, batch.mask, batch.cu_seqlens, args.gamma, args.lam)
                 explained = explained_variance(batch.value, returns, batch.mask)
                 advantage = whiten(advantage, batch.mask)
@@ -214,48 +208,38 @@ def main(args: Args) -> None:
                     run.meter.spread(f"critic/{name}", values, batch.mask)
 
             # 5 update
-            with run.phase("update_critic", minibatches * args.epochs_per_step):
-                for minibatch in minibatches * args.epochs_per_step:
-                    losses.set_token_weights(
-                        minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
-                        minibatch.skipped_lengths,
-                    )
-                    for microbatch in minibatch:                                                # as many on every rank
+            with run.phase("update_critic", minibatches * args.epochs_per_step) as update:
+                for minibatch in update.minibatches:
+                    weights = losses.token_weights(minibatch, "token-mean")
+                    for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         value = critic(microbatch)                                              # [T]
                         loss, stats = value_loss(
                             value, microbatch.value, microbatch.returns, microbatch.mask, args.value_clip
                         )
-                        run.meter.total("critic/vf_loss", (loss * microbatch.weight).sum(), per=num_updates)
-                        (run.world.size * (loss * microbatch.weight).sum()).backward()          # FSDP averages: undo it
-                        run.microbatch_done(microbatch, stats, value)
-                    run.optimizer_step("critic", critic, critic_optimizer, args.critic_optim, step)
+                        run.meter.total("critic/vf_loss", (loss * weight).sum(), per=num_updates)
+                        (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it
+                        update.done(microbatch, value, stats=stats)
+                    update.optimizer_step(critic, critic_optimizer, args.critic_optim, step)
             actor_epochs = args.epochs_per_step if step >= args.critic_warmup_steps else 0
-            with run.phase("update_actor", minibatches * actor_epochs):
-                for update, minibatch in enumerate(minibatches * actor_epochs):
-                    # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
-                    losses.set_token_weights(
-                        minibatch.microbatches, settings.aggregation, args.rollout.max_response_length,
-                        minibatch.skipped_lengths,
-                    )
-                    select(settings, minibatch.microbatches, policy, temperature, args.seed, step, update)
-                    for microbatch in minibatch:                                                # as many on every rank
+            with run.phase("update_actor", minibatches * actor_epochs) as update:
+                for minibatch in update.minibatches:
+                    # a token's weight is 1 / tokens of the mini-batch on all ranks, however it was cut
+                    weights = losses.token_weights(minibatch, "token-mean")
+                    for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = settings.function(
-                            logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
-                            **settings.arguments(microbatch),
-                        )
+                        loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
-                        run.meter.total("actor/pg_loss", (loss * microbatch.weight).sum(), per=num_updates)
+                        run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:
                             kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
                             loss = loss + args.kl_loss_coef * kl
                             run.meter.mean("actor/kl_loss", kl, microbatch.mask)
                         if args.entropy_coef:
                             loss = loss - args.entropy_coef * entropy
-                        (run.world.size * (loss * microbatch.weight).sum()).backward()          # FSDP averages: undo it
-                        run.microbatch_done(microbatch, stats, logp, entropy)
-                    run.optimizer_step("actor", policy, optimizer, args.optim, step, args.critic_warmup_steps)
+                        (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it
+                        update.done(microbatch, logp, entropy, stats)
+                    update.optimizer_step(policy, optimizer, args.optim, step, args.critic_warmup_steps)
 
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.shared_prompts import SharedPrompts, share_prompts
+from common.layout.shared_prompts import SharedPrompts, share_prompts
 
 PER_TOKEN = {"per": "token"}
 PER_RESPONSE = {"per": "response"}

@@ -94,9 +94,15 @@ class CorrectionConfig:
         return self.weights != "none" or self.bypass
 
 
-def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
-    """Returns the preset under the flags that were given, nothing left at None; `loss` is the policy loss's name.
-    Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count twice."""
+def resolve_correction(config: CorrectionConfig, loss: str = "clipped",
+                       groups_after_rejection: bool = False) -> CorrectionConfig:
+    """Returns the preset under the flags that were given, nothing left at None. `loss`: the policy loss's name;
+    "reinforce" has no ratio. `groups_after_rejection`: the script computes advantages from what `reject_and_weight`
+    returns. Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count
+    twice."""
+    if config.rejected_leave_group and not groups_after_rejection:
+        raise ValueError("--correction.rejected-leave-group: this script computes no group's advantages after the "
+                         "rejection; grpo_variants.py and rloo.py do")
     given = {name: x for name, x in vars(config).items() if x is not None}
     if "none" in given.get("reject", ()):
         given["reject"] = ()
@@ -124,11 +130,11 @@ def resolve_correction(config: CorrectionConfig, loss: str) -> CorrectionConfig:
         raise ValueError("--correction.batch-normalise needs --correction.weights that are known before the update: "
                          "not none, and without --correction.bypass")
     if config.preset.startswith("bypass") and ("pg" in config.preset) != (loss == "reinforce"):
-        raise ValueError(f"--correction.preset {config.preset} does not go with --loss {loss}: bypass-pg-* are made "
-                         f"for reinforce, bypass-ppo-clip* for losses with a ratio")
+        raise ValueError(f"--correction.preset {config.preset} does not go with the loss {loss}: bypass-pg-* are made "
+                         f"for --loss reinforce (rloo.py, grpo_variants.py), bypass-ppo-clip* for losses with a ratio")
     if config.bypass and config.weights != "none" and loss != "reinforce":
         raise ValueError(f"--correction.weights {config.weights} would count p / p_rollout twice: with "
-                         f"--correction.bypass it is the ratio of --loss {loss}; set --correction.weights none")
+                         f"--correction.bypass it is the ratio of the loss {loss}; set --correction.weights none")
     return config
 
 

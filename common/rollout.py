@@ -325,9 +325,8 @@ def scatter_fields(minibatches: list[Minibatch], advantages: Tensor | None = Non
     for minibatch in minibatches if "advantage" in values else []:
         if minibatch.num_left_out and advantages is None:
             minibatch.check_advantages()
-        left_out = minibatch.left_out_lengths > 0                                                   # [S]
-        lost = [] if advantages is None else (left_out & (advantages != 0)).nonzero()[:, 0]
-        if len(lost):
+        if minibatch.num_left_out and ((minibatch.left_out_lengths > 0) & (advantages != 0)).any():
+            lost = ((minibatch.left_out_lengths > 0) & (advantages != 0)).nonzero()[:, 0]
             raise ValueError(f"response {int(lost[0])} was left out of the update, as its advantage was 0 when it was "
                              f"scored, and now has the advantage {advantages[lost[0]]:.4g}: --run-zero-advantage runs "
                              f"all responses")

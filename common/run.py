@@ -27,8 +27,9 @@ from common.rollouts.in_flight import continue_rollout
 from common.rollouts.record import write_step, write_validation
 from common.rollouts.scoring import PendingRollout, Scoring, start_rollout
 from common.rollouts.validation import evaluate, spread_rows
+from common.tracking.phase import Phase
 from common.tracking.step import rollout_metrics
-from common.training import Phase, TrainArgs, Training
+from common.training import TrainArgs, Training
 from rewards.runtime.pool import RewardConfig
 
 
@@ -112,8 +113,8 @@ class Run(Training):
     def _before_loading(self) -> None:
         super()._before_loading()
         if "engine" not in vars(self):
-            raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures how much memory the "
-                               "engine may take")
+            raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures the memory that "
+                               "is free for it")
 
     def resume(self) -> dict[str, Any]:
         """Continue from a checkpoint. A run that starts is validated."""

@@ -72,11 +72,12 @@ def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTraine
 def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int, dict[str, np.ndarray]]]:
     """Numbers of a response and, by name, of its tokens, prompts' included, if its entry of `sequences` is in here."""
     update = microbatch.last_pass
+    clips = [update[name] for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower") if name in update]
     found = {
-        "trained": microbatch.mask, "clipped": (update["actor/pg_clipfrac"] + update["actor/pg_clipfrac_lower"]).bool(),
+        "trained": microbatch.mask, "clipped": sum(clips).bool() if clips else None,
         "old_logp": update["logp"] if microbatch.old_logp is None else microbatch.old_logp,
         "ref_logp": microbatch.ref_logp, "token_advantage": microbatch.advantage, "value": microbatch.value,
-        "returns": microbatch.returns, "entropy": update["entropy"], "ratio": update["actor/ratio"],
+        "returns": microbatch.returns, "entropy": update.get("entropy"), "ratio": update.get("actor/ratio"),
     }
     arrays = {name: values.cpu().numpy() for name, values in found.items() if values is not None}
     bounds = microbatch.cu_seqlens.tolist()

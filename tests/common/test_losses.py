@@ -20,7 +20,7 @@ from common.losses import (
     set_token_weights,
 )
 from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
-from common.selection import covariances, select_clip_cov, select_kl_cov
+from common.variants.selection import covariances, select_clip_cov, select_kl_cov
 from ppo import adapt_kl_coef, explained_variance, value_loss
 from tests import oracles
 from tests.oracles import AGGREGATIONS

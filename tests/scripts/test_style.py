@@ -545,7 +545,7 @@ OBJECTIVES = {"loss", "losses", "advantage", "advantages", "grpo", "ppo", "dapo"
 def test_run_knows_no_loss_and_no_advantage(name):
     text = COMMON[f"common/{name}.py"]
     assert words(text) & OBJECTIVES == set()
-    assert not import_graph(COMMON)[f"common.{name}"] & {"common.losses", "common.selection"}
+    assert not import_graph(COMMON)[f"common.{name}"] & {"common.losses", "common.variants.selection"}
 
 
 def test_a_named_loss_is_found():

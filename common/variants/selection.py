@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from common.losses import LossSettings, ppo
 from common.model.policy import Policy
 from common.parallel.exchange import choose_largest
 from common.parallel.ranks import seed_of
 from common.segments import moments
+from common.variants.losses import LossSettings, ppo
 
 SELECTED = ("clip_cov", "kl_cov")                       # losses that need a selection
 

@@ -1,0 +1,93 @@
+"""One walk of a model over mini-batches: its metrics, its progress, and the optimizer steps of an update."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.batch import Batch
+from common.model.policy import PackedModel
+from common.optim import OptimConfig, learning_rate, optimizer_step
+from common.rollout import Minibatch
+
+DONE = "phase.done(microbatch, logp, entropy, stats)"
+
+
+class Phase:
+    """One walk of a model over mini-batches, from `with run.phase(...) as phase:` to the end of that block.
+
+    A phase without a gradient iterates over the phase itself, which gives each micro-batch in turn. An update has loops
+    of its own over `phase.minibatches`, and calls `done` after each backward pass and `optimizer_step` after each
+    mini-batch. Leaving the block raises RuntimeError where one of these calls was forgotten."""
+
+    def __init__(self, run: Any, name: str, minibatches: list[Minibatch], advance: Callable[[], None]):
+        self.run = run
+        self.name = name
+        self.model = name.removeprefix("update_")  # "actor" or "critic": how this phase's metrics begin
+        self.minibatches = minibatches
+        self.advance = advance
+        self.num_microbatches = sum(len(minibatch) for minibatch in minibatches)
+        self.check_stop = run.checkpoints.spread_checks(self.num_microbatches)
+        self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
+        self.num_done = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for microbatch in chain(*self.minibatches):
+            yield microbatch
+            self._count()
+
+    def _count(self) -> None:
+        self.num_done += 1
+        self.advance()
+        self.check_stop()  # a stop signal takes effect here, unless an optimizer step would be lost
+
+    def done(self, microbatch: Batch, output: Tensor, entropy: Tensor | None = None,
+             stats: dict[str, Tensor] | None = None) -> None:
+        """After the backward pass of a micro-batch. `output` [T]: log-probs or values; the error for one that is not
+        finite names its response. `entropy` [T] and `stats`, numbers per token [T] by the metric's name, are averaged
+        where the mask is True. In the phase update_actor all of them are kept for the recorded rollouts."""
+        self.outputs.append((microbatch, output.detach()))
+        found = {name: values.detach() for name, values in (stats or {}).items()}
+        for name, values in found.items():
+            self.run.meter.mean(name, values, microbatch.mask)
+        if entropy is not None:
+            self.run.meter.mean(f"{self.model}/entropy", entropy, microbatch.mask)
+            found["entropy"] = entropy.detach()
+        if self.model == "actor":
+            changed = self.run.policy.router_changed  # by --policy.router-replay
+            if changed is not None:
+                self.run.meter.mean("actor/router_changed", changed, microbatch.mask)
+            microbatch.last_pass = found | {"logp": output.detach()}
+        self._count()
+
+    def optimizer_step(self, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig, step: int,
+                       first_step: int = 0) -> None:
+        """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
+        gradient norm and skipped steps are logged. Raises ValueError, naming the response, for a log-prob or value that
+        is not finite. Finiteness is checked only here, so that no micro-batch forces a GPU-host sync."""
+        if not self.outputs:
+            raise RuntimeError(f"no micro-batch was reported before this optimizer step: call {DONE} after each "
+                               f"backward pass")
+        run = self.run
+        run.before_update(model)
+        lr = learning_rate(config, step - first_step, run.total_steps - first_step)
+        run.metrics[f"{self.model}/lr"] = lr
+        grad_norm = optimizer_step(model, optimizer, lr, config)
+        if not math.isfinite(grad_norm):
+            for microbatch, output in self.outputs:
+                microbatch.check_finite(f"the output of the {self.model}", output)
+        run.meter.mean(f"{self.model}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
+        run.meter.total(f"{self.model}/skipped_steps", not math.isfinite(grad_norm), per=run.world.size)
+        self.outputs = []
+
+    def check_complete(self) -> None:
+        """At the end of the block."""
+        if self.outputs:
+            raise RuntimeError(f"the gradients of {len(self.outputs)} micro-batches of the phase {self.name} were not "
+                               f"used: call phase.optimizer_step(model, optimizer, config, step) after each mini-batch")
+        if self.num_done != self.num_microbatches:
+            raise RuntimeError(f"the phase {self.name} has {self.num_microbatches} micro-batches and {self.num_done} "
+                               f"were reported: iterate over the phase, or call {DONE} after each")

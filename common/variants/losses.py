@@ -1,0 +1,205 @@
+"""The losses of grpo_variants.py: what was published beside PPO and GRPO, each as a function of one signature.
+
+Everything is flat: [T] packed tokens, `cu_seqlens` [S+1]. What stands where `mask` is False (prompt, tool output) is
+never read, and a loss is 0 there. Statistics are per token, to be averaged over `mask`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.batch import Batch
+from common.losses import check_clip
+from common.segments import expand, segment_mean
+
+
+def _prepare(mask: Tensor, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> tuple[Tensor, ...]:
+    """The three and the log ratio. What stands outside the mask becomes 0 first: a NaN there would reach the gradient
+    through a later `where`."""
+    logp, old_logp, advantage = (torch.where(mask, x, 0) for x in (logp, old_logp, advantage))
+    return logp, old_logp, advantage, (logp - old_logp).clamp(-20, 20)
+
+
+def _stats(mask, log_ratio, ratio, high=None, low=None, capped=None) -> dict[str, Tensor]:
+    """`high`, `low`: clipped at the upper, lower bound; `capped`: held by the dual clip. ppo_kl: KL(old || current)."""
+    high, low, capped = (torch.zeros_like(mask) if x is None else x for x in (high, low, capped))
+    stats = {"actor/pg_clipfrac": high | low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low,
+             "actor/pg_clipfrac_lower": capped, "actor/ppo_kl": -log_ratio, "actor/ratio": ratio}
+    return {name: torch.where(mask, x.detach().to(ratio.dtype), 0) for name, x in stats.items()}
+
+
+def _clip(ratio, clip_low, clip_high):
+    """Bounds are numbers, or tensors [T] with one for each token."""
+    return ratio.clamp(min=1 - clip_low).clamp(max=1 + clip_high)
+
+
+def _clipped(ratio, advantage, clip_low, clip_high, clip_dual):
+    """max(-A q, -A clip(q)), where A < 0 at most -A clip_dual; and what was clipped: high, low, capped."""
+    plain, clipped = -advantage * ratio, -advantage * _clip(ratio, clip_low, clip_high)
+    loss, cut = torch.maximum(plain, clipped), clipped > plain
+    capped = torch.zeros_like(cut)
+    if clip_dual is not None:
+        ceiling = -advantage * clip_dual
+        capped = (advantage < 0) & (loss > ceiling)
+        loss = torch.where(capped, ceiling, loss)
+    return loss, (cut & (advantage > 0), cut & (advantage < 0), capped)
+
+
+def ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = 3.0):
+    """Clipped surrogate (Schulman et al. 2017, eq. 7) with dual clip (Ye et al. 2020)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    ratio = log_ratio.exp()
+    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
+    return loss, _stats(mask, log_ratio, ratio, *cut)
+
+
+def gspo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = None):
+    """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    mean = expand(segment_mean((logp - old_logp).detach(), mask, cu_seqlens), cu_seqlens, len(logp))
+    ratio = (mean + logp - logp.detach()).clamp(-20, 20).exp()
+    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
+    return loss, _stats(mask, log_ratio, ratio, *cut)
+
+
+def gmpo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+    """Geometric mean of token ratios that are clipped in log space to [-clip_low, clip_high] (Zhao et al. 2025)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    high, low = (advantage > 0) & (log_ratio > clip_high), (advantage < 0) & (log_ratio < -clip_low)
+    clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
+    loss = -segment_mean(advantage, mask, cu_seqlens) * segment_mean(clipped, mask, cu_seqlens).exp()   # [S]
+    loss = torch.where(mask, expand(loss, cu_seqlens, len(logp)), 0)
+    return loss, _stats(mask, log_ratio, log_ratio.exp(), high, low)
+
+
+def cispo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+    """REINFORCE with a clipped, detached importance weight: no token loses its gradient (MiniMax-M1)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    ratio = log_ratio.detach().exp()
+    loss = -_clip(ratio, clip_low, clip_high) * advantage * logp
+    return loss, _stats(mask, log_ratio, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
+
+
+def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, tau_pos, tau_neg):
+    """A soft gate, sigmoid(tau (q - 1)) 4 / tau, instead of clip bounds (Gao et al. 2025)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    ratio = log_ratio.exp()
+    tau = torch.where(advantage > 0, torch.full_like(ratio, tau_pos), tau_neg)
+    return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _stats(mask, log_ratio, ratio)
+
+
+def clip_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, selected: Tensor, **_):
+    """PPO without dual clip; the tokens that `select_clip_cov` drew [T] have no gradient (Cui et al. 2025)."""
+    loss, stats = ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, clip_dual=None)
+    return torch.where(selected, 0, loss), stats | {"actor/fraction": (selected & mask).to(loss.dtype)}
+
+
+def kl_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, selected, cov_kl_coef, **_):
+    """No clip; the tokens that `select_kl_cov` chose [T] also pay for moving away from old_logp (Cui et al. 2025)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    ratio, selected = log_ratio.exp(), selected & mask
+    loss = -advantage * ratio + torch.where(selected, cov_kl_coef * (logp - old_logp).abs(), 0)
+    return loss, _stats(mask, log_ratio, ratio) | {"actor/fraction": selected.to(loss.dtype)}
+
+
+def dppo_tv(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, max_ratio):
+    """Trust region on the change of the token's probability, p - p_old, instead of on its ratio (DPPO)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    change = logp.detach().exp() - old_logp.exp()
+    keep = torch.where(advantage > 0, change <= clip_high, change >= -clip_low)
+    return _dppo(keep, logp, log_ratio, advantage, mask, max_ratio)
+
+
+def dppo_kl(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, max_ratio):
+    """The same with the distance KL(p_old, p) of the split in two, "this token or another"."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    p, p_old = logp.detach().exp(), old_logp.exp()
+    other, other_old = ((-torch.expm1(x.detach())).log().clamp(min=-100) for x in (logp, old_logp))   # log(1 - p)
+    distance = p_old * (old_logp - logp.detach()) + (1 - p_old) * (other_old - other)
+    keep = torch.where(advantage > 0, (distance <= clip_high) | (p <= p_old), (distance <= clip_low) | (p >= p_old))
+    return _dppo(keep, logp, log_ratio, advantage, mask, max_ratio)
+
+
+def _dppo(keep, logp, log_ratio, advantage, mask, max_ratio):
+    ratio = log_ratio.detach().exp()
+    loss = torch.where(keep, -advantage * ratio.clamp(max=max_ratio) * logp, 0)
+    return loss, _stats(mask, log_ratio, ratio, ~keep & (advantage > 0), ~keep & (advantage <= 0))
+
+
+def dro(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, beta):
+    """-(A logp - beta / 2 (logp - old_logp)^2): a squared distance from the old policy instead of clip bounds (DRO)."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    return beta / 2 * (logp - old_logp).square() - advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
+
+
+def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None):
+    """-A logp: the plain policy gradient."""
+    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
+
+
+class LossSettings(NamedTuple):
+    """A loss, its clip bounds, aggregation and further numbers. A bound of None: the loss has no such bound."""
+
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    clip_low: float | None
+    clip_high: float | None
+    clip_dual: float | None
+    aggregation: str
+    numbers: dict[str, float] = {}                                  # noqa: RUF012
+    name: str = ""
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        return {name: x for name, x in self._asdict().items() if name.startswith("clip") and x is not None}
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """The keyword arguments of the function for a micro-batch, its selected tokens among them."""
+        selected = {name: batch.extra[name] for name in ("selected",) if name in batch.extra}
+        return self.bounds | self.numbers | selected
+
+    def describe(self) -> str:
+        numbers = self.bounds | self.numbers
+        return ", ".join([self.name, *(f"{name} {x:g}" for name, x in numbers.items()), self.aggregation])
+
+
+LOSSES = {                          # docs/from_verl.md has the sources of these numbers; the beta of dro must be given
+    "ppo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
+    "grpo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
+    "dapo": LossSettings(ppo, 0.2, 0.28, 3.0, "token-mean"),
+    "dr_grpo": LossSettings(ppo, 0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
+    "gspo": LossSettings(gspo, 3e-4, 4e-4, None, "seq-mean-token-mean"),
+    "gmpo": LossSettings(gmpo, 0.4, 0.4, None, "seq-mean-token-mean"),
+    "cispo": LossSettings(cispo, 1.0, 0.28, None, "token-mean"),
+    "sapo": LossSettings(sapo, None, None, None, "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}),
+    "clip_cov": LossSettings(clip_cov, 1.0, 1.0, None, "token-mean", {"fraction": 2e-4, "cov_low": 1, "cov_high": 5}),
+    "kl_cov": LossSettings(kl_cov, None, None, None, "token-mean", {"fraction": 2e-4, "cov_kl_coef": 1.0}),
+    "dppo_tv": LossSettings(dppo_tv, 0.15, 0.15, None, "token-mean", {"max_ratio": 20.0}),
+    "dppo_kl": LossSettings(dppo_kl, 0.05, 0.05, None, "token-mean", {"max_ratio": 20.0}),
+    "dro": LossSettings(dro, None, None, None, "token-mean", {"beta": 0.0}),
+    "reinforce": LossSettings(reinforce, None, None, None, "token-mean"),
+}
+PolicyLoss = Literal[*LOSSES]
+
+
+def resolve_loss(name: str, clip_low: float | None, clip_high: float | None, clip_dual: float | None,
+                 aggregation: str | None, numbers: dict[str, float]) -> LossSettings:
+    """The flags that were given, and for the others the values of the loss's paper. Raises ValueError for a bound or
+    number that the loss does not have, or one that cannot be meant."""
+    default = LOSSES[name]
+    given = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual, "aggregation": aggregation}
+    given = {field: value for field, value in given.items() if value is not None}
+    for field, value in given.items():
+        if getattr(default, field) is None:
+            raise ValueError(f"--{field.replace('_', '-')} {value}: the loss {name} has no such bound; leave it out")
+    settings = default._replace(**given, numbers=default.numbers | numbers, name=name)
+    for number, value in settings.numbers.items():
+        if number not in default.numbers or value <= 0:
+            raise ValueError(f"--loss-numbers {number} {value:g}: must be above 0, and --loss {name} has only these: "
+                             f"{', '.join(default.numbers) or 'none'}")
+    low, high, dual = settings.clip_low, settings.clip_high, settings.clip_dual
+    check_clip(low or 0.0, high if high is not None else math.inf, math.inf if dual is None else dual)
+    return settings

@@ -1,0 +1,236 @@
+"""GRPO with what was published beside it, by flag: losses, advantages, KL in the reward, rewards per turn, a teacher.
+
+    A = --advantage of the rewards [- kl_reward_coef sum_t KL(p_old || p_ref)_t]  ratio_t = p(y_t) / p_old(y_t)
+    loss = --aggregation over tokens of  --loss(A, ratio_t)  [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
+
+By default it is grpo.py. Its subject is the choice: a paper of your own is better begun from grpo.py, where the formula
+stands in the file. common/variants/losses.py has the losses, docs/recipes.md the flags of each paper.
+
+    torchrun --standalone --nproc-per-node 8 grpo_variants.py --loss gspo --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
+"""
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
+
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.batch import Batch
+from common.correction import importance_weights, reject_and_weight, resolve_correction
+from common.engine.make import check_sizes
+from common.metrics import spread
+from common.rollout import scatter_fields, sum_per_response
+from common.rollouts.scoring import decoupled_rewards
+from common.rollouts.turns import check_turns, to_units
+from common.run import Run, RunArgs
+from common.segments import group_lead, group_mean, group_std, whiten
+from common.tracking.console import run_script
+from common.variants.losses import LossSettings, PolicyLoss, resolve_loss
+from common.variants.selection import SELECTED, select
+
+
+@dataclass
+class Args(RunArgs):
+    run_dir: str = "runs/grpo_variants"
+    """Folder for metrics, checkpoints and the trained model."""
+
+    # batch sizes: global, over all ranks
+    prompts_per_step: int = 128
+    """Prompts sampled in one step, over all ranks."""
+    samples_per_prompt: int = 8
+    """G: responses per prompt, the group."""
+    minibatches_per_step: int = 1
+    """Optimizer steps per pass over the step's responses."""
+    epochs_per_step: int = 1
+    """Passes over the step's responses."""
+    max_tokens_per_gpu: int = 0
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient. 0: the largest
+    that fits in a GPU's memory, by calculation; 16384 on CPUs."""
+
+    # the objective
+    loss: PolicyLoss = "grpo"
+    """Loss of a token: a function in common/variants/losses.py."""
+    clip_low: float | None = None
+    """Lower clip: the ratio counts down to 1 - clip_low. Default: the loss's paper, printed at the start."""
+    clip_high: float | None = None
+    """Upper clip: the ratio counts up to 1 + clip_high. Default: the loss's paper."""
+    clip_dual: float | None = None
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). Default: the loss's
+    paper."""
+    loss_numbers: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the loss, NAME VALUE ..., such as tau_neg 1.05 of sapo. Default: the loss's paper."""
+    aggregation: losses.Aggregation | None = None
+    """From token losses to one number, over the global mini-batch. Default: the loss's paper."""
+    advantage: Literal["group", "passk", "gdpo"] = "group"
+    """group: reward relative to the group's mean. passk: only the best response counts, by its lead. gdpo: each of
+    --reward-components relative to its group, the sum whitened over all tokens (arXiv 2601.05242)."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """gdpo: NAME FACTOR ... of numbers that the reward function returns beside its score. They replace the score."""
+    norm_by_std: bool | None = None
+    """Divide advantages by the group's standard deviation. Default: True, but False for --loss dr_grpo."""
+    advantage_per_step: bool = False
+    """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
+    reward_coef: float = 1.0
+    """Factor of the scores in the rewards. 0: scores are only reported, and the policy learns from the KL alone."""
+    teacher: str = ""
+    """Model that takes the reference's place in every KL: distillation on the policy's own samples. It must have the
+    tokens of --model."""
+    kl_reward_coef: float = 0.0
+    """Factor of KL(old policy || reference) taken off every token's reward."""
+    kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Per-token estimate of the KL in the reward."""
+    kl_loss_coef: float = 0.0
+    """Factor of KL(policy || reference) in the loss. 0: no reference model in memory."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
+    entropy_coef: float = 0.0
+    """Factor of the entropy bonus."""
+
+
+def check(args: Args) -> LossSettings:
+    """Refuse flags that cannot work, before anything heavy. Returns the loss with its bounds and its aggregation."""
+    check_sizes(
+        args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
+        epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
+        max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
+    )
+    losses.check_group(args.samples_per_prompt)
+    check_turns(args.rollout, args.advantage_per_step)
+    if bool(args.reward_components) != (args.advantage == "gdpo"):
+        raise ValueError(f"--reward-components {args.reward_components} go with --advantage gdpo, which needs them")
+    if args.advantage == "gdpo" and (args.advantage_per_step or args.norm_by_std is not None):
+        raise ValueError("--advantage gdpo has no rewards per turn and always divides: leave out --advantage-per-step "
+                         "and --norm-by-std")
+    if args.teacher and not (args.kl_loss_coef or args.kl_reward_coef):
+        raise ValueError(f"--teacher {args.teacher} has no effect without a KL: set --kl-loss-coef (or "
+                         f"--kl-reward-coef)")
+    return resolve_loss(
+        args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
+    )
+
+
+def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
+    """Group-normalised advantages (sec. 4.1): rewards [S] -> [S]. A response without a reward (NaN) gets 0."""
+    centred = rewards - group_mean(rewards, group)                                              # [S]
+    return (centred / (group_std(rewards, group) + 1e-6) if norm_by_std else centred).nan_to_num()
+
+
+def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
+    """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
+    return group_lead(rewards, group) / (group_std(rewards, group) + 1e-6 if norm_by_std else 1.0)
+
+
+def decoupled_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
+    """GDPO: `decoupled_rewards`, which are normalised by group already, minus what a KL in them adds to the mean."""
+    return (rewards - group_mean(rewards, group)).nan_to_num()
+
+
+ADVANTAGES = {"group": group_advantages, "passk": passk_advantages, "gdpo": decoupled_advantages}
+
+
+@errors.record  # torchrun prints a failed rank's traceback last
+def main(args: Args) -> None:
+    settings = check(args)
+    correction = resolve_correction(args.correction, settings.name, groups_after_rejection=True)
+    P, G = args.prompts_per_step, args.samples_per_prompt
+    num_updates = args.minibatches_per_step * args.epochs_per_step
+    temperature = args.rollout.temperature
+    is_selective = settings.name in SELECTED
+    reference_path = (args.teacher or args.model) if args.kl_loss_coef or args.kl_reward_coef else ""
+    compute_advantages = ADVANTAGES[args.advantage]
+    norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
+    with Run(args, P, correction) as run:
+        engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
+        policy, optimizer = run.load_trained(args.model, args.optim)
+        reference = run.load_frozen(reference_path) if reference_path else None
+        run.describe(
+            f"{args.advantage}, KL coef in the reward {args.kl_reward_coef:g}; {settings.describe()}; "
+            f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
+            P, G, args.minibatches_per_step, args.epochs_per_step,
+        )
+        for step in run.steps():
+            # 1 rollout: the engine takes the policy's weights; each response is scored as it ends
+            run.metrics |= engine.wake(policy)
+            pending = run.sample(run.sampler.take(P), G, args.rollout, step)
+            run.metrics |= engine.sleep()
+
+            # 2 rewards: numbers per response, the same on every rank
+            rollout = run.collect(pending)
+            rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
+            if args.reward_components:
+                rewards = args.reward_coef * decoupled_rewards(rollout, args.reward_components)
+
+            # 3 mini-batches: each response moves to the rank that trains on it. Where no term of the loss has a
+            # gradient, a response does not run through the model and only counts in the denominators
+            has_gradient = compute_advantages(rewards, rollout.group, norm_by_std) != 0         # [S]
+            if reference is not None or args.entropy_coef or correction.needs_old_logp():
+                has_gradient = None                                                             # all of them run
+            if args.advantage_per_step or args.advantage == "gdpo" or is_selective:
+                has_gradient = None                     # an advantage of 0 may become another number, or be selected
+            # the loss is on every token that was sampled: the stop token, and all of a truncated response
+            minibatches = run.to_minibatches(
+                rollout, rollout.has_score, args.minibatches_per_step, max_tokens, step, has_gradient
+            )
+
+            # 4 log-probs: the old policy's, where it is not the current one, and the reference's; advantages
+            if correction.needs_old_logp(num_updates > 1 or args.kl_reward_coef > 0 or is_selective):
+                with run.phase("old_log_prob", minibatches) as microbatches:
+                    for microbatch in microbatches:
+                        microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
+            if reference is not None:
+                with run.phase("ref", minibatches) as microbatches:
+                    for microbatch in microbatches:
+                        microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
+            rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
+            with run.timer("adv"):
+                batch = Batch.cat([*chain(*minibatches)]).to("cpu")
+                if args.kl_reward_coef:
+                    kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
+                    rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
+                    run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
+                # a unit has a reward and an advantage: a response, or each turn of an episode
+                units, values, group = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                advantages = compute_advantages(values, group, norm_by_std)                     # [U]
+                advantage = units.to_tokens(advantages)                                         # [T]
+                if args.advantage == "gdpo":
+                    advantage = whiten(advantage, batch.mask)
+                scatter_fields(minibatches, advantages, advantage=advantage)
+
+            # 5 update
+            with run.phase("update_actor", minibatches * args.epochs_per_step) as update:
+                for number, minibatch in enumerate(update.minibatches):
+                    # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
+                    weights = losses.token_weights(
+                        minibatch, settings.aggregation, norm_length=args.rollout.max_response_length
+                    )
+                    select(settings, minibatch.microbatches, policy, temperature, args.seed, step, number)
+                    for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
+                        logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
+                        old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
+                        loss, stats = settings.function(
+                            logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
+                            **settings.arguments(microbatch),
+                        )
+                        loss = loss * importance_weights(microbatch, logp, correction, run.meter)
+                        run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
+                        if reference is not None:
+                            kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
+                            loss = loss + args.kl_loss_coef * kl
+                            run.meter.mean("actor/kl_loss", kl, microbatch.mask)
+                        if args.entropy_coef:
+                            loss = loss - args.entropy_coef * entropy
+                        (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it
+                        update.done(microbatch, logp, entropy, stats)
+                    update.optimizer_step(policy, optimizer, args.optim, step)
+
+            # 6 log, validate, save
+            metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
+            metrics |= spread("critic/advantages", advantages)
+            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step)
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __doc__)
