@@ -21,11 +21,17 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 from torch.nn.functional import logsigmoid
 
-import sft
 from common.batch import Batch
-from common.dataset.conversations import ConversationConfig, ConversationSet, Piece, load_conversations
+from common.dataset.conversations import (
+    ConversationConfig,
+    ConversationSet,
+    Piece,
+    check_supervised,
+    load_conversations,
+    pieces_of,
+)
 from common.engine.make import stop_tokens
-from common.model.loading import load_reference
+from common.metrics import preference_metrics
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
@@ -73,7 +79,7 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    sft.check(args)
+    check_supervised(args)
     if args.beta <= 0:
         raise ValueError(f"--beta {args.beta} must be above 0")
     if not 0 <= args.label_smoothing < 0.5 or (args.label_smoothing and args.loss != "dpo"):
@@ -93,7 +99,7 @@ def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> li
     if pair[0] == pair[1]:
         raise ValueError("chosen and rejected are the same")
     num_given = next(i for i in range(len(pair[0]) + 1) if pair[0][: i + 1] != pair[1][: i + 1])
-    return [sft.pieces_of(messages, num_given, tokenizer, template) for messages in pair]
+    return [pieces_of(messages, num_given, tokenizer, template) for messages in pair]
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
@@ -108,17 +114,6 @@ def ipo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
 
 
 LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss}
-
-
-def preference_metrics(log_ratio: Tensor, beta: float) -> dict[str, float]:
-    """Of pairs [2 P]: mean rewards beta log p / p_ref; the share whose chosen answer has the higher (a tie: half)."""
-    chosen, rejected = beta * log_ratio.detach()[0::2], beta * log_ratio.detach()[1::2]
-    return {
-        "preference/accuracy": (torch.sign(chosen - rejected) / 2 + 0.5).mean().item(),
-        "preference/margin": (chosen - rejected).mean().item(),
-        "preference/chosen_reward": chosen.mean().item(),
-        "preference/rejected_reward": rejected.mean().item(),
-    }
 
 
 def score(run: Training, model: Policy, minibatch: Minibatch, num_sequences: int, phase: str) -> Tensor:
@@ -168,15 +163,15 @@ def main(args: Args) -> None:
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
-        policy, optimizer = run.load_policy()
+        policy, optimizer = run.load_trained(args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(
             f"{args.loss}, beta {args.beta:g}, label smoothing {args.label_smoothing:g}, {num_epochs:.2f} epochs",
-            args.rows_per_step, 2, 1, 1, max_tokens,
+            args.rows_per_step, 2, 1, 1,
         )
-        run.resume()
         # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
-        reference = load_reference("", args, {"policy": policy}, run.world)
+        reference = run.load_frozen(args.model)
+        run.resume()
         drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * run.total_steps)
         ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
         if run.val_set is not None:
@@ -200,13 +195,13 @@ def main(args: Args) -> None:
             coefficients = torch.autograd.grad(pair_loss, log_ratio)[0].float().to(run.world.device)    # [2 P]
 
             # 5 update
-            with run.phase("update_actor", [minibatch]):
+            with run.phase("update_actor", [minibatch]) as update:
                 for microbatch in minibatch:                                                    # as many on every rank
                     logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
                     loss = coefficients[microbatch.index][microbatch.sequence_ids] * logp       # [T] 0 on the prompt
                     (run.world.size * loss.sum()).backward()                                    # FSDP averages: undo it
-                    run.microbatch_done(microbatch, {}, logp, entropy)
-                run.optimizer_step("actor", policy, optimizer, args.optim, step)
+                    update.done(microbatch, logp, entropy)
+                update.optimizer_step(policy, optimizer, args.optim, step)
 
             # 6 log, validate, save
             metrics = {"train/loss": pair_loss.item()} | preference_metrics(log_ratio, args.beta)

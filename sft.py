@@ -13,21 +13,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import jinja2
 from torch.distributed.elastic.multiprocessing import errors
 
 from common import losses
-from common.dataset.conversations import ConversationConfig, Piece, load_conversations
+from common.dataset.conversations import (
+    ConversationConfig,
+    Piece,
+    check_supervised,
+    load_conversations,
+    pieces_of,
+)
 from common.engine.make import stop_tokens
 from common.metrics import Meter
-from common.model.loading import read_config
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
 from common.prompts import parse_messages
 from common.rollouts.validation import spread_rows
 from common.tracking.console import run_script
-from common.tracking.logger import LogConfig
 from common.training import TrainArgs, Training
 
 
@@ -57,21 +60,6 @@ class Args(TrainArgs):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
-def check(args: Args) -> None:
-    """Refuse flags that cannot work, before anything heavy."""
-    for name, least in {"rows_per_step": 1, "max_tokens_per_gpu": 0, "total_steps": 1}.items():
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
-    longest = read_config(args.model, args.policy).max_position_embeddings
-    if args.data.max_length > longest:
-        raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
-    for name in ("rollouts_every", "rollouts_max"):
-        if vars(args.log)[name] != vars(LogConfig())[name]:
-            raise ValueError(f"--log.{name.replace('_', '-')} {vars(args.log)[name]}: there are no rollouts here")
-    if args.policy.router_replay != "none":
-        raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")
-
-
 def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
     """The pieces of the one conversation of a row. Raises ValueError for a bad row."""
     if row.get("messages") is not None:
@@ -82,35 +70,6 @@ def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> li
     prompt = parse_messages(row["prompt"], "prompt")
     messages = [*prompt, {"role": "assistant", "content": row["response"]}]
     return [pieces_of(messages, len(prompt), tokenizer, template)]
-
-
-def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
-              template: dict[str, Any] | None) -> list[Piece]:
-    """The text of a conversation in pieces: what comes before an answer (False), the answer (True), and so on. The
-    first `num_given` messages are not trained on. Only what is new is rendered and encoded, as in an episode: what
-    stands before an answer must be the beginning of what stands after it. So the tokens are as a model samples them."""
-    answers = [i for i, x in enumerate(messages) if i >= num_given and x["role"] == "assistant"]
-    if not answers or answers[0] == 0:
-        raise ValueError("there must be an answer (a message of the role assistant), and a message before it")
-    if template is None:
-        if answers != [len(messages) - 1]:
-            raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
-        *prompt, answer = (message["content"] for message in messages)
-        return [("\n\n".join(prompt), False), (answer + tokenizer.eos_token, True)]
-    render = tokenizer.apply_chat_template
-    pieces, done = [], ""
-    for i in answers:
-        try:
-            before = render(messages[:i], tokenize=False, add_generation_prompt=True, **template)
-            after = render(messages[: i + 1], tokenize=False, **template)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
-        if not before.startswith(done) or not after.startswith(before):
-            raise ValueError(f"the chat template renders what comes before message {i} (from 0) otherwise after it, as "
-                             f"those do that drop the thinking of earlier turns: give each answer a row of its own")
-        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
-        done = after
-    return pieces
 
 
 def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | None:
@@ -130,7 +89,7 @@ def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | No
 
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
-    check(args)
+    check_supervised(args)
     with Training(args) as run:
         columns = {
             "messages": args.data.messages_column, "prompt": args.data.prompt_column,
@@ -142,9 +101,9 @@ def main(args: Args) -> None:
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
-        policy, optimizer = run.load_policy()
+        policy, optimizer = run.load_trained(args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
-        run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1, max_tokens)
+        run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1)
         run.resume()
         if run.val_set is not None and not run.is_validated:
             run.log_validation(validate(args, run, policy))
@@ -154,15 +113,15 @@ def main(args: Args) -> None:
             minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, max_tokens)
 
             # 5 update
-            with run.phase("update_actor", [minibatch]):
-                # a token's weight is 1 / count: over the mini-batch on all ranks, whatever the micro-batches
-                losses.set_token_weights(minibatch.microbatches, "token-mean", None, minibatch.skipped_lengths)
-                for microbatch in minibatch:                                                    # as many on every rank
+            with run.phase("update_actor", [minibatch]) as update:
+                # a token's weight is 1 / tokens of the mini-batch on all ranks, however it was cut
+                weights = losses.token_weights(minibatch, "token-mean")
+                for microbatch, weight in zip(minibatch, weights):                              # as many on every rank
                     logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
                     loss = -logp
-                    (run.world.size * (loss * microbatch.weight).sum()).backward()              # FSDP averages: undo it
-                    run.microbatch_done(microbatch, {"train/loss": loss}, logp, entropy)
-                run.optimizer_step("actor", policy, optimizer, args.optim, step)
+                    (run.world.size * (loss * weight).sum()).backward()                         # FSDP averages: undo it
+                    update.done(microbatch, logp, entropy, {"train/loss": loss})
+                update.optimizer_step(policy, optimizer, args.optim, step)
 
             # 6 log, validate, save
             results = validate(args, run, policy) if run.is_validation_due(step) else {}

@@ -116,3 +116,14 @@ class Timer:
 
     def metrics(self) -> dict[str, float]:
         return {f"timing_s/{phase}": s for phase, s in self.seconds.items()}
+
+
+def preference_metrics(log_ratio: Tensor, beta: float) -> dict[str, float]:
+    """Of pairs [2 P]: mean rewards beta log p / p_ref; the share whose chosen answer has the higher (a tie: half)."""
+    chosen, rejected = beta * log_ratio.detach()[0::2], beta * log_ratio.detach()[1::2]
+    return {
+        "preference/accuracy": (torch.sign(chosen - rejected) / 2 + 0.5).mean().item(),
+        "preference/margin": (chosen - rejected).mean().item(),
+        "preference/chosen_reward": chosen.mean().item(),
+        "preference/rejected_reward": rejected.mean().item(),
+    }

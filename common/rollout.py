@@ -93,7 +93,7 @@ class Sample:
     response: Response | None = None  # None until the engine has finished it, and on ranks that do not score it
     text: str = ""
     score: float = math.nan  # the scorers' number; NaN: the scorers failed
-    extras: dict[str, Any] = field(default_factory=dict)  # what the reward function returned besides its score
+    extras: dict[str, Any] = field(default_factory=dict)  # float, list[float] or str: the rest of the reward's dict
     step: int = -1  # in which it was sampled, from 0; -1: the engine did not sample it in this run's steps
 
     @property

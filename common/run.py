@@ -16,8 +16,9 @@ from common.dataset.store import load_prompts
 from common.engine.base import Engine, RolloutConfig
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
+from common.model.lora import Reference
 from common.model.offload import Offload, OffloadConfig
-from common.model.policy import PackedModel
+from common.model.policy import PackedModel, Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import print_on_main, seed_of
 from common.prompts import DataConfig
@@ -115,6 +116,13 @@ class Run(Training):
         if "engine" not in vars(self):
             raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures the memory that "
                                "is free for it")
+
+    def load_frozen(self, path: str) -> Policy | Reference:
+        """As Training's; it is moved to the host with the other models (--offload.params)."""
+        model = super().load_frozen(path)
+        if isinstance(model, PackedModel):
+            self.models["reference"] = model
+        return model
 
     def resume(self) -> dict[str, Any]:
         """Continue from a checkpoint. A run that starts is validated."""

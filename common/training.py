@@ -186,10 +186,7 @@ class Training:
     def load_frozen(self, path: str) -> Policy | Reference:
         """A causal LM that is not trained. With adapters, and for the policy's own `path`, the policy without them."""
         self._before_loading()
-        model = load_frozen(path, self.args, self.policy, self.world)
-        if isinstance(model, PackedModel):
-            self.models["reference"] = model
-        return model
+        return load_frozen(path, self.args, self.policy, self.world)
 
     def _before_loading(self) -> None:
         if self.has_resumed:

@@ -48,19 +48,19 @@ RUNS = {
     "grpo_kl_epochs": Run("grpo", f"""{HF32} --kl-loss-coef 0.05 --minibatches-per-step 2 --epochs-per-step 2
         --entropy-coef 0.01 --correction.preset decoupled-token-is --optim.schedule cosine --optim.warmup-steps 1
         --optim.weight-decay 0.1 --save.hf end"""),
-    "grpo_clip_cov_shared": Run("grpo", f"""{HF32} --loss clip_cov --advantage passk --policy.share-prompt
+    "grpo_clip_cov_shared": Run("grpo_variants", f"""{HF32} --loss clip_cov --advantage passk --policy.share-prompt
         --clip-low 0.2 --clip-high 0.2 --minibatches-per-step 2 --policy.gradient-checkpointing True
         --reward.function reward.py:graded""", ranks=2),
-    "grpo_rejection": Run("grpo", f"""{HF16} --correction.preset decoupled-k3-rs-token-tis
+    "grpo_rejection": Run("grpo_variants", f"""{HF16} --correction.preset decoupled-k3-rs-token-tis
         --correction.reject-above 2e-5 --correction.rejected-leave-group --correction.batch-normalise
         --norm-by-std False --aggregation seq-mean-token-mean"""),
-    "grpo_top_p": Run("grpo", f"""{HF16} --rollout.top-p 0.9
+    "grpo_top_p": Run("grpo_variants", f"""{HF16} --rollout.top-p 0.9
         --rollout.temperature 0.8 --correction.weights sequence --data.template plain --loss gspo --run-zero-advantage
         --offload.params --offload.optimizer"""),
-    "grpo_two_rewards": Run("grpo", f"""{HF32} --reward.function reward.py:compute_score reward.py:graded
+    "grpo_two_rewards": Run("grpo_variants", f"""{HF32} --reward.function reward.py:compute_score reward.py:graded
         --reward.weights 0.5 0.5 --reward-model.path reward_model --reward-model.weight 0.5 --loss kl_cov
         --minibatches-per-step 2 --save.async""", ranks=2),
-    "grpo_resumed": Run("grpo", f"{HF32} --kl-loss-coef 0.05 --minibatches-per-step 2 --loss cispo", again_after=2),
+    "grpo_resumed": Run("grpo_variants", f"{HF32} --kl-loss-coef 0.05 --minibatches-per-step 2 --loss cispo", again_after=2),
     "ppo_kl_adaptive": Run("ppo", f"""{HF32} {CRITIC} --kl-reward-coef 0.1 --kl-controller adaptive --kl-target 0.001
         --kl-horizon 50 --critic-warmup-steps 1 --gamma 0.99 --lam 0.95 --minibatches-per-step 2
         --policy.share-prompt"""),
@@ -74,9 +74,18 @@ RUNS = {
     "rloo_reinforce++": Run("rloo", f"{HF32} --baseline reinforce++ --kl-reward-coef 0.05 --gamma 0.99"),
     "rloo_reinforce++-baseline": Run("rloo", f"{HF32} --baseline reinforce++-baseline --epochs-per-step 2 --loss ppo"),
     "rloo_gpg": Run("rloo", f"{HF32} --baseline gpg --correction.preset bypass-pg-is"),
+    "rloo_otb": Run("rloo", f"{HF32} --baseline otb --gamma 0.99"),
     "rloo_opo": Run("rloo", f"{HF16} --baseline opo --entropy-coef 0.01"),
     "rloo_remax_clip": Run("rloo", f"""{HF32} --baseline remax --loss ppo --minibatches-per-step 2
         --kl-reward-coef 0.05 --kl-reward-estimator k3""", ranks=2),
+}
+RUNS |= {
+    f"loss_{name}": Run("grpo_variants", f"{HF32} --loss {name} --minibatches-per-step 2 {more}")
+    for name, more in {
+        "ppo": "", "grpo": "--kl-loss-coef 0.05", "dapo": "", "dr_grpo": "", "gspo": "--clip-low 0.01 --clip-high 0.01",
+        "gmpo": "", "cispo": "", "sapo": "", "clip_cov": "--entropy-coef 0.01", "kl_cov": "", "dppo_tv": "",
+        "dppo_kl": "", "dro": "--loss-numbers beta 0.1", "reinforce": "--kl-reward-coef 0.05",
+    }.items()
 }
 REWARD = '''"""Rewards that random text gets too."""
 import zlib

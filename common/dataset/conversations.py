@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig
 from common.batch import Batch
 from common.dataset.store import Loaded, load_rows, template_arguments
 from common.model.flops import sequence_cost
+from common.model.loading import read_config
 from common.packing import plan_step
 from common.parallel.ranks import World
 from common.prompts import TemplateConfig
@@ -31,6 +33,21 @@ class ConversationConfig(TemplateConfig):
     """Longest sequence, in tokens, chat template included."""
     on_long_row: Literal["filter", "truncate"] = "filter"
     """A row with a longer sequence: leave it out, or cut tokens from the sequence's end."""
+
+
+def check_supervised(args: Any) -> None:
+    """Refuse flags of a script that does not sample and that cannot work, before anything heavy."""
+    for name, least in {"rows_per_step": 1, "max_tokens_per_gpu": 0, "total_steps": 1}.items():
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
+    longest = read_config(args.model, args.policy).max_position_embeddings
+    if args.data.max_length > longest:
+        raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
+    for name in ("rollouts_every", "rollouts_max"):
+        if vars(args.log)[name] != vars(type(args.log)())[name]:
+            raise ValueError(f"--log.{name.replace('_', '-')} {vars(args.log)[name]}: there are no rollouts here")
+    if args.policy.router_replay != "none":
+        raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")
 
 
 class ConversationSet:
@@ -99,3 +116,32 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
         tokens += new
         mask += [n < end for n in range(len(new))]
     return tokens, mask
+
+
+def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
+              template: dict[str, Any] | None) -> list[Piece]:
+    """The text of a conversation in pieces: what comes before an answer (False), the answer (True), and so on. The
+    first `num_given` messages are not trained on. Only what is new is rendered and encoded, as in an episode: what
+    stands before an answer must be the beginning of what stands after it. So the tokens are as a model samples them."""
+    answers = [i for i, x in enumerate(messages) if i >= num_given and x["role"] == "assistant"]
+    if not answers or answers[0] == 0:
+        raise ValueError("there must be an answer (a message of the role assistant), and a message before it")
+    if template is None:
+        if answers != [len(messages) - 1]:
+            raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
+        *prompt, answer = (message["content"] for message in messages)
+        return [("\n\n".join(prompt), False), (answer + tokenizer.eos_token, True)]
+    render = tokenizer.apply_chat_template
+    pieces, done = [], ""
+    for i in answers:
+        try:
+            before = render(messages[:i], tokenize=False, add_generation_prompt=True, **template)
+            after = render(messages[: i + 1], tokenize=False, **template)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from None
+        if not before.startswith(done) or not after.startswith(before):
+            raise ValueError(f"the chat template renders what comes before message {i} (from 0) otherwise after it, as "
+                             f"those do that drop the thinking of earlier turns: give each answer a row of its own")
+        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+        done = after
+    return pieces

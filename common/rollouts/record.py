@@ -1,5 +1,4 @@
-"""Responses on disk, RUN_DIR/rollouts/*.parquet: of steps, with what the update did to each token, and of validations.
-"""
+"""Responses on disk, RUN_DIR/rollouts/*.parquet: of steps, with what the update did to each token; of validations."""
 
 import json
 from itertools import chain, groupby, islice
@@ -29,12 +28,12 @@ COLUMNS = {
     pa.list_(pa.float32()): "rollout_logp old_logp ref_logp token_advantage value returns entropy ratio",
 }
 """One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
-rest of its dict as JSON. Lists have one entry per response token; they are null where there was none (no reference, no
-critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of `token_advantage` over it.
-After several passes, entropy, ratio and clipped are those of the last one. Of episodes only: `mask` is true for tokens
-that the model wrote, and `messages` is the conversation as JSON, with calls of tools and results. With
---rollout.in-flight only: `version` is the number of steps that the policy had been trained when it sampled a token.
-`images`: files of the prompt's images, in the first response of a group only."""
+rest of its dict as JSON, above 1,000 numbers only "a list of N numbers". Lists have one entry per response token; they
+are null where there was none (no reference, no critic, a response that was not trained). `trained` is the loss mask;
+`advantage` the mean of `token_advantage` over it. After several passes, entropy, ratio and clipped are those of the
+last one. Of episodes only: `mask` is true for tokens that the model wrote, and `messages` is the conversation as JSON,
+with calls of tools and results. With --rollout.in-flight only: `version` is the number of steps that the policy had
+been trained when it sampled a token. `images`: files of the prompt's images, in the first response of a group only."""
 SCHEMA = pa.schema({name: kind for kind, names in COLUMNS.items() for name in names.split()})
 
 
@@ -99,8 +98,9 @@ def write_validation(config: LogConfig, run_dir: Path, step: int, tokenizer: Pre
 
 
 def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward: float) -> dict[str, Any]:
-    prompt = sample.prompt
-    response, images = sample.response, prompt.images
+    prompt, response, images = sample.prompt, sample.response, sample.prompt.images
+    parts = {name: f"a list of {len(value)} numbers" if isinstance(value, list) and len(value) > 1000 else value
+             for name, value in sample.extras.items()}
     return {
         "step": step,
         "index": sample.index,
@@ -112,7 +112,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
         "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
         "score": sample.score,
         "reward": reward,
-        "reward_parts": json.dumps(sample.extras),
+        "reward_parts": json.dumps(parts),
         "finish_reason": response.finish_reason,
         "prompt_length": len(response.prompt or prompt.tokens),
         "response_length": len(response.tokens),

@@ -33,8 +33,10 @@ class Phase:
         self.check_stop = run.checkpoints.spread_checks(self.num_microbatches)
         self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
         self.num_done = 0
+        self.is_update = True
 
     def __iter__(self) -> Iterator[Batch]:
+        self.is_update = False  # it may be left early
         for microbatch in chain(*self.minibatches):
             yield microbatch
             self._count()
@@ -88,6 +90,6 @@ class Phase:
         if self.outputs:
             raise RuntimeError(f"the gradients of {len(self.outputs)} micro-batches of the phase {self.name} were not "
                                f"used: call phase.optimizer_step(model, optimizer, config, step) after each mini-batch")
-        if self.num_done != self.num_microbatches:
+        if self.is_update and self.num_done != self.num_microbatches:
             raise RuntimeError(f"the phase {self.name} has {self.num_microbatches} micro-batches and {self.num_done} "
                                f"were reported: iterate over the phase, or call {DONE} after each")

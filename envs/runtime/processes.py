@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rewards.runtime.process import ROOT, START_S, find_processes
-from rewards.runtime.worker import MAX_TEXT
+from rewards.runtime.worker import MAX_TEXT, unpacked
 
 GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later
 DUMP_S = 2.0  # it may take this long to write where it hangs
 LULL_S = 0.003  # where nothing else is to be done, answers that follow each other this fast are heard together
-MAX_RECEIVED = 2**23  # bytes
+MAX_RECEIVED = 2**25  # bytes
 
 
 @dataclass
@@ -116,7 +116,7 @@ class EpisodeProcesses:
         process = self.running[number]
         seconds = time.monotonic() - process.since
         try:
-            message = json.loads(process.connection.recv_bytes(MAX_RECEIVED))
+            message = unpacked(json.loads(process.connection.recv_bytes(MAX_RECEIVED)))
         except (EOFError, OSError, ValueError):
             message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
         process.since = time.monotonic()

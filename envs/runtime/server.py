@@ -3,8 +3,8 @@ process for each episode, so that none can hang, kill or change another.
 
 The socket FD brings one socket for each episode; its answer is the process's number. Over an episode's socket the
 trainer sends pickles: the row, then the model's replies. The episode sends JSON: {"messages", "max_tokens", "tools"} to
-ask for a reply, {"tool"} as a tool begins and as it ends, and at its end a reward worker's reply, {"score", "extra"} or
-{"failure", "kind", "text"}, or {"text"} that the reward functions shall score.
+ask for a reply, {"tool"} as a tool begins and as it ends, and at its end a reward worker's reply, {"score", "extra",
+"texts"} or {"failure", "kind", "text"}, or {"text"} that the reward functions shall score.
 """
 
 import asyncio
@@ -25,11 +25,12 @@ from typing import Any
 
 from envs.runtime.chat import Chat
 from rewards import load_function
-from rewards.runtime.worker import failure_of, plain, reply_of
+from rewards.runtime.worker import failure_of, packed, plain, reply_of
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
 TOOL_GRACE_S = 0.5  # a tool that takes too long is told to the model, and does not end the episode
 MAX_SENT = 2**22  # bytes of one message to the trainer
+MAX_LAST = 2**24  # bytes of the last one: the result, in which worker.MAX_NUMBERS numbers take two thirds
 
 
 class Printed:
@@ -99,19 +100,20 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             result = await episode(chat, start["row"])
+        # a text is scored by the reward functions, as a response is
+        reply = {"text": result} if isinstance(result, str) else packed(reply_of(episode.__name__, result))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         failure = failure_of(error) | {"seconds": loop.time() - began}
         return failure | {"failure": "timeout"} if deadline.expired() else failure
-    # a text is scored by the reward functions, as a response is
-    reply = {"text": result} if isinstance(result, str) else reply_of(episode.__name__, result)
     counts = {"num_tool_calls": chat.num_tool_calls, "num_tool_errors": chat.num_tool_errors}
     return reply | counts | {"seconds": loop.time() - began}
 
 
-def send(connection: Connection, message: dict[str, Any]) -> None:
+def send(connection: Connection, message: dict[str, Any], limit: int = MAX_SENT) -> None:
     data = json.dumps(message, default=plain).encode()
-    if len(data) > MAX_SENT:
-        raise ValueError(f"the episode sends {len(data)} bytes at once, at most {MAX_SENT}: shorten what tools return")
+    if len(data) > limit:
+        raise ValueError(f"the episode sends {len(data)} bytes at once, at most {limit}: shorten what tools return, or "
+                         f"the episode's result")
     connection.send_bytes(data)
 
 
@@ -126,7 +128,7 @@ def run_process(connection: Connection, episode: Callable, timeout_s: float) -> 
     sys.stdout = sys.stderr = printed
     message = asyncio.run(run(connection, episode, timeout_s))
     try:
-        send(connection, message)
+        send(connection, message, MAX_LAST)
     except ValueError as error:
         send(connection, failure_of(error))
 

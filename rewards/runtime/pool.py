@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from rewards import json_object
 from rewards.runtime.process import WorkerProcess
-from rewards.runtime.worker import MAX_NAMES, Scorer
+from rewards.runtime.worker import MAX_NAMES, MAX_TEXT, Scorer
 
 log = logging.getLogger(__name__)
 GRACE_S = 1.0  # a batch is killed this long after the deadlines that an `async def` has in the worker itself
@@ -56,7 +56,7 @@ class Scores:
     """What `RewardPool.results` returns, one entry per sample in ascending order of index."""
     index: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # NaN: no score, and left out
-    extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys
+    extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys: float, list[float], str
     failures: list[str | None] = field(default_factory=list)  # "exception", "invalid", "crash" or "timeout"
     first_failure: str = ""  # the traceback, or what else is known, of the first sample without a score
     wait_s: float = 0.0  # how long `results` had to wait: the scoring time that generation did not hide
@@ -106,6 +106,7 @@ class RewardPool:
         self.closed = False
         self.logged: set[str] = set()
         self.names = {"acc", "pred"}  # keys of reward dicts that are kept
+        self.as_text: set[str] = set()  # those of them that became text, and were logged
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self.workers: dict[threading.Thread, WorkerProcess] = {}
         self.scorer = Scorer(*self.scorer_args) if num_workers == 0 else None
@@ -158,11 +159,12 @@ class RewardPool:
                 self.report(index, reply)
             else:
                 scores.scores.append(reply["score"])
-                scores.extras.append(self.keep_names(reply["extra"]))
+                scores.extras.append(self.keep_names(reply["extra"], reply["texts"]))
         return scores
 
-    def keep_names(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """A reward dict without the names that the trainer's own metrics have, and those beyond the first MAX_NAMES."""
+    def keep_names(self, extra: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+        """A reward dict without the names that the trainer's own metrics have, and those beyond the first MAX_NAMES.
+        Logs which of them became texts."""
         kept = {}
         for name, value in extra.items():
             if name in RESERVED or (name not in self.names and len(self.names) >= MAX_NAMES):
@@ -173,6 +175,11 @@ class RewardPool:
                 continue
             self.names.add(name)
             kept[name] = value
+            if name in texts and name not in self.as_text:
+                self.as_text.add(name)
+                log.warning("key %r of a reward dict is kept as text, at most %d characters (type: %s; logged once "
+                            "a key): the script gets numbers, flat lists of numbers and short texts as they are", name,
+                            MAX_TEXT, texts[name])
         return kept
 
     def report(self, index: int, reply: dict) -> None:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from rewards.runtime.worker import unpacked
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DUMP_S = 2.0     # a worker whose time is up may take this long to write where it hangs
 START_S = 120.0  # a worker may take this long to import a user's reward file; no sample's deadline includes it
@@ -47,7 +49,7 @@ class WorkerProcess:
     def score(self, samples: Sequence[bytes], timeout_s: float) -> list[dict]:
         """A reply for each sample; the same failure for all if the worker had to be killed."""
         reply = self.request(pickle.dumps(samples), timeout_s)
-        return [reply] * len(samples) if isinstance(reply, dict) else reply
+        return [reply] * len(samples) if isinstance(reply, dict) else [unpacked(scored) for scored in reply]
 
     def request(self, message: bytes, timeout_s: float) -> dict | list[dict]:
         timer = threading.Timer(timeout_s, self.expire)

@@ -2,10 +2,12 @@
 
 Requests are length-prefixed pickles on fd 0, replies JSON lines on fd 1; reward functions may read and print freely.
 The first request is Scorer's arguments, its reply {"concurrency"}; each further one is a list of samples, pickled one
-by one, and its reply a list with {"score", "extra"} of each, or {"failure", "text"} if the sample has no score; "kind"
-beside them is the exception's name.
+by one, and its reply a list with {"score", "extra", "texts"} of each, or {"failure", "text"} if the sample has no
+score; "kind" beside them is the exception's name. Lists of numbers in "extra" travel as `packed` writes them. "texts"
+names the type of each value that became a text or was cut.
 """
 
+import binascii
 import ctypes
 import faulthandler
 import functools
@@ -19,6 +21,7 @@ import signal
 import struct
 import sys
 import traceback
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ MAX_NUMBER = 1e100  # the other numbers of a reward dict: larger ones would make
 MAX_NAMES = 64      # keys of a reward dict, beside its score
 MAX_NAME = 100      # characters
 MAX_TEXT = 10_000   # characters of a text in a reward dict, and of a traceback
-MAX_LIST = 1000     # numbers in a list in a reward dict
+MAX_NUMBERS = 1_000_000  # in the lists of one reward dict: a list of one number a token is whole
 
 
 class Reward:
@@ -134,12 +137,13 @@ class Scorer:
             return {"failure": "invalid",
                     "text": f"the weighted sum of the rewards is {total}; the rule is at most {MAX_SCORE:g} in size"}
         if len(replies) == 1:
-            return {"score": total, "extra": replies[0]["extra"]}
-        extra = {}
+            return replies[0] | {"score": total}
+        extra, texts = {}, {}
         for reward, reply in zip(self.rewards, replies):
             extra |= {reward.name: reply["score"]}
             extra |= {f"{reward.name}/{key}": value for key, value in reply["extra"].items()}
-        return {"score": total, "extra": extra}
+            texts |= {f"{reward.name}/{key}": kind for key, kind in reply["texts"].items()}
+        return {"score": total, "extra": extra, "texts": texts}
 
 
 @functools.cache
@@ -162,9 +166,32 @@ def reply_of(name: str, result: Any) -> dict:
         return {"failure": "invalid",
                 "text": f"{name} returned {result!r:.500}; the rule is a finite number of at most {MAX_SCORE:g} in "
                         f"size, or a dict with such a 'score'"}
-    given = ((key, value) for key, value in values.items() if value is not None)
-    first = itertools.islice(given, MAX_NAMES)
-    return {"score": score, "extra": {str(key)[:MAX_NAME]: metric_or_text(value) for key, value in first}}
+    given = ((str(key)[:MAX_NAME], value) for key, value in values.items() if value is not None)
+    first = dict(itertools.islice(given, MAX_NAMES))
+    found = {key: numbers_of(value) for key, value in first.items()}
+    lists = {key: kept for key, kept in found.items() if kept is not None}
+    if fault := fault_of(lists):
+        return {"failure": "invalid", "text": f"{name} returned {fault}"}
+    extra = {key: lists[key] if key in lists else metric_or_text(value) for key, value in first.items()}
+    texts = {
+        key: type(value).__name__ for key, value in first.items()
+        if isinstance(extra[key], str) and not (isinstance(value, str) and len(value) <= MAX_TEXT)
+    }
+    return {"score": score, "extra": extra, "texts": texts}
+
+
+def fault_of(lists: dict[str, list[float]]) -> str:
+    """What is wrong with the lists of a reward dict; "" if nothing is."""
+    count = 0
+    for key, found in lists.items():
+        count += len(found)
+        if count > MAX_NUMBERS:
+            return f"{key!r}, a list of {len(found)} numbers; the rule is at most {MAX_NUMBERS} in all lists of a dict"
+        for i, number in enumerate(found):
+            if not abs(number) <= MAX_NUMBER:
+                return (f"{key!r}, a list of {len(found)} numbers with {number} at place {i}; the rule is finite "
+                        f"numbers of at most {MAX_NUMBER:g} in size")
+    return ""
 
 
 def plain(value: Any) -> float | str:
@@ -177,14 +204,47 @@ def plain(value: Any) -> float | str:
     return float(value) if isinstance(value, numbers.Real) else str(value)
 
 
-def metric_or_text(value: Any) -> float | list[float] | str:
-    """A number that can be averaged as float, a list of such numbers, anything else as text."""
-    if isinstance(value, list | tuple) and 0 < len(value) <= MAX_LIST:
-        found = [plain(number) for number in value]
-        is_numbers = all(isinstance(number, float) and abs(number) <= MAX_NUMBER for number in found)
-        return found if is_numbers else str(value)[:MAX_TEXT]
+def metric_or_text(value: Any) -> float | str:
+    """A number that can be averaged as float, anything else as text."""
     value = plain(value)
     return value if isinstance(value, float) and abs(value) <= MAX_NUMBER else str(value)[:MAX_TEXT]
+
+
+def numbers_of(value: Any) -> list[float] | None:
+    """The numbers of a list, a tuple, or an array of one dimension (numpy, torch). None: it is something else."""
+    if getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        return None
+    kinds = set(map(type, value))
+    if kinds <= {float, int, bool}:  # the usual case, many times faster
+        return list(map(float, value))
+    if not all(issubclass(kind, numbers.Real) or hasattr(kind, "item") for kind in kinds):
+        return None
+    found = [plain(number) for number in value]
+    return None if str in map(type, found) else found
+
+
+def packed(reply: dict) -> dict:
+    """A reply for a pipe, as JSON: each list of numbers is {"float64": base64}, some ten times as fast as digits."""
+    if "extra" not in reply:
+        return reply
+    extra = {
+        name: {"float64": binascii.b2a_base64(array("d", value), newline=False).decode()}
+        if isinstance(value, list) else value for name, value in reply["extra"].items()
+    }
+    return reply | {"extra": extra}
+
+
+def unpacked(reply: dict) -> dict:
+    """The reply that was `packed`. No other value of "extra" is a dict."""
+    if "extra" not in reply:
+        return reply
+    extra = {
+        name: array("d", binascii.a2b_base64(value["float64"])).tolist()
+        if isinstance(value, dict) else value for name, value in reply["extra"].items()
+    }
+    return reply | {"extra": extra}
 
 
 def failure_of(error: BaseException) -> dict:
@@ -201,7 +261,7 @@ def main() -> None:
         if os.getppid() != int(sys.argv[1]):
             os._exit(1)
         Path("/proc/self/oom_score_adj").write_text("1000")
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.register_at_fork(after_in_child=lambda: os.close(replies.fileno()))  # else a child keeps the pipe open
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -218,12 +278,13 @@ def main() -> None:
         else:
             samples = [pickle.loads(sample) for sample in request]
             try:
-                reply = scorer(samples)
+                reply = [packed(scored) for scored in scorer(samples)]
             except KeyboardInterrupt as error:  # a reward function raised it: nobody interrupts a worker
                 if len(samples) > 1:
                     raise  # the pool scores them again one by one
                 reply = [failure_of(error)]
         replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
 
 
 if __name__ == "__main__":

@@ -177,7 +177,8 @@ def test_groups_may_differ_in_size(world):
 
 
 def test_a_rollout_survives_a_checkpoint_on_any_number_of_ranks(world, monkeypatch):
-    samples = make_samples([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], rows=[4, 2, 5], extras=[{"acc": i} for i in range(6)])
+    samples = make_samples([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], rows=[4, 2, 5],
+                           extras=[{"acc": i, "per_token": [i / 7] * 5000} for i in range(6)])
     state = json.loads(json.dumps(responses_to_state(gather_rollout(samples))))
     assert responses_from_state(state, DATA, world).samples == samples
     monkeypatch.setattr("common.rollouts.scoring.gather_rollout", lambda samples: samples)

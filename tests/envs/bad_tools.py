@@ -41,3 +41,10 @@ async def episode(chat, row):
 
 def plain(chat, row):
     return 1.0
+
+
+async def per_token(chat, row):
+    """One number for each character that the model wrote, as often as the row says, and those of the row."""
+    text = await chat.reply()
+    numbers = [ord(character) / 7 for character in text] * row["times"] + row["more"]
+    return {"score": 1.0, "per_token": numbers, "note": [text]}

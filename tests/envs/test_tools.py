@@ -53,6 +53,21 @@ def test_what_cannot_be_called():
     assert message["score"] == 1.0 and message["num_tool_errors"] == message["num_tool_calls"] == 6
 
 
+def test_an_episodes_lists_of_numbers_are_whole():
+    """A million numbers in one message; one more, or one that is not finite, is a failure that says so."""
+    rows = [{"times": 1, "more": []}, {"times": 1000, "more": []}, {"times": 166_666, "more": [0.5] * 4},
+            {"times": 166_666, "more": [0.5] * 5}, {"times": 3, "more": [float("nan")]}]
+    with Player(FILE + ":per_token") as player:
+        one, many, most, over, broken = [message for message, _ in player.play_all([(row, ["3 + 4?"]) for row in rows])]
+    numbers = [51 / 7, 32 / 7, 43 / 7, 32 / 7, 52 / 7, 63 / 7]
+    assert one["extra"] == {"per_token": numbers, "note": "['3 + 4?']"} and one["texts"] == {"note": "list"}
+    assert many["extra"]["per_token"] == numbers * 1000
+    assert most["extra"]["per_token"] == numbers * 166_666 + [0.5] * 4
+    assert over["failure"] == broken["failure"] == "invalid"
+    assert "per_token returned 'per_token', a list of 1000001 numbers; the rule is at most 1000000 " in over["text"]
+    assert "per_token returned 'per_token', a list of 19 numbers with nan at place 18; the rule" in broken["text"]
+
+
 def test_a_plain_def_is_refused():
     with pytest.raises(ValueError, match=r"plain is a plain `def`(.|\n)*async def plain\(chat, row\):\n.*await"):
         Player(FILE + ":plain")

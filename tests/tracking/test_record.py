@@ -83,6 +83,17 @@ def test_responses_by_hand(rows):
     assert {row["step"] for row in rows} == {1} and {row["data_source"] for row in rows} == {"sums"}
 
 
+def test_long_lists_of_a_reward_dict_are_only_named(tmp_path):
+    (sample,) = samples(tokenizer(), [0])
+    sample.extras = {"short": [0.5] * 1000, "long": [0.5] * 1001, "longest": [0.5] * 40_000, "acc": 1.0}
+    write_validation(LogConfig(), tmp_path, 3, tokenizer(), [sample])
+    (row,) = pq.read_table(tmp_path / "rollouts/val_000003.parquet").to_pylist()
+    assert json.loads(row["reward_parts"]) == {
+        "short": [0.5] * 1000, "long": "a list of 1001 numbers", "longest": "a list of 40000 numbers", "acc": 1.0,
+    }
+    assert len(sample.extras["longest"]) == 40_000                      # the script's own are whole
+
+
 def test_numbers_of_tokens_by_hand(rows):
     prompts, responses = tokens(tokenizer())
     for i, row in enumerate(rows):
