@@ -203,10 +203,9 @@ def main(args: Args) -> None:
                         loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
-                        if args.kl_loss_coef:
-                            kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
-                            loss = loss + args.kl_loss_coef * kl
-                            run.meter.mean("actor/kl_loss", kl, microbatch.mask)
+                        kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
+                        loss = loss + args.kl_loss_coef * kl
+                        run.meter.mean("actor/kl_loss", kl, microbatch.mask)
                         if args.entropy_coef:
                             loss = loss - args.entropy_coef * entropy
                         (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it
