@@ -60,7 +60,8 @@ RUNS = {
     "grpo_two_rewards": Run("grpo_variants", f"""{HF32} --reward.function reward.py:compute_score reward.py:graded
         --reward.weights 0.5 0.5 --reward-model.path reward_model --reward-model.weight 0.5 --loss kl_cov
         --minibatches-per-step 2 --save.async""", ranks=2),
-    "grpo_resumed": Run("grpo_variants", f"{HF32} --kl-loss-coef 0.05 --minibatches-per-step 2 --loss cispo", again_after=2),
+    "grpo_resumed": Run("grpo_variants", f"""{HF32} --kl-loss-coef 0.05 --minibatches-per-step 2
+        --loss cispo""", again_after=2),
     "ppo_kl_adaptive": Run("ppo", f"""{HF32} {CRITIC} --kl-reward-coef 0.1 --kl-controller adaptive --kl-target 0.001
         --kl-horizon 50 --critic-warmup-steps 1 --gamma 0.99 --lam 0.95 --minibatches-per-step 2
         --policy.share-prompt"""),
