@@ -167,7 +167,7 @@ def main(args: Args) -> None:
             advantages = group_advantages(rewards, rollout.group, args.norm_by_std)             # [S]
             rollout.batch.advantage = rollout.batch.to_tokens(advantages)                       # [T] of this rank
 
-            # 3 mini-batches: each response moves to the rank that trains on it; every group has unequal rewards
+            # 3 mini-batches: each response moves to the rank that trains on it
             in_loss = rollout.has_score & ~rollout.truncated if args.mask_truncated else rollout.has_score  # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
@@ -186,7 +186,7 @@ def main(args: Args) -> None:
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step) as update:
                 for minibatch in update.minibatches:
-                    # a token's weight is 1 / tokens of the mini-batch on all ranks, however it was cut
+                    # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                     weights = losses.token_weights(
                         minibatch, args.aggregation, norm_length=args.rollout.max_response_length
                     )

@@ -118,8 +118,8 @@ def main(args: Args) -> None:
             advantages = group_advantages(rewards, rollout.group, args.norm_by_std)             # [S]
             rollout.batch.advantage = rollout.batch.to_tokens(advantages)                       # [T] of this rank
 
-            # 3 mini-batches: each response moves to the rank that trains on it. Where no term of the loss has a
-            # gradient, a response does not run through the model and only counts in the denominators
+            # 3 mini-batches: each response moves to the rank that trains on it
+            # where no term of the loss has a gradient, a response does not run and only counts in the denominators
             has_gradient = rollout.any_token(rollout.batch.advantage != 0)                      # [S]
             if reference is not None or args.entropy_coef or correction.needs_old_logp():
                 has_gradient = None                                                             # all of them run
@@ -142,7 +142,7 @@ def main(args: Args) -> None:
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step) as update:
                 for minibatch in update.minibatches:
-                    # a token's weight is 1 / tokens of the mini-batch on all ranks, however it was cut
+                    # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                     weights = losses.token_weights(minibatch, "token-mean")
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]

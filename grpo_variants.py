@@ -163,8 +163,8 @@ def main(args: Args) -> None:
             if args.reward_components:
                 rewards = args.reward_coef * decoupled_rewards(rollout, args.reward_components)
 
-            # 3 mini-batches: each response moves to the rank that trains on it. Where no term of the loss has a
-            # gradient, a response does not run through the model and only counts in the denominators
+            # 3 mini-batches: each response moves to the rank that trains on it
+            # where no term of the loss has a gradient, a response does not run and only counts in the denominators
             has_gradient = compute_advantages(rewards, rollout.group, norm_by_std) != 0         # [S]
             if reference is not None or args.entropy_coef or correction.needs_old_logp():
                 has_gradient = None                                                             # all of them run

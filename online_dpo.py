@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
-from torch.nn.functional import logsigmoid
 
 from common import losses
 from common.batch import Batch
@@ -102,7 +101,7 @@ def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
 
 def dpo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
     """log p / p_ref of responses that are chosen, rejected, chosen, ... [2 P] -> the loss of each pair [P]."""
-    return -logsigmoid(beta * (log_ratio[0::2] - log_ratio[1::2]))
+    return -torch.nn.functional.logsigmoid(beta * (log_ratio[0::2] - log_ratio[1::2]))
 
 
 def ipo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
@@ -136,10 +135,11 @@ def main(args: Args) -> None:
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step
     temperature = args.rollout.temperature
+    reference_path = args.model                                     # responses are compared by log p - log p_ref
     with Run(args, P, correction) as run:
-        engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, args.model)
+        engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
         policy, optimizer = run.load_trained(args.model, args.optim)
-        reference = run.load_frozen(args.model)                     # responses are compared by log p - log p_ref
+        reference = run.load_frozen(reference_path) if reference_path else None
         if args.refresh_reference_every:                            # it is in checkpoints; SGD has no state of its own
             run.optimizers["reference"] = torch.optim.SGD(reference.parameters())
         run.describe(
@@ -162,20 +162,22 @@ def main(args: Args) -> None:
             if args.loss != "sppo" and not args.answer_key:
                 numbers = best_and_worst(rewards, rollout.group)
 
-            # 3 mini-batches: each response that is compared moves to the rank that trains on it
+            # 3 mini-batches: each response moves to the rank that trains on it
             in_loss = torch.zeros(len(rollout), dtype=torch.bool).index_fill(0, numbers, True)  # [S]
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
 
             # 4 log-probs: the old policy's and the reference's; advantages
-            with run.phase("old_log_prob", minibatches) as microbatches:
-                for microbatch in microbatches:
-                    microbatch.old_logp = policy.score(microbatch, temperature)                 # [T]
-                    of_engine = (microbatch.index < len(sampled))[microbatch.sequence_ids]      # [T] not of the data
-                    microbatch.rollout_logp = microbatch.rollout_logp.where(of_engine, microbatch.old_logp)
-            with run.phase("ref", minibatches) as microbatches:
-                for microbatch in microbatches:
-                    microbatch.ref_logp = reference.score(microbatch, temperature)              # [T]
+            if correction.needs_old_logp(script_needs_it=True):
+                with run.phase("old_log_prob", minibatches) as microbatches:
+                    for microbatch in microbatches:
+                        microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
+                        of_engine = (microbatch.index < len(sampled))[microbatch.sequence_ids]  # [T] not of the data
+                        microbatch.rollout_logp = microbatch.rollout_logp.where(of_engine, microbatch.old_logp)
+            if reference is not None:
+                with run.phase("ref", minibatches) as microbatches:
+                    for microbatch in microbatches:
+                        microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
             reject_and_weight(minibatches, rewards, correction, run.meter)
             with run.timer("adv"):
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
@@ -203,9 +205,10 @@ def main(args: Args) -> None:
                         loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
-                        kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
-                        loss = loss + args.kl_loss_coef * kl
-                        run.meter.mean("actor/kl_loss", kl, microbatch.mask)
+                        if reference is not None:
+                            kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
+                            loss = loss + args.kl_loss_coef * kl
+                            run.meter.mean("actor/kl_loss", kl, microbatch.mask)
                         if args.entropy_coef:
                             loss = loss - args.entropy_coef * entropy
                         (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it

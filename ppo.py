@@ -223,7 +223,7 @@ def main(args: Args) -> None:
             actor_epochs = args.epochs_per_step if step >= args.critic_warmup_steps else 0
             with run.phase("update_actor", minibatches * actor_epochs) as update:
                 for minibatch in update.minibatches:
-                    # a token's weight is 1 / tokens of the mini-batch on all ranks, however it was cut
+                    # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                     weights = losses.token_weights(minibatch, "token-mean")
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]

@@ -206,8 +206,8 @@ def main(args: Args) -> None:
             rollout = run.collect(pending)
             rewards = rollout.scores                                                            # [S] NaN: no reward
 
-            # 3 mini-batches: each response moves to the rank that trains on it. Where no term of the loss has a
-            # gradient, a response does not run through the model and only counts in the denominators
+            # 3 mini-batches: each response moves to the rank that trains on it
+            # where no term of the loss has a gradient, a response does not run and only counts in the denominators
             has_gradient = baseline.advantages(rewards, rollout, greedy) != 0                   # [S]
             becomes_another = baseline.whiten or baseline.optimal       # an advantage of 0, because of other tokens
             if reference is not None or args.entropy_coef or correction.needs_old_logp() or becomes_another:
@@ -250,7 +250,7 @@ def main(args: Args) -> None:
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step) as update:
                 for minibatch in update.minibatches:
-                    # a token's weight is 1 / tokens of the mini-batch on all ranks, however it was cut
+                    # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                     weights = losses.token_weights(minibatch, "token-mean")
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]

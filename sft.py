@@ -114,7 +114,7 @@ def main(args: Args) -> None:
 
             # 5 update
             with run.phase("update_actor", [minibatch]) as update:
-                # a token's weight is 1 / tokens of the mini-batch on all ranks, however it was cut
+                # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                 weights = losses.token_weights(minibatch, "token-mean")
                 for microbatch, weight in zip(minibatch, weights):                              # as many on every rank
                     logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
