@@ -32,10 +32,11 @@ class SamplingConfig:
     max_response_length: int = 1024
     """Maximum number of tokens of a response."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities add up to this. Below 1, training needs the engine
-    correction."""
+    """Sample from the smallest set of tokens whose probabilities add up to this. Training below 1 needs an importance
+    weight (--correction.weights)."""
     top_k: int = 0
-    """Sample from the k most likely tokens; 0: from all. Above 0, training needs the engine correction."""
+    """Sample from the k most likely tokens; 0: from all. Training above 0 needs an importance weight
+    (--correction.weights)."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -44,34 +45,35 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig(EpisodeConfig, SamplingConfig):
-    """How training samples, and the engine that does it."""
+    """How training samples, and the engine that samples."""
 
     engine: Literal["vllm", "hf"] = "vllm"
-    """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow, for machines without vLLM and as an
-    independent check."""
+    """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow but needs no vLLM and is an independent
+    check."""
     val_top_p: float = 1.0
     """top_p of validation."""
     val_top_k: int = 0
     """top_k of validation."""
     in_flight: float = 1.0
-    """Sample so many times --prompts-per-step prompts at once, from 1 to 2. A step ends when --prompts-per-step groups
-    are complete; the others continue in the next step, after the weight sync. 1: it waits for its longest response."""
+    """Prompts in flight at once, as a multiple of --prompts-per-step (1 to 2). A step ends when --prompts-per-step
+    groups are complete; the others continue in the next step, after the weight sync. 1: a step waits for its longest
+    response."""
     max_staleness: int = 4
-    """No token is trained more than so many steps (weight syncs) after it was sampled; those groups are waited for. 0:
-    unfinished groups are dropped, which is oversampling and favours short responses."""
+    """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
+    it. 0: drop unfinished groups, which is oversampling and favours short responses."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
     """Tensor-parallel ranks per engine. There are world size / tp engines."""
     gpu_memory_utilization: float = 0.0
-    """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: what the trainer leaves
-    free."""
+    """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: the memory that the
+    trainer leaves free."""
     kv_cache_gb: float = 0.5
     """Size of the key-value cache of one vLLM engine in GiB, on CPUs."""
     enforce_eager: bool = False
-    """On GPUs, do not use CUDA graphs: the start is faster, decoding slower. CPUs always run eagerly."""
+    """Do not use CUDA graphs on GPUs: the start is faster, decoding slower. CPUs never use them."""
     max_probe_diff: float = 0.1
-    """Stop when mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
+    """Stop if the mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
     extra: str = "{}"
     """Additional arguments for vLLM's LLM(...), as a JSON object."""
 
@@ -86,31 +88,32 @@ class Response:
     tokens: list[int]
     """What the engine sampled, including the stop token."""
     logp: list[float]
-    """The log-prob of each token under the distribution it was drawn from: after temperature, top_k, top_p."""
+    """The log-prob of each token under the distribution it was sampled from: after temperature, top_k, top_p."""
     finish_reason: str
-    """stop: it ended by itself. length: it was truncated at max_tokens. Empty: it has not ended."""
+    """stop: it ended with a stop token or text. length: it was truncated at max_tokens. Empty: it has not ended."""
 
     # of episodes alone
     mask: list[bool] | None = None
-    """False on tokens that users or tools wrote. None: the model sampled all."""
+    """False on tokens of users or tools. None: the model sampled all tokens."""
     prompt: list[int] | None = None
-    """The tokens before, where they are not those of the row's prompt."""
+    """The tokens before the response, if they are not the tokens of the row's prompt."""
     earlier: list["Response"] = field(default_factory=list)
-    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one. Of an
-    episode that has not ended: the model's replies so far, each with the tokens between it and the one before it."""
+    """Further sequences of the same episode, whose history was rewritten; they are trained like this sequence. For an
+    episode that has not ended: the model's replies so far, each with the tokens between it and the previous reply."""
     num_turns: int = 1
     end_reason: str = ""
     """Why the episode ended: done (its function returned), length, turns, timeout or error."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation."""
     tools: dict[str, float] = field(default_factory=dict)
-    """Number of tool_calls, and of tool_errors among them, and tool_s, the seconds of the episode's own code."""
+    """Number of tool_calls and of tool_errors, and tool_s, the seconds that the episode's own code ran."""
 
     # of --rollout.in-flight alone
     versions: list[int] = field(default_factory=list)
-    """Of each token that the policy sampled, the step in which it did."""
+    """The step in which the policy sampled each token."""
     routing: Tensor | None = field(default=None, compare=False)
-    """With --policy.router-replay rollout, experts of all tokens but the last: [prompt + response - 1, layers, k]."""
+    """The experts of all tokens but the last, with --policy.router-replay rollout: [prompt + response - 1, layers,
+    k]."""
 
     @property
     def num_sampled(self) -> int:
@@ -129,14 +132,15 @@ class Response:
         return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
 
     def extend(self, part: "Response", finish_reason: str) -> None:
-        """Append what was sampled further."""
+        """Append the tokens that were sampled after these."""
         self.tokens = self.tokens + part.tokens
         self.logp = self.logp + part.logp
         self.finish_reason, self.routing = finish_reason, part.routing
 
 
 class Engine:
-    """What both engines share: which prompts an engine samples, the order of calls, the checks after every sync."""
+    """The parts that both engines share: which prompts an engine samples, the order of calls, the checks after every
+    sync."""
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, world: World, probe: Sequence[Sequence[int]]):
         """`probe`: a few prompts on which engine and trainer are compared after some syncs."""
@@ -189,12 +193,12 @@ class Engine:
         on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
         begun: Sequence[Response] = (), images: Sequence[Images | None] = (),
     ) -> list[Response]:
-        """One response per prompt (token ids), in order; a greedy one where the seed is None. All ranks of an engine
-        pass the same prompts and seeds.
+        """One response per prompt (token ids), in order; greedy if the seed is None. All ranks of an engine pass the
+        same prompts and seeds.
 
-        A prompt that follows an equal one is not computed again. `on_finish(i, response)` is called as response i ends.
-        Once `stop()` is true, responses may be unfinished. `begun`: what earlier calls returned, perhaps unfinished; it
-        is continued, with the tokens that it has as part of the prompt. `images`: of each prompt, if any has some.
+        A prompt equal to the one before it is not computed again. `on_finish(i, response)` is called when response i
+        ends. Once `stop()` is true, responses may be unfinished. `begun`: responses that earlier calls returned; an
+        unfinished one is continued, with its tokens as part of the prompt. `images`: of each prompt, if any has some.
         """
         self.begin(stop)
         responses = [*begun] or [Response([], [], "") for _ in prompts]
@@ -213,7 +217,8 @@ class Engine:
         return responses
 
     def begin(self, stop: Callable[[], bool]) -> None:
-        """Before requests are added. `stop`: see `generate`; what the engine's first rank says counts for all."""
+        """Call before requests are added. `stop`: see `generate`; the answer of the engine's first rank counts for all
+        ranks."""
         assert self.awake, "generate: the engine is asleep; call wake(policy) first"
         self.stop = lambda: self.from_first_rank(stop())
 
@@ -224,7 +229,7 @@ class Engine:
     def sleep(self) -> dict[str, float]:
         """Give memory back to the trainer until the next `wake`; the trainer's weights return from the host.
 
-        The first time, then every `probe_every` times, a few tokens are sampled before, which the trainer then scores.
+        On the first and every `probe_every`-th call, the engine first samples a few tokens and the trainer scores them.
         Raises RuntimeError if the two disagree (`max_probe_diff`)."""
         assert self.awake, "sleep: the engine is asleep already"
         start = time.perf_counter()
@@ -266,7 +271,7 @@ class Engine:
         return batch.to(self.world.device)
 
     def _check_probe(self, batch: Batch) -> dict[str, float]:
-        """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, of the worst rank."""
+        """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, on the worst rank."""
         logps = torch.stack([self._policy.score(batch, self.config.temperature), batch.rollout_logp])[:, batch.mask]
         differences = torch.stack([logps.exp(), logps]).diff(dim=1).abs().nan_to_num(nan=torch.inf)     # [2, 1, N]
         prob_diff, logp_diff = all_max(differences.mean(dim=(1, 2))).tolist()
@@ -274,8 +279,8 @@ class Engine:
         return {"sync/probe_prob_diff": prob_diff, "sync/probe_logp_diff": logp_diff}
 
     def check_sampled(self, model: PackedModel, meter: Meter) -> None:
-        """Before the policy's first update after `wake`: the probe's check on the step's tokens, as the meter has them
-        from `correction.measure`. If there are none, the next `sleep` has a probe."""
+        """Before the policy's first update after `wake`: check the step's tokens, which `correction.measure` has added
+        to the meter, as the probe is checked. If there are none, the next `sleep` has a probe."""
         if self.probe_every == 1 or model is not self._policy or model.version != self._version:
             return
         sums = [float(numbers["training/rollout_probs_diff_mean"]) for numbers in (meter.sums, meter.counts)]
@@ -286,10 +291,10 @@ class Engine:
             self._sleeps_to_probe = 0
 
     def _wake_weights(self) -> None:
-        """Give the weights their memory."""
+        """Allocate the memory of the weights."""
 
     def _wake_cache(self) -> None:
-        """Give the cache its memory, without what old weights computed."""
+        """Allocate the memory of the cache, without entries that old weights computed."""
 
     def _sleep(self) -> dict[str, float]:
         return {}
@@ -300,17 +305,18 @@ class Engine:
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
             images: Images | None = None) -> None:
-        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same in the same order."""
+        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same requests in the same
+        order."""
 
     def has_unfinished(self) -> bool:
         raise NotImplementedError
 
     def step(self) -> Iterator[tuple[int, Response]]:
-        """Sample at least one more token of a request; yield (request, response) of those that end."""
+        """Sample at least one more token of a request; yield (request, response) for each request that ends."""
 
     def from_first_rank(self, value: Any) -> Any:
-        """`value` of the engine's first rank, on all of its ranks."""
+        """`value` of the engine's first rank, returned on all of its ranks."""
         return value
 
     def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
-        """Give up requests; those that have ended are ignored. Returns (request, what was sampled of it)."""
+        """Abort requests; those that have ended are ignored. Returns (request, the tokens sampled for it)."""
