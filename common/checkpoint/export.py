@@ -1,4 +1,4 @@
-"""The policy of a run as a Hugging Face folder. tools/checkpoints.py makes one of a checkpoint."""
+"""The policy of a run as a Hugging Face folder. tools/checkpoints.py makes such a folder from a checkpoint."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from common.model.policy import Policy
 from common.parallel.ranks import World
 
 FILE_BYTES = 2**30
-"""A file of weights ends before it has more than this (but for one tensor): a rank holds one file in host memory."""
+"""Largest size of a file of weights (unless one tensor is larger): a rank holds one file in host memory."""
 
 
 def hf_files(
@@ -61,7 +61,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
-    """The model of config.json, without memory. None: its code comes with it."""
+    """The model of config.json, without memory. None: its code comes with the model's folder."""
     config = json.loads(files["config.json"])
     if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
@@ -87,9 +87,9 @@ def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]],
 
 def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],
                rank: int = 0, size: int = 1) -> None:
-    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old one
-    or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, and holds
-    one or two of them; the index comes last."""
+    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old
+    folder or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, and
+    holds one or two of them; the index is written last."""
     partial = out.with_name(f".{out.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
