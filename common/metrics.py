@@ -49,8 +49,7 @@ class Meter:
         self.min(f"{name}/min", values, mask)
 
     def derive(self, name: str, formula: Callable[..., float], *inputs: str) -> None:
-        """Adds `formula` of other metrics of this meter, computed once they are global. Inputs named `_...` are not
-        reported."""
+        """Adds `formula` of this meter's global metrics. Inputs named `_...` are not reported."""
         self.formulas[name] = formula, inputs
 
     def reduce(self) -> dict[str, float]:
@@ -82,7 +81,6 @@ def _where(mask: Tensor | None, values: Tensor, other: float) -> Tensor:
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """name/mean, name/max, name/min of numbers [N] that every rank has, ignoring NaN; an empty dict if there are
-    none."""
+    """name/mean, name/max, name/min of numbers [N] that every rank has, ignoring NaN; {} if there are none."""
     values = values[~values.isnan()].double()
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min") if len(values)}

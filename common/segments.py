@@ -65,8 +65,7 @@ def group_std(x: Tensor, group: Tensor) -> Tensor:
 
 
 def group_lead(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: the largest value of each group gets its lead over the second largest; all others get 0 (ties,
-    too)."""
+    """[S] -> [S]: each group's largest value gets its lead over the second largest; all others get 0 (ties, too)."""
     lead = torch.zeros_like(x)
     for number in group.unique():
         members = (group == number).nonzero()[:, 0]

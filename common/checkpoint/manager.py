@@ -54,11 +54,9 @@ class SaveConfig:
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"
-    """When to write the model as a Hugging Face folder, RUN_DIR/model (tools/checkpoints.py makes one from a
-    checkpoint)."""
+    """When to write RUN_DIR/model, a Hugging Face folder (tools/checkpoints.py makes one from a checkpoint)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of the weights in that folder. auto: the type of --policy.compute-dtype. float32: as they were
-    trained."""
+    """Data type of its weights. auto: the type of --policy.compute-dtype. float32: as they were trained."""
     resume: str = "auto"
     """auto: resume from the newest complete checkpoint of the run folder, if there is one. none: start anew. Else a run
     folder or a checkpoint to start from. none and a path need a run folder without checkpoints; a restart by torchrun
@@ -173,8 +171,7 @@ class Checkpoints:
         sys.exit(128 + number)
 
     def spread_checks(self, num_microbatches: int) -> Callable[[], None]:
-        """Returns the function to call after each micro-batch of a phase. It checks MAX_CHECKS times at most, evenly
-        spread."""
+        """Returns the function to call after each micro-batch of a phase. It checks at most MAX_CHECKS times."""
         number = itertools.count(1)
         every = math.ceil(num_microbatches / MAX_CHECKS)
         return lambda: self.check() if next(number) % every == 0 else None

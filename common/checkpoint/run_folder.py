@@ -1,5 +1,4 @@
-"""The run folder: it is one folder for all ranks, writable and used by one run at a time, and it may hold a finished
-run."""
+"""The run folder: one folder for all ranks, writable, used by one run at a time; its run may be finished."""
 
 import fcntl
 import os

@@ -30,8 +30,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float):
-        """`timeout_s`: seconds that a phase may take before every Python stack is printed and the process ends; 0: no
-        limit."""
+        """`timeout_s`: seconds a phase may take before all stacks are printed and the process ends; 0: no limit."""
         self.timeout_s = timeout_s
         self.signal = 0
         """The number of the first stop signal, 0: none yet."""

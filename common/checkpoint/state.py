@@ -98,8 +98,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """DCP's writer, which reports why the disk refused. torch.save replaces that error by `unexpected pos 704 vs
-    598`."""
+    """DCP's writer, which reports why the disk refused; torch.save says `unexpected pos 704 vs 598`."""
 
     def write_data(self, *args: Any) -> Any:
         try:

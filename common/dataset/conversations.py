@@ -90,8 +90,7 @@ def load_conversations(
 
 def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
            ) -> tuple[list[int], list[bool]]:
-    """Encodes each piece separately. The mask includes an answer's end token, but not the text that the template adds
-    after it."""
+    """Encodes each piece separately. The mask includes an answer's end token, not the template's text after it."""
     tokens, mask = [], []
     for text, is_answer in pieces:
         new = tokenizer(text, add_special_tokens=template is None and not is_answer)["input_ids"]

@@ -43,8 +43,7 @@ def decode(files: list[bytes]) -> list[Image.Image]:
 
 @cache
 def load_processor(model: str) -> tuple[ProcessorMixin, str]:
-    """The model's processor, and the text that represents an image in a prompt. Raises ValueError for a model that
-    reads no images."""
+    """The processor and the text of an image. Raises ValueError for a model that reads no images."""
     family = PretrainedConfig.get_config_dict(model)[0].get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"images is not empty, and {model} is a {family} model; {', '.join(FAMILIES)} read images")
@@ -73,8 +72,7 @@ def flatten_contents(row: dict[str, Any]) -> dict[str, Any]:
 
 def encode_prompt(text: str, files: list[Any], tokenizer: Any, add_special_tokens: bool) -> dict[str, list]:
     """`tokens` of a prompt as the model sees them; with images also `engine_tokens`, and `images` as bytes. `files`:
-    {bytes, path} or paths. Raises ValueError if an image cannot be read, or if their number differs from the number of
-    `<image>` in the text."""
+    {bytes, path} or paths. Raises ValueError for unreadable images, or if the text has another number of `<image>`."""
     if not files:
         return {"tokens": tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]}
     processor, marker = load_processor(tokenizer.name_or_path)

@@ -53,8 +53,7 @@ class Loaded:
                 f"{self.num_filtered} filtered (too long), {self.num_truncated} truncated, {len(self.bad_rows)} bad")
 
     def write_skipped(self, path: str | Path) -> None:
-        """Rank 0 writes one JSON line {file, row, rule} for every bad row that was left out; no file if there is
-        none."""
+        """Rank 0 writes one JSON line {file, row, rule} for every bad row left out; no file if there is none."""
         if self.bad_rows and not (dist.is_initialized() and dist.get_rank()):
             Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.bad_rows))
 
@@ -143,9 +142,8 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
 
 
 def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
-    """The rows that `store_rows` writes, mapped to memory: a row is read only when it is indexed. In a process group,
-    where all ranks must call this, the first rank on each node writes; the others wait and get the same rows or the
-    same error."""
+    """The rows that `store_rows` writes, mapped to memory: only indexing reads a row. In a process group, where all
+    ranks must call this, each node's first rank writes; the others wait and get the same rows or the same error."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     first = max(rank - int(os.environ.get("LOCAL_RANK", "0")), 0)  # torchrun: the ranks of a node are consecutive
     with tempfile.TemporaryDirectory("-prompts") as folder:  # it stays empty where another rank writes
@@ -167,10 +165,9 @@ def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
 def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: str, limit: int, schema: pa.Schema,
                columns: dict[str, str], encode: Callable[[dict[str, Any], Loaded], list[dict[str, Any]]],
                all_columns: bool = False) -> Loaded:
-    """Stream `files` into the Arrow file `path`: `encode` turns each row into what is stored, or None to leave it out.
-    Raises ValueError for a row that breaks a rule, unless such rows are skipped, and if no row is left. `limit`: the
-    longest length, and its `flag`; `columns`: the columns to read, our name -> the files' name; `all_columns`: the
-    others, too."""
+    """Stream `files` into the Arrow file `path`, each row as `encode` returns it (None: left out). Raises ValueError
+    for a row that breaks a rule, unless such rows are skipped, and if no row is left. `limit`: the longest length, and
+    its `flag`; `columns`: those to read, our name -> the files' name; `all_columns`: the others, too."""
     if limit < 1:
         raise ValueError(f"{flag} {limit} must be at least 1")
     columns = columns | {"images": "images", "videos": "videos"}

@@ -32,11 +32,10 @@ class SamplingConfig:
     max_response_length: int = 1024
     """Maximum number of tokens of a response."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities add up to this. Training below 1 needs an importance
+    """Sample from the smallest set of tokens whose probabilities add up to this. Below 1, training needs an importance
     weight (--correction.weights)."""
     top_k: int = 0
-    """Sample from the k most likely tokens; 0: from all. Training above 0 needs an importance weight
-    (--correction.weights)."""
+    """Sample from the k most likely tokens; 0: all. Above 0, training needs an importance weight."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -56,8 +55,7 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """top_k of validation."""
     in_flight: float = 1.0
     """Prompts in flight at once, as a multiple of --prompts-per-step (1 to 2). A step ends when --prompts-per-step
-    groups are complete; the others continue in the next step, after the weight sync. 1: a step waits for its longest
-    response."""
+    groups are complete; the others continue in the next step. 1: a step waits for its longest response."""
     max_staleness: int = 4
     """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
     it. 0: drop unfinished groups, which is oversampling and favours short responses."""
@@ -112,8 +110,7 @@ class Response:
     versions: list[int] = field(default_factory=list)
     """The step in which the policy sampled each token."""
     routing: Tensor | None = field(default=None, compare=False)
-    """The experts of all tokens but the last, with --policy.router-replay rollout: [prompt + response - 1, layers,
-    k]."""
+    """Experts of all tokens but the last (--policy.router-replay rollout): [prompt + response - 1, layers, k]."""
 
     @property
     def num_sampled(self) -> int:
@@ -132,15 +129,14 @@ class Response:
         return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
 
     def extend(self, part: "Response", finish_reason: str) -> None:
-        """Append the tokens that were sampled after these."""
+        """Append tokens that were sampled later."""
         self.tokens = self.tokens + part.tokens
         self.logp = self.logp + part.logp
         self.finish_reason, self.routing = finish_reason, part.routing
 
 
 class Engine:
-    """The parts that both engines share: which prompts an engine samples, the order of calls, the checks after every
-    sync."""
+    """The parts that both engines share: which prompts an engine samples, the order of calls, checks after a sync."""
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, world: World, probe: Sequence[Sequence[int]]):
         """`probe`: a few prompts on which engine and trainer are compared after some syncs."""
@@ -217,8 +213,7 @@ class Engine:
         return responses
 
     def begin(self, stop: Callable[[], bool]) -> None:
-        """Call before requests are added. `stop`: see `generate`; the answer of the engine's first rank counts for all
-        ranks."""
+        """Call before requests are added. `stop`: see `generate`; the first rank of an engine decides for all."""
         assert self.awake, "generate: the engine is asleep; call wake(policy) first"
         self.stop = lambda: self.from_first_rank(stop())
 
@@ -305,8 +300,7 @@ class Engine:
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
             images: Images | None = None) -> None:
-        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same requests in the same
-        order."""
+        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same, in order."""
 
     def has_unfinished(self) -> bool:
         raise NotImplementedError

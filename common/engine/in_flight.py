@@ -37,11 +37,9 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
                      state: dict[str, Any], sampler: PromptSampler, meter: Meter) -> PendingRollout:
     """Like `start_rollout`, but the groups returned may come from earlier steps; extra prompts are drawn from
     `sampler`. `seed`: the run's seed, the step's number, and perhaps more. A group is scored when it is complete.
-
     `state` holds the groups in flight between two rollouts, the oldest first, as plain JSON for checkpoints. They are
     distributed anew over the engines, whose number may change on resume. If --rollout.in-flight is lower after a
-    resume, groups without room are dropped. All ranks call this together.
-    """
+    resume, groups without room are dropped. All ranks call this together."""
     step = int(seed[1])
     num_wanted = len(engine.local_prompts(len(rows)))
     carried = state.get("in_flight", [])

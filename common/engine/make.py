@@ -98,8 +98,7 @@ def check_vllm(config: RolloutConfig) -> None:
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
                 **others: int) -> None:
-    """Refuse batch sizes that are below 1 or do not divide over engines (of `samplers`, or all ranks) and
-    mini-batches."""
+    """Refuse batch sizes below 1, or that do not divide over engines (of `samplers` or all ranks) and mini-batches."""
     world_size = others.get("samplers", int(os.environ.get("WORLD_SIZE", "1")))
     sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
              "minibatches_per_step": minibatches_per_step, **others}

@@ -42,8 +42,7 @@ class Bridge:
                 self.store.queue_push(self.outbox, data[start : start + PART])
 
     def has_message(self) -> bool:
-        """Whether a message has arrived. Samplers that sample learn from it that the trainers have ended: nobody will
-        use the responses."""
+        """Whether a message has arrived. While samplers sample, it means that the trainers have ended."""
         return self.store.queue_len(self.inbox) > 0
 
     def receive(self, on_wait: Callable[[], Any] = lambda: None) -> Any:

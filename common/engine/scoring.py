@@ -183,8 +183,7 @@ def responses_to_state(rollout: Rollout) -> list[list]:
 
 
 def responses_from_state(state: list[list], data: PromptSet, world: World) -> Rollout:
-    """The responses that `responses_to_state` stored, their groups distributed over the ranks in turn. All ranks call
-    this together."""
+    """The responses that `responses_to_state` stored, their groups distributed over the ranks. All ranks call it."""
     samples = [
         Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras)
         for index, group, row, response, score, extras in state

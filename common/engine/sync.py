@@ -9,8 +9,7 @@ BLOCK = 1 << 20
 EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
 Checksum = tuple[int, int]
-"""The checksum of a tensor, or of the parts of it that a rank holds: the sum that `checksum` describes, and the number
-of elements."""
+"""The checksum of a tensor, or of the parts that are held of it: see `checksum`; and the number of elements."""
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:

@@ -1,5 +1,4 @@
-"""The units that have their own reward and advantage: a response or, with --advantage-per-step, each turn of an
-episode."""
+"""Units with their own reward and advantage: responses or, with --advantage-per-step, turns of an episode."""
 
 import math
 from dataclasses import replace

@@ -214,10 +214,9 @@ def start_on_cpu() -> Iterator[None]:
     """While vLLM starts on CPUs: patches of vLLM 0.32.
 
     It packs the weights of linear layers for its kernels and would remove the originals. They stay beside the packed
-    copies, so that a sync can write and read them.
-
-    It names the shared memory of tensor-parallel ranks by rank number alone, so a second job on the machine, or
-    leftovers of a killed job, make the start fail. Without that memory the ranks use the process group."""
+    copies, so that a sync can write and read them. It names the shared memory of tensor-parallel ranks by rank number
+    alone, so a second job on the machine, or leftovers of a killed job, make the start fail. Without that memory the
+    ranks use the process group."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
 

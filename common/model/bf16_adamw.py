@@ -67,8 +67,7 @@ class BF16AdamW(torch.optim.AdamW):
 
 
 def update(pieces: dict[str, Tensor], step: int, group: dict[str, Any], random: torch.Generator) -> None:
-    """One step of parts [N, block] of a weight, its gradient and state. Float32 weights (a critic's head) stay
-    float32."""
+    """One step of parts [N, block] of a weight, its gradient and state. Float32 weights (a critic's head) stay so."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     weight, grad = pieces["weight"].float(), pieces["grad"].float()
     first = decode(pieces, "exp_avg").lerp(grad, 1 - beta1)

@@ -31,8 +31,7 @@ CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of archi
 SCORED = ("ForSequenceClassification",)
 NO_ADAPTERS = LoRAConfig()
 LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose Liger kernels tests/model/test_liger.py proves. Experts of mixtures keep transformers' grouped
-products."""
+"""Families whose kernels tests/model/test_liger.py proves. Experts of mixtures keep transformers' products."""
 LIGER_KERNELS = {"fused_linear_cross_entropy": False}
 """Liger changes the rotary embedding for all models of the family in this process."""
 READERS = 4
@@ -121,8 +120,7 @@ def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = Fal
 
 
 def load_reference(teacher: str, args: Any, models: dict[str, PackedModel], world: World) -> Policy | Reference:
-    """The teacher, or the model before training, frozen. It is one more of `models`, but with adapters a view of the
-    policy."""
+    """The teacher, or the model before training, frozen; with adapters a view of the policy. One more of `models`."""
     policy = models["policy"]
     if args.lora.rank and not teacher:
         return Reference(policy)
@@ -185,8 +183,7 @@ def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelC
 
 @torch.no_grad()
 def _read_in_turns(path: str, module: nn.Module, tensors: dict[str, Tensor | Experts], world: World) -> None:
-    """Fill the shards of a module from tensors by name, on READERS ranks of a machine at a time. Prints seconds and
-    bytes."""
+    """Fill the shards of a module by name, on READERS ranks of a machine at a time. Prints seconds and bytes."""
     own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
     for turn in range(int(all_max([own_turn])) + 1):
         for name, target in kept_tensors(module).items() if turn == own_turn else ():

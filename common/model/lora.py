@@ -24,8 +24,7 @@ class LoRAConfig:
     alpha: float = 32.0
     """The adapters' product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all linear layers of attention and
-    MLPs."""
+    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all in attention and MLPs."""
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:

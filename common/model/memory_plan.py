@@ -1,9 +1,8 @@
-"""How much GPU memory the trainer takes at most: arithmetic from the model's config and the flags. No weight is
-created.
+"""How much GPU memory the trainer takes at most: arithmetic from the model's config and the flags, without weights.
 
-It counts, on the fullest rank while gradients of earlier micro-batches are present: FSDP2's shards and the gathered
-weights of one block at a time; the activations that autograd keeps of blocks with gated MLPs or experts; the tiles of
-`linear_logp`. tests/cuda/test_memory_plan.py compares it with a simulation of the real step; tools/plan.py prints it.
+It counts, on the fullest rank with gradients present: FSDP2's shards and one gathered block; the activations that
+autograd keeps of blocks with gated MLPs or experts; the tiles of `linear_logp`. tests/cuda/test_memory_plan.py compares
+it with a simulation of the real step; tools/plan.py prints it.
 """
 
 from typing import Any
@@ -88,8 +87,7 @@ class Model:
         return kept + self.experts * (2 * size * hidden + 32)           # inputs and outputs of experts, their order
 
     def tiles(self, tokens: int) -> float:
-        """Largest size in bytes of the logits, their gradient and the head's gradient that `linear_logp` holds at a
-        time."""
+        """Most bytes that `linear_logp` holds at a time of the logits, their gradient and the head's gradient."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         rows, columns = tile_shape(*(torch.empty(n, hidden, device="meta") for n in (tokens, vocab)))
         logits, gradient = 4 * rows * min(columns, vocab), 4 * hidden * min(columns, vocab)
@@ -160,8 +158,7 @@ class MemoryPlan:
         self.keys += longest / args.rollout.max_response_length if policy.share_prompt else 0.0
 
     def resident(self) -> dict[str, float]:
-        """Memory that stays between the phases, by part. Offloaded moments are on the GPU for the optimizer step
-        alone."""
+        """Memory that stays between the phases, by part. Offloaded moments are there in the optimizer step alone."""
         trained = sum(model.trained_bytes for model in self.trained) / GIB
         moments = 0 if self.offload.optimizer else sum(model.moment_bytes for model in self.trained) / GIB
         below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
@@ -174,7 +171,7 @@ class MemoryPlan:
         return self.resident() | left
 
     def update(self, tokens: int) -> dict[str, float]:
-        """Memory of the update with micro-batches of this many tokens, by part: the fullest of all phases without the
+        """Memory of the update with micro-batches of this many tokens, by part: the fullest phase without the
         engine."""
         passes = [{"gradients": model.trained_bytes} | model.update(tokens, self.keys) for model in self.trained]
         if self.offload.optimizer:
@@ -194,8 +191,7 @@ class MemoryPlan:
         return max((tokens for tokens in sizes if self.update_gb(tokens) <= gpu_gb), default=0)
 
     def choose_budget(self, requested: int, device: torch.device) -> tuple[int, str]:
-        """Return the token budget of a micro-batch and its reason: `requested`, or the largest that fits if that is
-        0."""
+        """Return the token budget of a micro-batch and its reason; if `requested` is 0, the largest that fits."""
         if device.type == "cpu":
             tokens = requested or TOKENS_ON_CPU
             return tokens, f"micro-batches of {tokens:,} tokens (nothing is calculated for CPUs)"

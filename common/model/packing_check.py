@@ -44,8 +44,7 @@ def check_packing(score: Callable[[Batch], Tensor], path: str, hf_config: Pretra
 
 @contextmanager
 def explain_failure(path: str, hf_config: PretrainedConfig) -> Iterator[None]:
-    """Turn the exceptions that transformers raises if it cannot run a family on packed sequences into a clear
-    ValueError."""
+    """Turn transformers' exceptions for a family that cannot run on packed sequences into a clear ValueError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

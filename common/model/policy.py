@@ -21,25 +21,20 @@ from common.model.vision import hidden_with_images
 @dataclass
 class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of activations and matrix products. Logits are always float32; --optim.kind sets the type of
-    weights."""
+    """Data type of activations and matrix products. Logits are always float32; --optim.kind is for weights."""
     gradient_checkpointing: bool | None = None
-    """Recompute each layer in the backward pass: less memory for about a third more compute. None: on above 1B
-    weights."""
+    """Recompute each layer in the backward pass: less memory, about a third more compute. None: above 1B weights."""
     replicas: int = 1
-    """Copies of the models (HSDP): each copy is sharded over world size / replicas ranks, and weights travel only among
-    these."""
+    """Copies of the models (HSDP), each sharded over world size / replicas ranks; weights travel only among these."""
     liger: bool = True
-    """Use Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs, if liger-kernel supports the model
-    family."""
+    """Use Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs, for the families it supports."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens."""
     sequence_parallel: int = 1
     """Number of ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit
     on one GPU. Together they hold this many times the token budget."""
     expert_parallel: int = 1
-    """Number of ranks over which the experts of a mixture are divided: tokens travel between ranks instead of
-    weights."""
+    """Ranks over which the experts of a mixture are divided: tokens travel between ranks instead of weights."""
     router_replay: Literal["none", "old-logp", "rollout"] = "none"
     """Experts that a token uses in the update. old-logp: those chosen by the pass that scored the old log-probs, if
     there was one. rollout: those that the engine chose, also in the pass for the old log-probs."""
@@ -166,14 +161,13 @@ class Critic(PackedModel):
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a checkpoint holds (the expert biases of GLM-4.5); rotary frequencies, for one, are not."""
+    """Buffers that a checkpoint holds: the expert biases of GLM-4.5, for example, but not rotary frequencies."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def head_options(config: PretrainedConfig) -> dict[str, float]:
-    """A family's operations on its logits besides the matrix product (Gemma's soft-cap, Cohere's and Granite's
-    scale)."""
+    """What a family does to its logits after the matrix product (Gemma: soft-cap; Cohere, Granite: scale)."""
     fields = config.to_dict()
     options = {"softcap": fields.get("final_logit_softcapping"), "logit_scale": fields.get("logit_scale")}
     if "logits_scaling" in fields:

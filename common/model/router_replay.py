@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Router(TorchFunctionMode):
-    """Active while a router runs. The router's last top-k chooses the experts; earlier calls choose among groups of
-    experts."""
+    """Active while a router runs. Its last top-k chooses experts; earlier calls choose among groups of experts."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
