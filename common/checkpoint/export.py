@@ -32,10 +32,10 @@ FILE_BYTES = 2**30
 def hf_files(
     model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str
 ) -> dict[str, bytes]:
-    """All of a Hugging Face folder but the weights: config, generation config, tokenizer, chat template.
+    """All of a Hugging Face folder except the weights: config, generation config, tokenizer, chat template.
 
-    `model` is the folder or hub name that generation_config.json comes from; `dtype`, the one that the run computes in,
-    is what weights are exported in. The files are made once, in memory, because a tokenizer in use cannot be saved from
+    `model` is the folder or hub name that generation_config.json comes from; `dtype` is the run's compute dtype, in
+    which weights are exported. The files are made once, in memory, because a tokenizer in use cannot be saved from
     another thread.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -71,11 +71,11 @@ def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
 
 def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]], plan: dict[str, Tensor],
               ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under the names of published checkpoints, each as soon as its parts are there, as `plan` tells.
+    """The tensors under the names of published checkpoints, each as soon as its parts are there, as `plan` says.
 
-    transformers fuses the experts of a mixture when it loads one (and renames a few tensors of other families); the
-    function with which its own `save_pretrained` reverts that is used. A model whose code comes with it (None) names
-    its tensors itself."""
+    When transformers loads a mixture, it fuses the experts (and renames a few tensors of other families). This uses the
+    function with which its own `save_pretrained` reverts that. A model whose code comes with it (None) names its
+    tensors itself."""
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         waiting[name] = tensor
