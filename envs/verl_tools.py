@@ -2,10 +2,10 @@
 
     --rollout.episode envs/verl_tools.py --rollout.tool-parser hermes --train-data gsm8k_multiturn/train.parquet
 
-verl names the classes of tools in a YAML file; here the tools are the functions of TOOLS, and the users the functions of
-INTERACTIONS, under verl's names. A row that asks for another tool or user is an error. A tool gets the row's arguments
-`create_kwargs` and `execute_kwargs`; `calc_reward_kwargs` and `release_kwargs` must be empty. Without an interaction the
-last reply is scored by the reward function of the row's data_source, or by --reward.function.
+verl names the classes of tools in a YAML file; here the tools are the functions of TOOLS, and the users the functions
+of INTERACTIONS, under verl's names. A row that asks for another tool or user is an error. A tool gets the row's
+`create_kwargs` and `execute_kwargs`; `calc_reward_kwargs` and `release_kwargs` must be empty. Without an interaction
+the last reply is scored by the reward function of the row's data_source, or by --reward.function.
 """
 
 from collections.abc import Callable
