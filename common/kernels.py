@@ -124,7 +124,7 @@ def _slices(length: int, size: int):
 
 
 def _find(targets: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
-    """Which targets lie in this slice of the vocabulary, and in which of its columns (0 for the others)."""
+    """Which targets lie in this slice of the vocabulary, and their columns in it (0 for targets outside)."""
     here = (targets >= vocab.start) & (targets < vocab.stop)
     return here, torch.where(here, targets - vocab.start, 0)
 

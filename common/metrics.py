@@ -30,7 +30,7 @@ class Meter:
         self.formulas: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Mean over all values, of every rank, where `mask` is True."""
+        """Adds the mean over all values, of every rank, where `mask` is True."""
         self.sums[name] = self.sums[name] + _where(mask, values, 0.0).sum()
         self.counts[name] = self.counts[name] + (values.numel() if mask is None else mask.sum())
 
@@ -54,12 +54,12 @@ class Meter:
         self.min(f"{name}/min", values, mask)
 
     def derive(self, name: str, formula: Callable[..., float], *inputs: str) -> None:
-        """`formula` of other metrics of this meter, once they are global. Inputs named `_...` are not reported."""
+        """Adds `formula` of this meter's global metrics. Inputs named `_...` are not reported."""
         self.formulas[name] = formula, inputs
 
     def reduce(self) -> dict[str, float]:
-        """The step's numbers, the same on every rank: one sum and one maximum over the ranks. A mean or a maximum over
-        nothing is absent."""
+        """The step's numbers, the same on every rank: one sum and one maximum over the ranks. Metrics with no values
+        are left out."""
         names = sorted(self.sums)
         tops = sorted(self.maxima)
         columns = [float(numbers.get(name, 0.0)) for numbers in (self.sums, self.counts) for name in names]
@@ -80,13 +80,13 @@ class Meter:
 
 
 def _where(mask: Tensor | None, values: Tensor, other: float) -> Tensor:
-    """Float64 values, `other` where `mask` is False; with `values[mask]` the host would wait for a GPU."""
+    """Float64 values, `other` where `mask` is False. `values[mask]` would make the host wait for a GPU."""
     values = values.detach().double()
     return values if mask is None else torch.where(mask, values, other)
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """name/mean, name/max, name/min of numbers [N] that every rank has, NaN left out; nothing of no numbers."""
+    """name/mean, name/max, name/min of numbers [N] that every rank has, ignoring NaN; {} if there are none."""
     values = values[~values.isnan()].double()
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min") if len(values)}
 

@@ -1,4 +1,4 @@
-"""Plan a step: deal its responses to mini-batches, ranks, and micro-batches under a token budget."""
+"""Plan a step: assign its responses to mini-batches, ranks, and micro-batches under a token budget."""
 
 import heapq
 import math
@@ -24,7 +24,7 @@ def partition(costs: np.ndarray, bins: int) -> list[np.ndarray]:
 
 
 def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -> list[np.ndarray]:
-    """`count` micro-batches, the most expensive first and empty ones last; more if so few were not found to suffice.
+    """Returns `count` micro-batches, most expensive first, empty ones last; more if no packing into `count` was found.
 
     An item that is longer than `max_tokens` is alone in its micro-batch."""
     too_long = np.flatnonzero(lengths > max_tokens)
@@ -44,7 +44,7 @@ def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -
 
 @dataclass
 class Plan:
-    """Who trains on what, the same on every rank."""
+    """Which rank trains on which response; the plan is the same on every rank."""
 
     rank: np.ndarray                                # [S] int64, the rank that trains on each response; -1: none
     minibatches: list[list[list[np.ndarray]]]       # [mini-batch][micro-batch][rank] -> responses, int64; none: a dummy
@@ -55,17 +55,17 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
               seed: int, runs: np.ndarray | None = None, groups: np.ndarray | None = None,
               prompt_lengths: np.ndarray | None = None, responses: np.ndarray | None = None, group_size: int = 1,
               ) -> Plan:
-    """Deal a step's responses to mini-batches, ranks and micro-batches; depends on nothing but its arguments.
+    """Assign a step's responses to mini-batches, ranks and micro-batches; the result depends only on the arguments.
 
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one (the caller checks that they do
-    not). In each, cost is balanced over ranks, and all ranks get the same number of micro-batches, the fewest found
-    that keep to `max_tokens`. Only a sequence longer than that by itself exceeds it, alone in its micro-batch.
-    The i-th micro-batch of a rank is its i-th most expensive one, because all ranks wait for the slowest in each.
-    With `groups` and `prompt_lengths` [S], a group's responses stay together as far as they fit, and their prompt is
-    counted once (--policy.share-prompt). Responses where `runs` [S] is False keep their place in a mini-batch, but
-    no rank runs them (rank -1). With `responses` [N], everything that is [S] here is about sequences [N], and those of
-    one response are in the same mini-batch. `group_size` ranks that follow each other run a micro-batch together and
-    hold as many times `max_tokens`; each brings some of its responses (--policy.sequence-parallel)."""
+    not). In each, cost is balanced over ranks, and all ranks get the same number of micro-batches, the smallest number
+    found that keeps to `max_tokens`. Only a sequence that is longer than that exceeds it, alone in its micro-batch. The
+    i-th micro-batch of a rank is its i-th most expensive, because all ranks wait for the slowest rank. With `groups`
+    and `prompt_lengths` [S], a group's responses stay together if they fit, and their prompt is counted once
+    (--policy.share-prompt). Responses where `runs` [S] is False keep their place in a mini-batch, but no rank runs
+    them (rank -1). With `responses` [N], every [S] here is [N], one entry a sequence, and a response's sequences are in
+    the same mini-batch. `group_size` consecutive ranks run a micro-batch together, of `group_size` times `max_tokens`;
+    each brings some responses (--policy.sequence-parallel)."""
     max_tokens *= group_size
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
     responses = np.arange(len(lengths)) if responses is None else np.asarray(responses)
@@ -102,7 +102,7 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
 
 def _units(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray | None, prompt_lengths: np.ndarray | None,
            max_tokens: int) -> list[tuple[int, np.ndarray]]:
-    """The (tokens, responses) that stay together: each response by itself, or of a group as many as fit the budget."""
+    """The (tokens, responses) that stay together: single responses, or the responses of a group that fit together."""
     if groups is None:
         return [(int(lengths[i]), members[n : n + 1]) for n, i in enumerate(members)]
     units: list[tuple[int, list[int]]] = []

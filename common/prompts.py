@@ -14,7 +14,7 @@ import numpy as np
 @dataclass
 class TemplateConfig:
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that breaks a rule (wrong type, empty prompt, no ground truth): stop, or leave it out and count it."""
+    """A row that breaks a rule (wrong type, empty prompt, no ground truth): stop, or skip and count it."""
     template: Literal["chat", "plain"] = "chat"
     """plain: message contents joined by blank lines, without a chat template (base models)."""
     chat_template_file: str = ""
@@ -28,19 +28,19 @@ class DataConfig(TemplateConfig):
     max_prompt_length: int = 1024
     """Longest prompt, in tokens, chat template included."""
     on_long_prompt: Literal["filter", "error", "truncate-left"] = "filter"
-    """A longer prompt: leave it out, take it as a bad row (error), or cut tokens from its start."""
+    """What to do with a longer prompt: leave it out, treat it as a bad row (error), or cut tokens from its start."""
     prompt_column: str = "prompt"
     """Column with the prompt: a list of {role, content}, or a string (one user message)."""
     data_source_column: str = "data_source"
-    """Column with the name that picks the reward."""
+    """Column with the name that selects the reward."""
     reward_model_column: str = "reward_model"
-    """Column with {style, ground_truth}; ground_truth goes to the reward."""
+    """Column with {style, ground_truth}; the reward function gets ground_truth."""
     ground_truth_column: str = ""
     """Column whose value is the ground truth, for files without a reward_model column."""
     data_source: str = ""
-    """Name that picks the reward of all rows, for files without a data_source column."""
+    """Name that selects the reward of all rows, for files without a data_source column."""
     extra_info_column: str = "extra_info"
-    """Column (may be absent) that goes to the reward as it is."""
+    """Column (may be absent) that the reward function gets unchanged."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Prompt:
 
 
 def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
-    """The prompt of one row, still without its tokens. Raises ValueError with the rule that the row breaks."""
+    """The prompt of one row, before it is tokenised. Raises ValueError with the rule that the row breaks."""
     messages = parse_messages(row.get("prompt"), config.prompt_column)
     data_source = config.data_source or row.get("data_source")
     if not isinstance(data_source, str) or not data_source:
@@ -88,9 +88,9 @@ def parse_messages(prompt: Any, column: str) -> list[dict[str, str]]:
 
 
 class PromptSampler:
-    """Draws indices of prompts, shuffled anew in every epoch by (seed, epoch). The last incomplete batch of an epoch is
-    filled from the next one. (epoch, position) is the whole state, and all ranks draw the same. `data_hash` stands for
-    the prompts: with others, a resumed run would draw some twice in an epoch and some never."""
+    """Draws indices of prompts, shuffled anew in every epoch by (seed, epoch). The next epoch fills the last incomplete
+    batch of an epoch. (epoch, position) is the whole state, and all ranks draw the same indices. `data_hash` identifies
+    the prompts: with other prompts, a resumed run would draw some twice in an epoch and others never."""
 
     def __init__(self, num_prompts: int, data_hash: str, seed: int):
         self.num_prompts = num_prompts

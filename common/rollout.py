@@ -33,31 +33,31 @@ class Response:
     tokens: list[int]
     """What the engine sampled, including the stop token."""
     logp: list[float]
-    """The log-prob of each token under the distribution it was drawn from: after temperature, top_k, top_p."""
+    """The log-prob of each token under the distribution it was sampled from: after temperature, top_k, top_p."""
     finish_reason: str
-    """stop: it ended by itself. length: it was truncated at max_tokens. Empty: it has not ended."""
+    """stop: it ended with a stop token or text. length: it was truncated at max_tokens. Empty: it has not ended."""
 
     # of episodes alone
     mask: list[bool] | None = None
-    """False on tokens that users or tools wrote. None: the model sampled all."""
+    """False on tokens of users or tools. None: the model sampled all tokens."""
     prompt: list[int] | None = None
-    """The tokens before, where they are not those of the row's prompt."""
+    """The tokens before the response, if they are not the tokens of the row's prompt."""
     earlier: list["Response"] = field(default_factory=list)
-    """Sequences of the same episode that ended as its history was rewritten. They are trained like this one. Of an
-    episode that has not ended: the model's replies so far, each with the tokens between it and the one before it."""
+    """Further sequences of the same episode, whose history was rewritten; they are trained like this sequence. For an
+    episode that has not ended: the model's replies so far, each with the tokens between it and the previous reply."""
     num_turns: int = 1
     end_reason: str = ""
     """Why the episode ended: done (its function returned), length, turns, timeout or error."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation."""
     tools: dict[str, float] = field(default_factory=dict)
-    """Number of tool_calls, and of tool_errors among them, and tool_s, the seconds of the episode's own code."""
+    """Number of tool_calls and of tool_errors, and tool_s, the seconds that the episode's own code ran."""
 
     # of --rollout.in-flight alone
     versions: list[int] = field(default_factory=list)
-    """Of each token that the policy sampled, the step in which it did."""
+    """The step in which the policy sampled each token."""
     routing: Tensor | None = field(default=None, compare=False)
-    """With --policy.router-replay rollout, experts of all tokens but the last: [prompt + response - 1, layers, k]."""
+    """Experts of all tokens but the last (--policy.router-replay rollout): [prompt + response - 1, layers, k]."""
 
     @property
     def num_sampled(self) -> int:
@@ -76,7 +76,7 @@ class Response:
         return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
 
     def extend(self, part: "Response", finish_reason: str) -> None:
-        """Append what was sampled further."""
+        """Append tokens that were sampled later."""
         self.tokens = self.tokens + part.tokens
         self.logp = self.logp + part.logp
         self.finish_reason, self.routing = finish_reason, part.routing

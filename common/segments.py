@@ -43,29 +43,29 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def group_sum(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: for each response the sum over its group; NaN is left out."""
+    """[S] -> [S]: for each response the sum over its group; ignores NaN."""
     sums = x.new_zeros(_num_groups(group)).index_add(0, group, x.nan_to_num())
     return sums[group]
 
 
 def group_count(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: for each response how many of its group are not NaN."""
+    """[S] -> [S]: for each response the number of values in its group that are not NaN."""
     return group_sum((~x.isnan()).to(x.dtype), group)
 
 
 def group_mean(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: for each response the mean over its group; NaN is left out, and is the mean of nothing."""
+    """[S] -> [S]: for each response the mean over its group; ignores NaN, and is NaN for a group without values."""
     return group_sum(x, group) / group_count(x, group)
 
 
 def group_std(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: for each response the unbiased standard deviation of its group; NaN is left out, 0 of one value."""
+    """[S] -> [S]: for each response the unbiased standard deviation of its group; ignores NaN; 0 for a group of one."""
     squares = group_sum((x - group_mean(x, group)).square(), group)
     return (squares / (group_count(x, group) - 1).clamp(min=1)).sqrt()
 
 
 def group_lead(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: the largest value of each group gets its lead over the second largest, all others 0 (ties, too)."""
+    """[S] -> [S]: each group's largest value gets its lead over the second largest; all others get 0 (ties, too)."""
     lead = torch.zeros_like(x)
     for number in group.unique():
         members = (group == number).nonzero()[:, 0]
@@ -76,7 +76,7 @@ def group_lead(x: Tensor, group: Tensor) -> Tensor:
 
 
 def is_constant(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S] bool: no two values of the response's group differ. NaN is left out."""
+    """[S] -> [S] bool: True if all values of the response's group are equal. Ignores NaN."""
     low = x.new_full((_num_groups(group),), torch.inf).scatter_reduce(0, group, x.nan_to_num(nan=torch.inf), "amin")
     high = x.new_full((_num_groups(group),), -torch.inf).scatter_reduce(0, group, x.nan_to_num(nan=-torch.inf), "amax")
     return (high <= low)[group]

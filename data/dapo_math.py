@@ -13,7 +13,7 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
 def rows(source_rows: Iterable[dict]) -> Iterator[dict]:
-    """verl's rows -> the same without further columns and without repetitions."""
+    """verl's rows -> the same rows without further columns and without repetitions."""
     for row in distinct(source_rows, key=lambda row: row["prompt"][-1]["content"]):
         yield {name: row[name] for name in COLUMNS}
 

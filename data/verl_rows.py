@@ -1,7 +1,7 @@
-"""What the scripts of this folder share: a row in verl's columns, downloads from the Hugging Face hub, writing parquet.
+"""Shared parts of this folder's scripts: a row in verl's columns, downloads from the Hugging Face hub, writing parquet.
 
 `python data/NAME.py` puts this folder first on sys.path. So no file here may have the name of a module that something
-imports: it would be imported instead (hendrycks_math.py and not math.py; apps.py and not code.py).
+imports: the file would be imported instead (hendrycks_math.py and not math.py; apps.py and not code.py).
 """
 
 import argparse
@@ -54,7 +54,7 @@ def download(source: str, *config: str, split: str, json_lines: str = "") -> Ite
 
 
 def distinct(rows: Iterable[dict], key: Callable[[dict], Any]) -> Iterable[dict]:
-    """Leave out rows whose key was there before, and say how many."""
+    """Leave out rows whose key has occurred before, and print how many."""
     seen, num_repeated = set(), 0
     for row in rows:
         if key(row) in seen:
@@ -67,8 +67,8 @@ def distinct(rows: Iterable[dict], key: Callable[[dict], Any]) -> Iterable[dict]
 
 
 def write(rows: Iterable[dict], path: Path) -> None:
-    """Write in one rename, so that a file that exists is whole; leave a file alone that already has these bytes. The
-    first 1,024 rows decide the types of the columns."""
+    """Write in one rename, so that an existing file is always complete. A file that already has these bytes is not
+    touched. The first 1,024 rows decide the types of the columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     rows, writer, num_rows = iter(rows), None, 0
@@ -101,7 +101,7 @@ def parser(doc: str, out: str, source: str = "") -> argparse.ArgumentParser:
 
 
 def run(main: Callable[[], None]) -> None:
-    """main(), with a ValueError as a message for people."""
+    """Calls main() and prints a ValueError as a one-line message."""
     try:
         main()
     except ValueError as error:

@@ -40,7 +40,7 @@ def make_problem(rng: random.Random) -> tuple[str, str, int]:
 
 def make_rows(num_train: int, num_test: int, seed: int) -> dict[str, list[dict]]:
     """Rows of both splits. All questions are different, so the splits are disjoint; a solved example is never the
-    question of any row of either split. `solved` of a row is its row with answers."""
+    question of any row of either split. A row's `solved` is the row with answers."""
     rng, mistakes = random.Random(seed), random.Random(seed)
     problems: dict[str, tuple[str, int]] = {}
     while len(problems) < num_train + num_test:

@@ -28,7 +28,7 @@ async def episode(chat, row):
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / and brackets; or what is wrong with it."""
+    """The value of an expression of numbers, + - * / and brackets; or a message about its error."""
     if len(expression) > MAX_LENGTH:
         return f"Error: the expression has {len(expression)} characters, at most {MAX_LENGTH}."
     try:
@@ -43,7 +43,7 @@ def calculate(expression: str) -> str:
 
 
 def value_of(node: ast.expr) -> int | float:
-    """Nothing is evaluated but numbers and the four operators."""
+    """Evaluates only numbers and the four operators."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

@@ -20,8 +20,8 @@ SANDBOX = find_sandbox("envs/code_feedback.py")
 
 
 async def episode(chat, row):
-    """The reward is the share of tests that the last program passes, as rewards/code.py counts it; that of a turn, for
-    --advantage-per-step, the share that its own program passes."""
+    """The reward is the share of tests that the last program passes, as rewards/code.py counts it. A turn's reward, for
+    `grpo_variants.py --advantage-per-step`, is the share of tests that the turn's program passes."""
     cases = cases_of(row["reward_model"]["ground_truth"])
     text = await chat.reply()
     turn_scores = []
@@ -37,7 +37,7 @@ async def episode(chat, row):
 
 
 def run_tests(program: str, cases: list[tuple], total_s: float) -> list[str]:
-    """What became of each test, "passed" or what went wrong; nothing after a test that took too long."""
+    """The result of each test, "passed" or an error; nothing after a test that took too long."""
     end = time.monotonic() + total_s
     verdicts = []
     for case in cases:

@@ -9,8 +9,8 @@ import re
 
 
 async def episode(chat, row):
-    """The reward is 1 if the number is found in the turns that there are; that of a turn, for --advantage-per-step, is
-    1 for a guess that the answers so far allow."""
+    """The reward is 1 if the number is found within the turns. A turn's reward, for `grpo_variants.py
+    --advantage-per-step`, is 1 for a guess that agrees with the answers so far."""
     secret = row["extra_info"]["secret"]
     low, high = -math.inf, math.inf
     turn_scores = []

@@ -19,7 +19,7 @@ ACTIONS = {
 
 
 async def play(chat, game, seed: int) -> float:
-    """The sum of the rewards of a game that is told and answered in text."""
+    """The sum of the rewards of a game that is played in text."""
     observation, _ = game.reset(seed=seed)
     total, is_over = 0.0, False
     while not is_over and (text := await chat.reply({"role": "user", "content": observation})) is not None:
@@ -48,11 +48,11 @@ class Words(gymnasium.Wrapper):
         return self.look(), *rest
 
     def look(self) -> str:
-        """The picture; a colour, which marks a place, is written as brackets."""
+        """The picture as text; brackets replace the colour that marks a place."""
         return re.sub(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", r"[\1]", self.env.render()).strip()
 
 
 async def episode(chat, row):
-    """The reward is the game's."""
+    """The reward is the sum of the game's rewards."""
     game = row["extra_info"]
     return await play(chat, Words(game["game"], **json.loads(game["options"])), game["seed"])

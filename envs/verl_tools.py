@@ -2,10 +2,10 @@
 
     --rollout.episode envs/verl_tools.py --rollout.tool-parser hermes --train-data gsm8k_multiturn/train.parquet
 
-verl names the classes of tools in a YAML file; here the tools are the functions of TOOLS, and the users those of
-INTERACTIONS, under verl's names. A row that asks for another one is an error. Of a tool's arguments in the row those of
-`create_kwargs` and `execute_kwargs` are used; `calc_reward_kwargs` and `release_kwargs` must be empty. Without an
-interaction the last reply is scored by the reward function of the row's data_source, or by --reward.function.
+verl names the classes of tools in a YAML file; here the tools are the functions of TOOLS, and the users the functions
+of INTERACTIONS, under verl's names. A row that asks for another tool or user is an error. A tool gets the row's
+`create_kwargs` and `execute_kwargs`; `calc_reward_kwargs` and `release_kwargs` must be empty. Without an interaction
+the last reply is scored by the reward function of the row's data_source, or by --reward.function.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ async def episode(chat, row):
 
 
 def without_nulls(kwargs: dict | None) -> dict:
-    """In parquet all rows have the keys of all rows; those of other rows are null."""
+    """In parquet every row has the keys of all rows; keys of other rows are null."""
     return {key: value for key, value in (kwargs or {}).items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The policy of a run as a Hugging Face folder. tools/checkpoints.py makes one of a checkpoint."""
+"""The policy of a run as a Hugging Face folder. tools/checkpoints.py makes such a folder from a checkpoint."""
 
 import json
 import shutil
@@ -26,16 +26,16 @@ from common.model.policy import Policy
 from common.parallel.ranks import World
 
 FILE_BYTES = 2**30
-"""A file of weights ends before it has more than this (but for one tensor): a rank holds one file in host memory."""
+"""Largest size of a file of weights (unless one tensor is larger): a rank holds one file in host memory."""
 
 
 def hf_files(
     model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str
 ) -> dict[str, bytes]:
-    """All of a Hugging Face folder but the weights: config, generation config, tokenizer, chat template.
+    """All of a Hugging Face folder except the weights: config, generation config, tokenizer, chat template.
 
-    `model` is the folder or hub name that generation_config.json comes from; `dtype`, the one that the run computes in,
-    is what weights are exported in. The files are made once, in memory, because a tokenizer in use cannot be saved from
+    `model` is the folder or hub name that generation_config.json comes from; `dtype` is the run's compute dtype, in
+    which weights are exported. The files are made once, in memory, because a tokenizer in use cannot be saved from
     another thread.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -61,7 +61,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
-    """The model of config.json, without memory. None: its code comes with it."""
+    """The model of config.json, without memory. None: its code comes with the model's folder."""
     config = json.loads(files["config.json"])
     if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
@@ -71,11 +71,11 @@ def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
 
 def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]], plan: dict[str, Tensor],
               ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under the names of published checkpoints, each as soon as its parts are there, as `plan` tells.
+    """The tensors under the names of published checkpoints, each as soon as its parts are there, as `plan` says.
 
-    transformers fuses the experts of a mixture when it loads one (and renames a few tensors of other families); the
-    function with which its own `save_pretrained` reverts that is used. A model whose code comes with it (None) names
-    its tensors itself."""
+    When transformers loads a mixture, it fuses the experts (and renames a few tensors of other families). This uses the
+    function with which its own `save_pretrained` reverts that. A model whose code comes with it (None) names its
+    tensors itself."""
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         waiting[name] = tensor
@@ -87,9 +87,9 @@ def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]],
 
 def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],
                rank: int = 0, size: int = 1) -> None:
-    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old one
-    or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, and holds
-    one or two of them; the index comes last."""
+    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old
+    folder or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, and
+    holds one or two of them; the index is written last."""
     partial = out.with_name(f".{out.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)

@@ -28,8 +28,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """What is wrong with a checkpoint: its manifest, or files whose content is not what was written. Each of `size`
-    ranks reads its share of them."""
+    """What is wrong with a checkpoint: its manifest, or files whose content differs from what was written. Each of
+    `size` ranks reads its share of the files."""
     manifest = read_manifest(folder)
     if not manifest:
         return [f"{MANIFEST} is missing or damaged"]
@@ -41,8 +41,8 @@ def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
 
 
 def complete_checkpoints(path: str | Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first, or the one that `path` is. A manifest, which is written last,
-    makes them complete. They are found by scanning; no file names the newest."""
+    """All complete checkpoints of a run, oldest first; if `path` is a checkpoint, only that. A checkpoint is complete
+    if it has a manifest, which is written last. They are found by scanning; no file names the newest."""
     path = Path(path).resolve()
     return [folder for folder in (path, *sorted(path.glob("checkpoints/step_*"))) if read_manifest(folder)]
 

@@ -49,30 +49,30 @@ MAY_CHANGE = re.compile(
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
 MAX_CHECKS = 16
-"""Of a phase: a check is a collective, whose time grows with the number of ranks."""
+"""Most safe points of a phase: a check is a collective, whose time grows with the number of ranks."""
 
 
 @dataclass
 class SaveConfig:
     every: int = 20
-    """Steps between checkpoints; the last step is saved in any case. 0: only that."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last step."""
     keep: int = 2
-    """Newest checkpoints that stay on disk."""
+    """Number of newest checkpoints that stay on disk."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"
-    """Write the model as a Hugging Face folder, RUN_DIR/model, at the end (tools/checkpoints.py: of a checkpoint)."""
+    """When to write RUN_DIR/model, a Hugging Face folder (tools/checkpoints.py makes one from a checkpoint)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of the weights in it. auto: that of --policy.compute-dtype. float32: as they were trained."""
+    """Data type of its weights. auto: the type of --policy.compute-dtype. float32: as they were trained."""
     resume: str = "auto"
-    """auto: from the newest complete checkpoint of the run folder, if there is one. none: from the start. Else a run
-    folder or a checkpoint. none and a path need a run folder without checkpoints; a restart by torchrun or Slurm
-    continues the run folder in any case."""
+    """auto: resume from the newest complete checkpoint of the run folder, if there is one. none: start anew. Else a run
+    folder or a checkpoint to start from. none and a path need a run folder without checkpoints; a restart by torchrun
+    or Slurm continues the run folder in any case."""
     allow_changes: bool = False
-    """Continue a run although flags that its results depend on are not those of its last start."""
+    """Continue a run although flags that change its results differ from those of its last start."""
     timeout_s: float = 3600.0
     """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
-    end. 0: any."""
+    end. 0: no limit."""
 
     def __post_init__(self):
         if self.every < 0 or self.keep < 1 or self.timeout_s < 0:
@@ -86,9 +86,9 @@ class Checkpoints:
     """The checkpoints of one run: `resume` at its start, `check` at safe points, `after_step`, `wait`. All ranks call
     the same methods in the same order.
 
-    A stop signal takes effect in `check`. Before the first optimizer step of a training step, that step is abandoned
-    and the state after the last finished one is what is saved; after it, `check` lets the step finish. So what is saved
-    is always the state between two steps, and resuming is exact.
+    A stop signal takes effect in `check`. Before the first optimizer step of a training step, `check` abandons that
+    step and saves the state after the last finished step. After the first optimizer step, `check` lets the training
+    step finish. So the saved state is always the state between two steps, and resuming is exact.
     """
 
     def __init__(self, args: Any, world: World, parts: Parts, files: dict[str, bytes], watchdog: Watchdog):
@@ -122,7 +122,7 @@ class Checkpoints:
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
-        saved with it, {} for a run that starts. Raises ValueError where a checkpoint does not fit."""
+        saved with it, {} for a new run. Raises ValueError if a checkpoint does not fit."""
         folder = self._choose()
         if folder is None:
             return {}
@@ -154,8 +154,8 @@ class Checkpoints:
         return json.loads(json.dumps(self.state))
 
     def after_step(self, state: dict[str, Any]) -> None:
-        """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, plain JSON
-        with "step" and "total_steps". Saves when it is time to, obeys signals."""
+        """Call when a step is finished and its metrics are logged. `state`: what the script needs to continue after it,
+        plain JSON with "step" and "total_steps". Saves when a save is due, obeys signals."""
         self.state = json.loads(json.dumps(state))
         self.dirty = False
         self.timer = Timer(self.watchdog.phase)
@@ -165,8 +165,8 @@ class Checkpoints:
         self.check()
 
     def check(self) -> None:
-        """A safe point: if a signal has reached any rank, and no optimizer step would be lost, all save and raise
-        SystemExit. The engine and the process group are the caller's to close."""
+        """A safe point: if a signal has reached any rank, and no optimizer step would be lost, all ranks save and raise
+        SystemExit. The caller closes the engine and the process group."""
         number = 0 if self.dirty else int(all_max([self.watchdog.signal]))
         if not number:
             return
@@ -178,13 +178,13 @@ class Checkpoints:
         sys.exit(128 + number)
 
     def spread_checks(self, num_microbatches: int) -> Callable[[], None]:
-        """What to call after each micro-batch of a phase. It checks MAX_CHECKS times at most, evenly spread."""
+        """Returns the function to call after each micro-batch of a phase. It checks at most MAX_CHECKS times."""
         number = itertools.count(1)
         every = math.ceil(num_microbatches / MAX_CHECKS)
         return lambda: self.check() if next(number) % every == 0 else None
 
     def stopping(self) -> bool:
-        """Whether this rank got a signal, so that what it samples now will not be used. The engine calls this often."""
+        """Whether this rank got a signal, so that its running samples will not be used. The engine calls this often."""
         return bool(self.watchdog.signal) and not self.dirty
 
     def wait(self) -> None:
@@ -250,7 +250,7 @@ class Checkpoints:
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))
 
     def _choose(self) -> Path | None:
-        """The checkpoint to start from, every file of it read and compared; None for a new run."""
+        """The checkpoint to start from, after every file of it was read and compared; None for a new run."""
         for folder in on_main(self.world, self._candidates):
             damage = all_gather_objects(check_files(folder, self.world.rank, self.world.size))
             what = "; ".join(sorted(set().union(*damage)))
@@ -264,7 +264,7 @@ class Checkpoints:
         return None
 
     def _candidates(self) -> list[Path]:
-        """The checkpoints to start from, the first of them that is undamaged."""
+        """The checkpoints to start from, in the order in which to try them."""
         own = sorted(self.root.glob("step_*"), reverse=True)
         how = self.config.resume
         counts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}

@@ -1,4 +1,4 @@
-"""The run folder as such: one folder for all ranks, writable, used by one run at a time, perhaps of a finished run."""
+"""The run folder: one folder for all ranks, writable, used by one run at a time; its run may be finished."""
 
 import fcntl
 import os
@@ -54,8 +54,8 @@ def lock(run_dir: str) -> str:
 
 
 def finished(args: Any) -> str:
-    """What to say of a run that has reached its end in this folder and has nothing left to do, before anything heavy
-    starts or is written; empty for any other. A run's end leaves its flags in RUN_DIR/finished."""
+    """The message for a run that has reached its end in this folder and has nothing left to do, before anything heavy
+    starts or is written; empty for any other run. A run's end leaves its flags in RUN_DIR/finished."""
     changed = differences(read_manifest(Path(args.run_dir) / FINISHED), flags_of(args))
     if any(text.startswith("--total-") for text in changed):
         return ""

@@ -1,4 +1,4 @@
-"""What ends a run from outside: signals that ask it to stop, phases that hang, a launcher or a peer that is gone.
+"""What ends a run from outside: signals that ask it to stop, phases that hang, a launcher or another rank that is gone.
 
 Exit codes: 128 + signal number after a stop that saved (SIGINT 130, SIGUSR1 138, SIGTERM 143); 124 when a phase took
 longer than `--save.timeout-s`; 1 when torchrun or another rank of this machine is gone. torchrun's own code is 1 in all
@@ -30,7 +30,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float):
-        """`timeout_s`: what a phase may take before every Python stack is printed and the process ends; 0: no limit."""
+        """`timeout_s`: seconds a phase may take before all stacks are printed and the process ends; 0: no limit."""
         self.timeout_s = timeout_s
         self.signal = 0
         """The number of the first stop signal, 0: none yet."""
@@ -45,7 +45,7 @@ class Watchdog:
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        """A phase begins, and with it its seconds; `name` is what a report of a hang says."""
+        """Begin a phase and its time limit; a report of a hang prints `name`."""
         self.current = [name, 0.0]
 
     def _run(self, pipe: int) -> None:

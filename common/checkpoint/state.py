@@ -37,8 +37,8 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
 
 
 def load_parts(parts: Parts, folder: Path) -> None:
-    """Fills all parts from a checkpoint of any number of ranks. Each optimizer first makes the state that is filled, in
-    a step on gradients of zero; its weight decay changes weights, which the checkpoint fills too."""
+    """Fills all parts from a checkpoint of any number of ranks. Each optimizer first takes a step on zero gradients,
+    which creates its state; this step's weight decay changes weights, but the checkpoint overwrites them."""
     reader = Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     with_state = {name.rpartition(".")[0] for name in stored}
@@ -72,7 +72,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """DCP's index of tensors is a pickle: it may make DCP's own records and nothing else."""
+    """DCP's index of tensors is a pickle. Only DCP's own records may be unpickled from it."""
 
     def find_class(self, module: str, name: str) -> Any:
         records = ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -98,7 +98,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """DCP's writer, which says why the disk refused. torch.save replaces that error by `unexpected pos 704 vs 598`."""
+    """DCP's writer, which reports why the disk refused; torch.save says `unexpected pos 704 vs 598`."""
 
     def write_data(self, *args: Any) -> Any:
         try:

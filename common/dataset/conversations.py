@@ -1,6 +1,5 @@
-"""Conversations to tokens, and a mask that is True on what the assistant wrote: the rows of sft.py and dpo.py. The
-scripts say what a row's conversations are, and what of their text is trained on; here it is encoded, stored and packed.
-"""
+"""Conversations to tokens, with a mask that is True on the assistant's text: the rows of sft.py and dpo.py. The scripts
+define a row's conversations and which text is trained on; this module encodes, stores and packs them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ class ConversationConfig(TemplateConfig):
     max_length: int = 2048
     """Longest sequence, in tokens, chat template included."""
     on_long_row: Literal["filter", "truncate"] = "filter"
-    """A row with a longer sequence: leave it out, or cut tokens from the sequence's end."""
+    """What to do with a row with a longer sequence: leave it out, or cut tokens from the sequence's end."""
 
 
 def check_supervised(args: Any) -> None:
@@ -66,8 +65,8 @@ class ConversationSet:
         return (np.array(rows)[:, None] * self.per_row + np.arange(self.per_row)).flatten()
 
     def minibatch(self, rows: Sequence[int], hf_config: PretrainedConfig, world: World, max_tokens: int) -> Minibatch:
-        """This rank's share of these rows, packed. Nothing travels: every rank has the files. `Batch.index` is the
-        place in `sequences(rows)`."""
+        """This rank's share of these rows, packed. No data travels between ranks: every rank has the files.
+        `Batch.index` is the place in `sequences(rows)`."""
         numbers = self.sequences(rows)
         lengths = self.lengths[numbers]
         costs = sequence_cost(lengths, hf_config)
@@ -105,7 +104,7 @@ def load_conversations(
 
 def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
            ) -> tuple[list[int], list[bool]]:
-    """Each piece by itself. Of an answer its end token is in the mask, what the template adds after it is not."""
+    """Encodes each piece separately. The mask includes an answer's end token, not the template's text after it."""
     tokens, mask = [], []
     for text, is_answer in pieces:
         new = tokenizer(text, add_special_tokens=template is None and not is_answer)["input_ids"]

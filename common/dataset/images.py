@@ -30,7 +30,7 @@ class Images:
     model: str  # the folder or hub name that the processor comes from
 
     def pixels(self) -> dict[str, Tensor]:
-        """What the model takes besides tokens."""
+        """The model's inputs besides tokens."""
         processor, _ = load_processor(self.model)
         text = processor.image_token * len(self.files)
         made = processor(text=[text], images=decode(self.files), return_tensors="pt")
@@ -43,7 +43,7 @@ def decode(files: list[bytes]) -> list[Image.Image]:
 
 @cache
 def load_processor(model: str) -> tuple[ProcessorMixin, str]:
-    """And what stands for an image in a prompt. Raises ValueError for a model that reads no images."""
+    """The processor and the text of an image. Raises ValueError for a model that reads no images."""
     family = PretrainedConfig.get_config_dict(model)[0].get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"images is not empty, and {model} is a {family} model; {', '.join(FAMILIES)} read images")
@@ -51,8 +51,8 @@ def load_processor(model: str) -> tuple[ProcessorMixin, str]:
 
 
 def flatten_contents(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, with text as the content of all messages: a list of parts becomes its texts, with `<image>` where an
-    image belongs. Images that stand in such lists are the row's `images`. Raises ValueError for other parts."""
+    """The row, with text as the content of all messages: a list of parts becomes its texts, with `<image>` at each
+    image's place. Images in such lists become the row's `images`. Raises ValueError for other parts."""
     inside = []
     for message in chain(*(value for value in row.values() if isinstance(value, list))):
         if isinstance(message, dict) and isinstance(message.get("content"), list):
@@ -72,7 +72,7 @@ def flatten_contents(row: dict[str, Any]) -> dict[str, Any]:
 
 def encode_prompt(text: str, files: list[Any], tokenizer: Any, add_special_tokens: bool) -> dict[str, list]:
     """`tokens` of a prompt as the model sees them; with images also `engine_tokens`, and `images` as bytes. `files`:
-    {bytes, path} or paths. Raises ValueError if they cannot be read, or are not as many as the text's `<image>`."""
+    {bytes, path} or paths. Raises ValueError for unreadable images, or if the text has another number of `<image>`."""
     if not files:
         return {"tokens": tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]}
     processor, marker = load_processor(tokenizer.name_or_path)

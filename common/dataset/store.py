@@ -1,7 +1,7 @@
 """Reads the rows of data files and keeps them, checked and tokenised, in an Arrow file that a node's ranks share.
 
 A data set may be larger than memory: one process a node streams it once and appends token ids and rows (as JSON) to the
-file, and a row is read from there when it is indexed. The file's name is removed as soon as all ranks have it open.
+file. Indexing reads a row from the file. The file's name is removed as soon as all ranks have it open.
 """
 
 import glob
@@ -53,7 +53,7 @@ class Loaded:
                 f"{self.num_filtered} filtered (too long), {self.num_truncated} truncated, {len(self.bad_rows)} bad")
 
     def write_skipped(self, path: str | Path) -> None:
-        """One JSON line {file, row, rule} for every bad row that was left out, by rank 0; no file if there is none."""
+        """Rank 0 writes one JSON line {file, row, rule} for every bad row left out; no file if there is none."""
         if self.bad_rows and not (dist.is_initialized() and dist.get_rank()):
             Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.bad_rows))
 
@@ -84,8 +84,8 @@ class PromptSet(Sequence):
 
 
 def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | None:
-    """What `apply_chat_template` gets besides the messages; None for --data.template plain. Raises ValueError for
-    arguments that are no JSON object, a template file that is not there, and a tokenizer without a template."""
+    """The arguments of `apply_chat_template` besides the messages; None for --data.template plain. Raises ValueError
+    for arguments that are no JSON object, a missing template file, and a tokenizer without a template."""
     if config.template == "plain":
         return None
     arguments = json_object("--data.chat-template-kwargs", config.chat_template_kwargs)
@@ -112,8 +112,8 @@ def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] |
 
 def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_columns: bool = False) -> PromptSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). Raises ValueError, naming file, row,
-    rule and flag, for what cannot be read, bad rows (unless skipped), and when nothing is left. `all_columns`: keep
-    also those that have no meaning here, in `Prompt.row`."""
+    rule and flag, for files that cannot be read, for bad rows (unless skipped), and if no row is left. `all_columns`:
+    keep columns without a meaning here, too, in `Prompt.row`."""
     template = template_arguments(tokenizer, config)
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
@@ -142,8 +142,8 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
 
 
 def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
-    """What `store_rows` writes, mapped to memory: what is not indexed is not read. In a process group, where all ranks
-    must call this, the first one on each node writes, the others wait and get the same rows or the same error."""
+    """The rows that `store_rows` writes, mapped to memory: only indexing reads a row. In a process group, where all
+    ranks must call this, each node's first rank writes; the others wait and get the same rows or the same error."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     first = max(rank - int(os.environ.get("LOCAL_RANK", "0")), 0)  # torchrun: the ranks of a node are consecutive
     with tempfile.TemporaryDirectory("-prompts") as folder:  # it stays empty where another rank writes
@@ -165,9 +165,9 @@ def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
 def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: str, limit: int, schema: pa.Schema,
                columns: dict[str, str], encode: Callable[[dict[str, Any], Loaded], list[dict[str, Any]]],
                all_columns: bool = False) -> Loaded:
-    """Stream `files` into the Arrow file `path`: of each row what `encode` makes of it, none if it is left out. Raises
-    ValueError for a row that breaks a rule, unless such rows are skipped, and if no row is left. `limit`: the longest
-    length, and its `flag`; `columns`: those to read, our name -> the files' name; `all_columns`: the others, too."""
+    """Stream `files` into the Arrow file `path`, each row as `encode` returns it (None: left out). Raises ValueError
+    for a row that breaks a rule, unless such rows are skipped, and if no row is left. `limit`: the longest length, and
+    its `flag`; `columns`: those to read, our name -> the files' name; `all_columns`: the others, too."""
     if limit < 1:
         raise ValueError(f"{flag} {limit} must be at least 1")
     columns = columns | {"images": "images", "videos": "videos"}
@@ -221,8 +221,8 @@ def find_files(entries: Sequence[str]) -> list[str]:
 
 
 def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
-    """The rows of a file as it has them, for `row_of`: JSON lines that are not blank, or parquet's, of which only the
-    columns with these names are read; all, if there are no names."""
+    """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the columns
+    in `names`; all columns if `names` is empty."""
     try:
         if not file.endswith(PARQUET):
             with open(file, "rb") as text:
@@ -240,7 +240,7 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
 
 
 def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
-    """A row of `read_rows` as Python values. Raises ValueError for what is no text or no JSON object."""
+    """A row of `read_rows` as Python values. Raises ValueError if it is not text or not a JSON object."""
     if isinstance(found, pa.StructScalar):
         return found.as_py()
     try:

@@ -33,10 +33,10 @@ class SamplingConfig:
     max_response_length: int = 1024
     """Maximum number of tokens of a response."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities add up to this. Below 1, training needs the engine
-    correction."""
+    """Sample from the smallest set of tokens whose probabilities add up to this. Below 1, training needs an importance
+    weight (--correction.weights)."""
     top_k: int = 0
-    """Sample from the k most likely tokens; 0: from all. Above 0, training needs the engine correction."""
+    """Sample from the k most likely tokens; 0: all. Above 0, training needs an importance weight."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -45,34 +45,34 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig(EpisodeConfig, SamplingConfig):
-    """How training samples, and the engine that does it."""
+    """How training samples, and the engine that samples."""
 
     engine: Literal["vllm", "hf"] = "vllm"
-    """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow, for machines without vLLM and as an
-    independent check."""
+    """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow but needs no vLLM and is an independent
+    check."""
     val_top_p: float = 1.0
     """top_p of validation."""
     val_top_k: int = 0
     """top_k of validation."""
     in_flight: float = 1.0
-    """Sample so many times --prompts-per-step prompts at once, from 1 to 2. A step ends when --prompts-per-step groups
-    are complete; the others continue in the next step, after the weight sync. 1: it waits for its longest response."""
+    """Prompts in flight at once, as a multiple of --prompts-per-step (1 to 2). A step ends when --prompts-per-step
+    groups are complete; the others continue in the next step. 1: a step waits for its longest response."""
     max_staleness: int = 4
-    """No token is trained more than so many steps (weight syncs) after it was sampled; those groups are waited for. 0:
-    unfinished groups are dropped, which is oversampling and favours short responses."""
+    """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
+    it. 0: drop unfinished groups, which is oversampling and favours short responses."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time."""
     tp: int = 1
     """Tensor-parallel ranks per engine. There are world size / tp engines."""
     gpu_memory_utilization: float = 0.0
-    """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: what the trainer leaves
-    free."""
+    """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: the memory that the
+    trainer leaves free."""
     kv_cache_gb: float = 0.5
     """Size of the key-value cache of one vLLM engine in GiB, on CPUs."""
     enforce_eager: bool = False
-    """On GPUs, do not use CUDA graphs: the start is faster, decoding slower. CPUs always run eagerly."""
+    """Do not use CUDA graphs on GPUs: the start is faster, decoding slower. CPUs never use them."""
     max_probe_diff: float = 0.1
-    """Stop when mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
+    """Stop if the mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
     extra: str = "{}"
     """Additional arguments for vLLM's LLM(...), as a JSON object."""
 
@@ -83,7 +83,7 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutCon
 
 
 class Engine:
-    """What both engines share: which prompts an engine samples, the order of calls, the checks after every sync."""
+    """The parts that both engines share: which prompts an engine samples, the order of calls, checks after a sync."""
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, world: World, probe: Sequence[Sequence[int]]):
         """`probe`: a few prompts on which engine and trainer are compared after some syncs."""
@@ -136,12 +136,12 @@ class Engine:
         on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
         begun: Sequence[Response] = (), images: Sequence[Images | None] = (),
     ) -> list[Response]:
-        """One response per prompt (token ids), in order; a greedy one where the seed is None. All ranks of an engine
-        pass the same prompts and seeds.
+        """One response per prompt (token ids), in order; greedy if the seed is None. All ranks of an engine pass the
+        same prompts and seeds.
 
-        A prompt that follows an equal one is not computed again. `on_finish(i, response)` is called as response i ends.
-        Once `stop()` is true, responses may be unfinished. `begun`: what earlier calls returned, perhaps unfinished; it
-        is continued, with the tokens that it has as part of the prompt. `images`: of each prompt, if any has some.
+        A prompt equal to the one before it is not computed again. `on_finish(i, response)` is called when response i
+        ends. Once `stop()` is true, responses may be unfinished. `begun`: responses that earlier calls returned; an
+        unfinished one is continued, with its tokens as part of the prompt. `images`: of each prompt, if any has some.
         """
         self.begin(stop)
         responses = [*begun] or [Response([], [], "") for _ in prompts]
@@ -160,7 +160,7 @@ class Engine:
         return responses
 
     def begin(self, stop: Callable[[], bool]) -> None:
-        """Before requests are added. `stop`: see `generate`; what the engine's first rank says counts for all."""
+        """Call before requests are added. `stop`: see `generate`; the first rank of an engine decides for all."""
         assert self.awake, "generate: the engine is asleep; call wake(policy) first"
         self.stop = lambda: self.from_first_rank(stop())
 
@@ -171,7 +171,7 @@ class Engine:
     def sleep(self) -> dict[str, float]:
         """Give memory back to the trainer until the next `wake`; the trainer's weights return from the host.
 
-        The first time, then every `probe_every` times, a few tokens are sampled before, which the trainer then scores.
+        On the first and every `probe_every`-th call, the engine first samples a few tokens and the trainer scores them.
         Raises RuntimeError if the two disagree (`max_probe_diff`)."""
         assert self.awake, "sleep: the engine is asleep already"
         start = time.perf_counter()
@@ -213,7 +213,7 @@ class Engine:
         return batch.to(self.world.device)
 
     def _check_probe(self, batch: Batch) -> dict[str, float]:
-        """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, of the worst rank."""
+        """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, on the worst rank."""
         logps = torch.stack([self._policy.score(batch, self.config.temperature), batch.rollout_logp])[:, batch.mask]
         differences = torch.stack([logps.exp(), logps]).diff(dim=1).abs().nan_to_num(nan=torch.inf)     # [2, 1, N]
         prob_diff, logp_diff = all_max(differences.mean(dim=(1, 2))).tolist()
@@ -234,10 +234,10 @@ class Engine:
             self._sleeps_to_probe = 0
 
     def _wake_weights(self) -> None:
-        """Give the weights their memory."""
+        """Allocate the memory of the weights."""
 
     def _wake_cache(self) -> None:
-        """Give the cache its memory, without what old weights computed."""
+        """Allocate the memory of the cache, without entries that old weights computed."""
 
     def _sleep(self) -> dict[str, float]:
         return {}
@@ -248,17 +248,17 @@ class Engine:
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
             images: Images | None = None) -> None:
-        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same in the same order."""
+        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same, in order."""
 
     def has_unfinished(self) -> bool:
         raise NotImplementedError
 
     def step(self) -> Iterator[tuple[int, Response]]:
-        """Sample at least one more token of a request; yield (request, response) of those that end."""
+        """Sample at least one more token of a request; yield (request, response) for each request that ends."""
 
     def from_first_rank(self, value: Any) -> Any:
-        """`value` of the engine's first rank, on all of its ranks."""
+        """`value` of the engine's first rank, returned on all of its ranks."""
         return value
 
     def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
-        """Give up requests; those that have ended are ignored. Returns (request, what was sampled of it)."""
+        """Abort requests; those that have ended are ignored. Returns (request, the tokens sampled for it)."""

@@ -25,7 +25,7 @@ from common.parallel.ranks import World
 from common.rollout import Response
 
 ROWS = 8
-"""Number of rows of a block. One without a response computes what nobody reads."""
+"""Number of rows of a block. A row without a response computes a result that is not used."""
 
 
 class Request(NamedTuple):
@@ -60,7 +60,7 @@ class HFEngine(Engine):
         self.routers = routers_of(self.model) if model_config.router_replay == "rollout" else []
         self.waiting: list[Request] = []
         self.block: list[Request] = []
-        """The first ones of those that wait: they are sampled together."""
+        """The first waiting requests that can be sampled together."""
 
     @torch.no_grad()
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
@@ -142,7 +142,7 @@ class HFEngine(Engine):
 
 
 def filtered_logp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Log-probs [n, V] of the distribution that is sampled: temperature, then top_k, top_p, in vLLM's order."""
+    """Log-probs [n, V] of the sampled distribution: temperature, then top_k, top_p, in vLLM's order."""
     logits = logits / (sampling.temperature or 1.0)
     if sampling.top_k:
         logits = TopKLogitsWarper(sampling.top_k)(None, logits)

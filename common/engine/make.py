@@ -79,7 +79,7 @@ def check_rollout(
 
 
 def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
-    """Those of these flags that are not as by default, with their values."""
+    """The flags among these that differ from their defaults, with their values."""
     defaults = RolloutConfig()
     values = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
     return [f"--rollout.{name.replace('_', '-')} {value}" for name, value in values.items()]
@@ -97,7 +97,7 @@ def check_vllm(config: RolloutConfig) -> None:
 
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
                 **others: int) -> None:
-    """Refuse batch sizes below 1, or that do not divide over engines (of `samplers`, or all ranks) and mini-batches."""
+    """Refuse batch sizes below 1, or that do not divide over engines (of `samplers` or all ranks) and mini-batches."""
     world_size = others.get("samplers", int(os.environ.get("WORLD_SIZE", "1")))
     sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
              "minibatches_per_step": minibatches_per_step, **others}

@@ -1,5 +1,5 @@
-"""What passes between ranks that train and ranks that sample (async_grpo.py): messages, through the job's store, and
-weights. Trainers ask for one thing at a time and samplers do it, so no number depends on which side is faster."""
+"""Messages and weights between the ranks that train and the ranks that sample (async_grpo.py). Messages go through the
+job's store. Trainers ask for one thing at a time and samplers do it, so no number depends on which side is faster."""
 
 import pickle
 import re
@@ -42,7 +42,7 @@ class Bridge:
                 self.store.queue_push(self.outbox, data[start : start + PART])
 
     def has_message(self) -> bool:
-        """To samplers that sample, a message says that the trainers have ended: nobody will use the responses."""
+        """Whether a message has arrived. While samplers sample, it means that the trainers have ended."""
         return self.store.queue_len(self.inbox) > 0
 
     def receive(self, on_wait: Callable[[], Any] = lambda: None) -> Any:

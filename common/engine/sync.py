@@ -9,14 +9,14 @@ BLOCK = 1 << 20
 EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
 Checksum = tuple[int, int]
-"""Of a tensor, or of the parts that are held of it: the sum that `checksum` describes, the number of elements."""
+"""The checksum of a tensor, or of the parts that are held of it: see `checksum`; and the number of elements."""
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
     """The exact sum of the elements, which are cast to `dtype` and read as one or two integers of 16 bits.
 
-    It does not depend on the order, so that the sums of a tensor's parts add up to its own, wherever they belong.
-    Elements in wrong places are for the probe to see.
+    The sum does not depend on the order, so the sums of a tensor's parts add up to the tensor's sum, wherever the parts
+    belong. The probe detects elements in wrong places.
     """
     blocks = tensor.detach().reshape(-1).split(BLOCK)
     # float64, which is exact up to 2**53 / 2**15 = 2**38 integers, is summed faster than int64
@@ -25,8 +25,8 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
 
 
 def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:
-    """Checksums of what vLLM's model holds of each tensor in `sent`, by the tensor's name. Left out is what has another
-    name than in transformers."""
+    """Checksums of vLLM's copy of each tensor in `sent`, by the tensor's name. Tensors with another name than in
+    transformers are left out."""
     held: dict[str, Checksum] = {}
     for prefix, module in model.named_modules():
         path, _, own_name = prefix.rpartition(".")
@@ -44,9 +44,9 @@ def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dty
 
 
 def differing(sent: dict[str, Checksum], held: dict[str, Checksum]) -> set[str]:
-    """Names of the tensors whose parts, over the tensor-parallel ranks, are not what was sent.
+    """Names of the tensors whose parts, over the tensor-parallel ranks, differ from the tensor that was sent.
 
-    A tensor of which all ranks hold twice as many elements as were sent is there twice. Rows of padding are 0.
+    If all ranks together hold twice the elements of a tensor, they hold it twice. Rows of padding are 0.
     """
     from vllm.distributed import get_tp_group
 

@@ -1,7 +1,7 @@
 """vLLM inside the training process: one engine per `tp` ranks.
 
-Between rollouts it sleeps. On GPUs its cache is freed and its weights are discarded (level 2), as the trainer sends new
-ones anyway. On CPUs weights and cache stay.
+Between rollouts it sleeps. On GPUs its cache is freed and its weights are discarded (level 2), because the trainer
+sends new weights anyway. On CPUs weights and cache stay.
 """
 
 import contextlib
@@ -181,8 +181,8 @@ class VLLMEngine(Engine):
 
 
 def to_response(request: Any, layers: Sequence[int] = ()) -> tuple[int, Response]:
-    """Number and response of vLLM's output of a request, of one that is aborted too: so does vLLM's own server. With
-    the experts of these layers, if vLLM tells them: it does of all layers, 0 where there are none."""
+    """Convert a vLLM output (also of an aborted request) to (request number, Response). Keeps the routed experts of
+    `layers`; vLLM reports all layers, and 0 for layers without experts."""
     out = request.outputs[0]
     tokens = list(out.token_ids)
     logp = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices[: len(tokens)]]
@@ -210,10 +210,10 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
 def start_on_cpu() -> Iterator[None]:
     """While vLLM starts on CPUs: patches of vLLM 0.32.
 
-    It packs the weights of linear layers for its kernels and would remove them. They stay beside the packed copies, so
-    that a sync can write and read them.
-    It names the shared memory of tensor-parallel ranks after their numbers alone, so that a second job on the machine,
-    or what a killed job left behind, stops the start. Without that memory they use the process group."""
+    It packs the weights of linear layers for its kernels and would remove the originals. They stay beside the packed
+    copies, so that a sync can write and read them. It names the shared memory of tensor-parallel ranks by rank number
+    alone, so a second job on the machine, or leftovers of a killed job, make the start fail. Without that memory the
+    ranks use the process group."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
 

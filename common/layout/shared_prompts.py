@@ -18,8 +18,8 @@ class SharedPrompts(NamedTuple):
 
 
 def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> SharedPrompts:
-    """The layout of a batch. A prompt is what stands before the first token that the policy sampled; `rows`
-    [S]: with the same tokens it is another one in another row, because its images may be others."""
+    """The layout of a batch. A prompt is the tokens before the first token that the policy sampled. `rows` [S]: equal
+    prompts of different rows are not shared, because their images may differ."""
     device = tokens.device
     tokens, mask = tokens.tolist(), mask.tolist()
     begins: dict[tuple[int, ...], int] = {}                             # prompt -> its first row in `run`

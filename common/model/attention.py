@@ -75,10 +75,10 @@ def _take_keys(
     key: Tensor, value: Tensor, key_rows: Tensor | None = None, sequence_group: dist.ProcessGroup | None = None,
     num_rows: int = 0, s_aux: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values that the queries see. With a `sequence_group` those of all its ranks, `num_rows` of each.
+    """The keys and values that the queries see. With a `sequence_group`, those of all its ranks, `num_rows` of each.
 
-    `key_rows` [K]: sequence i's are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`, its queries the last
-    of them (a response that goes on after a prompt which others share)."""
+    `key_rows` [K]: sequence i's keys are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`. Its queries are
+    the last of them (a response continues after a prompt that others share)."""
     if s_aux is not None:
         raise ValueError("packed attention has no attention sinks: this model needs another attention function")
     if sequence_group is not None:

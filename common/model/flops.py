@@ -1,8 +1,8 @@
 """FLOPs of a transformer on packed sequences: a product of [m, k] and [k, n] is 2mkn.
 
-Counted are attention's projections, a gated MLP of three matrices (of a mixture the active and the shared experts),
-the output head, and QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window. Norms,
-rotary embeddings, softmax and routers are not counted.
+This counts attention's projections, a gated MLP of three matrices (of a mixture the active and the shared experts), the
+output head, and QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window. It does not
+count norms, rotary embeddings, softmax and routers.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from common.parallel.ranks import all_sum
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """Forward FLOPs of each sequence by itself, float64 [S], with the output head on every token.
 
-    `config` is a Hugging Face config; of a nested one its text part counts. Raises ValueError for attention that it
+    `config` is a Hugging Face config; in a nested config the text part counts. Raises ValueError for attention that it
     cannot count (latent, linear, chunked)."""
     config = config.get_text_config()
     lengths = np.asarray(lengths, dtype=np.float64)
@@ -29,8 +29,8 @@ def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
 def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool) -> float:
     """Forward FLOPs of a micro-batch as the policy runs it.
 
-    With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs where the
-    policy sampled a token, and nowhere else."""
+    With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs only where the
+    policy sampled a token."""
     tower = _tower(batch, config) if config.model_type in FAMILIES and batch.row is not None else 0.0
     config = config.get_text_config()
     lengths = lengths_k = np.float64(batch.host_lengths)
@@ -43,14 +43,14 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
 
 def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_prompt: bool, lora_rank: int) -> float:
     """FLOPs of forward and backward (3x forward; with adapters 2x, as no weight has a gradient) of all ranks'
-    micro-batches, for MFU: what checkpointing recomputes is not counted. All ranks call this together."""
+    micro-batches, for MFU: recomputation by checkpointing is not counted. All ranks call this together."""
     forward = all_sum([sum(microbatch_flops(batch, config, share_prompt) for batch in microbatches)]).item()
     return forward * (2 if lora_rank else 3)
 
 
 def _tower(batch: Batch, config: PretrainedConfig) -> float:
-    """FLOPs of a vision tower's blocks, which see the images of each different prompt once. Not counted is Qwen2.5-VL's
-    attention within windows of 64 patches: 1% of the matrices of its layers."""
+    """FLOPs of a vision tower's blocks, which see the images of each different prompt once. Qwen2.5-VL's attention
+    within windows of 64 patches is not counted: 1% of the matrices of its layers."""
     rows, first = np.unique(batch.row.cpu().numpy(), return_index=True)
     prompts = batch.select(first[rows >= 0])
     kinds, counts = ((prompts.tokens == config.image_token_id) & ~prompts.mask).unique_consecutive(return_counts=True)
@@ -81,7 +81,7 @@ def _layers(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np
 
 
 def mlp_widths(config: PretrainedConfig) -> list[int]:
-    """The intermediate width that a token runs through in each layer; of a mixture that of all its experts."""
+    """The intermediate width that a token runs through in each layer; in a mixture the sum over all its experts."""
     fields = config.to_dict()           # families differ in these fields: absent or None, the model has no such thing
     widths = [config.intermediate_size] * config.num_hidden_layers
     if "num_experts_per_tok" in fields:

@@ -30,11 +30,11 @@ CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of archi
 SCORED = ("ForSequenceClassification",)
 NO_ADAPTERS = LoRAConfig()
 LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Those whose kernels tests/model/test_liger.py proves. Experts of mixtures keep transformers' grouped products."""
+"""Families whose kernels tests/model/test_liger.py proves. Experts of mixtures keep transformers' products."""
 LIGER_KERNELS = {"fused_linear_cross_entropy": False}
 """Liger changes the rotary embedding for all models of the family in this process."""
 READERS = 4
-"""Ranks of a machine that read files at the same time: more of them make a disk or a file server slower."""
+"""Ranks of a machine that read files at the same time: a larger number makes a disk or a file server slower."""
 GIB = 2**30
 
 
@@ -74,7 +74,7 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
 
 
 def is_scored(hf_config: PretrainedConfig) -> bool:
-    """Whether it is a reward model: a sequence classifier."""
+    """Whether the model is a reward model: a sequence classifier."""
     return any(name.endswith(SCORED) for name in hf_config.architectures or ())
 
 
@@ -95,10 +95,10 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
 
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
                 like: Policy | None = None, dtype: torch.dtype = torch.float32) -> Policy:
-    """The causal LM of a Hugging Face folder, sharded. `like`: a policy of the same folder, still as it was loaded,
-    whose shards are copied; nothing is read.
+    """The causal LM of a Hugging Face folder, sharded. `like`: a policy of the same folder, unchanged since it was
+    loaded, whose shards are copied; nothing is read.
 
-    Weights that are trained have `dtype`. The others have the compute dtype: nothing is accumulated in them."""
+    Trained weights have `dtype`. Frozen weights have the compute dtype: nothing is accumulated in them."""
     hf_config = read_config(path, config)
     lm = _build(auto_class(hf_config), path, hf_config, config, world, frozen, lora, dtype)
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
@@ -170,7 +170,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
 
 def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> bool:
     """Whether the model is trained with Liger's fused norms, rotary embeddings and gated MLPs (arXiv 2410.10989). They
-    keep less for the backward pass: of a norm its input, of an MLP no activated gate. Log-probs stay those of
+    keep less for the backward pass: for a norm only its input, for an MLP no activated gate. Log-probs still come from
     common/kernels.py, whose logits are float32 and whose entropy has a gradient."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
     return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in LIGER_FAMILIES
@@ -178,7 +178,7 @@ def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelC
 
 @torch.no_grad()
 def _read_in_turns(path: str, module: nn.Module, tensors: dict[str, Tensor | Experts], world: World) -> None:
-    """Fill the shards of a module from tensors by name, on READERS ranks of a machine at a time. Say what it took."""
+    """Fill the shards of a module by name, on READERS ranks of a machine at a time. Prints seconds and bytes."""
     own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
     for turn in range(int(all_max([own_turn])) + 1):
         for name, target in kept_tensors(module).items() if turn == own_turn else ():

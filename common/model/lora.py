@@ -1,8 +1,8 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): the model stays as it is, and its linear layers learn a product of two small
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): the model stays frozen, and its linear layers learn a product of two small
 matrices each.
 
-A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling engine is given this W', made by the
-same function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
+A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling engine gets this W' from the same
+function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
 """
 
 from dataclasses import dataclass, replace
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Linear layers inside blocks that choose experts: they are no part of attention or of an MLP."""
+"""Linear layers inside blocks that choose experts: they belong neither to attention nor to an MLP."""
 
 
 @dataclass
 class LoRAConfig:
     rank: int = 0
-    """Rank of the adapters that are trained in the place of all weights (LoRA). 0: none, all weights are trained."""
+    """Rank of the adapters that are trained instead of all weights (LoRA). 0: no adapters, all weights are trained."""
     alpha: float = 32.0
     """The adapters' product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all of attention and MLPs."""
+    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all in attention and MLPs."""
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:
@@ -34,7 +34,7 @@ class LoRAConfig:
 
 
 class _Adapted(torch.autograd.Function):
-    """x W'^T. The gradients of A and B are made without that of W, and W' is made again in the backward pass."""
+    """x W'^T. The gradients of A and B are computed without the gradient of W; the backward pass computes W' again."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):
@@ -54,13 +54,13 @@ class _Adapted(torch.autograd.Function):
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W' [out, in] in the dtype of `weight`; the sum is made in float32 (float64 for float64)."""
+    """W' [out, in] in the dtype of `weight`; the sum is computed in float32 (float64 for float64)."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer whose weight is frozen, with an adapter. It is made without memory, as the model is."""
+    """A linear layer with a frozen weight and an adapter. It is created without memory, like the model."""
 
     are_on = True  # all adapters, but while the reference scores
 
@@ -97,7 +97,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
 
 
 def new_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """What adapters start with: A as in `nn.Linear` and peft, B zero, so that W' is W. The seed is torch's own."""
+    """Initial values of adapters: A as in `nn.Linear` and peft, B zero, so that W' is W. The seed is torch's own."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
     return {name: torch.zeros(shape) if name.endswith("lora_B") else

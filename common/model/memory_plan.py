@@ -1,8 +1,8 @@
-"""How much GPU memory the trainer takes at most: arithmetic from the model's config and the flags. No weight is made.
+"""How much GPU memory the trainer takes at most: arithmetic from the model's config and the flags, without weights.
 
-Counted are what FSDP2 keeps in shards and gathers for a block at a time, what autograd keeps of blocks with gated MLPs
-or experts, and the tiles of `linear_logp`, on the fullest rank, when the gradients of earlier micro-batches are there.
-tests/cuda/test_memory_plan.py holds it to a simulation of the real step; tools/plan.py prints it.
+It counts, on the fullest rank with gradients present: FSDP2's shards and one gathered block; the activations that
+autograd keeps of blocks with gated MLPs or experts; the tiles of `linear_logp`. tests/cuda/test_memory_plan.py compares
+it with a simulation of the real step; tools/plan.py prints it.
 """
 
 from typing import Any
@@ -29,22 +29,22 @@ RESERVED_GB = 4.0
 GRAPHS_GB = 1.5
 """GPU memory for the engine's CUDA graphs."""
 MAX_TOKENS = 32768
-"""The largest budget that is chosen: a micro-batch of this size keeps a GPU busy."""
+"""The largest token budget that is chosen: a micro-batch of this size keeps a GPU busy."""
 TOKENS_ON_CPU = 16384
 IN_PASSES = "unsharded weights", "activations", "log-prob tiles"
-"""The parts that come and go in a forward and backward pass."""
+"""The parts that exist only during a forward and backward pass."""
 FREE_BLOCKS = {"gradients": 0.5, **dict.fromkeys(IN_PASSES, 0.15)}
-"""Bytes that torch's allocator holds between the blocks in use, for each of a part's bytes (as simulated: gradients
-arrive one by one between what comes and goes)."""
+"""Bytes that torch's allocator holds between the blocks in use, for each byte of a part (as simulated: gradients arrive
+one by one between temporary tensors)."""
 
 
 class Model:
-    """The sizes of a model that memory follows from, and what a pass takes beside shards and gradients."""
+    """The sizes of a model that determine its memory, and the memory of a pass beside shards and gradients."""
 
     def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, family: type | None = None,
                  lora: LoRAConfig = NO_ADAPTERS, kind: str = "adamw"):
-        """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters that alone are trained. `kind`:
-        of the optimizer."""
+        """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters, if only they are trained.
+        `kind`: of the optimizer."""
         with torch.device("meta"):
             model = (family or auto_class(hf_config)).from_config(hf_config, trust_remote_code=config.trust_remote_code)
         if lora.rank:
@@ -73,7 +73,7 @@ class Model:
         alone = 2 * WEIGHTS[kind].itemsize                                      # of a weight without codes
         self.moment_bytes = sum((2 + 8 / n if n > 1 else alone) * shards[p] for p, n in blocks.items())
         self.frozen_gb = self.itemsize * sum(shards.values()) / GIB
-        """What the shard takes of a model that is not trained."""
+        """Bytes of the shard of a model that is not trained."""
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
 
     def kept_by_block(self, keys: float) -> float:
@@ -90,7 +90,7 @@ class Model:
         return kept + self.experts * (2 * size * hidden + 32)           # inputs and outputs of experts, their order
 
     def tiles(self, tokens: int) -> float:
-        """Bytes at most of the logits, their gradient and the head's that `linear_logp` has at a time."""
+        """Most bytes that `linear_logp` holds at a time of the logits, their gradient and the head's gradient."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         rows, columns = tile_shape(*(torch.empty(n, hidden, device="meta") for n in (tokens, vocab)))
         logits, gradient = 4 * rows * min(columns, vocab), 4 * hidden * min(columns, vocab)
@@ -123,7 +123,7 @@ def count(module: nn.Module) -> int:
 
 
 class MemoryPlan:
-    """What the trainer keeps on the fullest GPU, in GiB."""
+    """The trainer's memory on the fullest GPU, in GiB."""
 
     def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, frozen: str = "",
                  critic: str = ""):
@@ -160,7 +160,7 @@ class MemoryPlan:
         self.keys += longest / args.rollout.max_response_length if policy.share_prompt else 0.0
 
     def resident(self) -> dict[str, float]:
-        """What stays between the phases, by part. Moments that are offloaded are there for the optimizer step alone."""
+        """Memory that stays between the phases, by part. Offloaded moments are there in the optimizer step alone."""
         trained = sum(model.trained_bytes for model in self.trained) / GIB
         moments = 0 if self.offload.optimizer else sum(model.moment_bytes for model in self.trained) / GIB
         below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
@@ -168,12 +168,13 @@ class MemoryPlan:
         return {"weights": trained + below, "moments": moments, "frozen models": frozen}
 
     def beside_engine(self) -> dict[str, float]:
-        """What is on the GPU while the engine is awake."""
+        """Memory on the GPU while the engine is awake."""
         left = {"weights": 0, "frozen models": self.reward_model_gb} if self.offload.params else {}
         return self.resident() | left
 
     def update(self, tokens: int) -> dict[str, float]:
-        """The update with micro-batches of so many tokens, by part: of all phases without the engine the fullest."""
+        """Memory of the update with micro-batches of this many tokens, by part: the fullest phase without the
+        engine."""
         passes = [{"gradients": model.trained_bytes} | model.update(tokens, self.keys) for model in self.trained]
         if self.offload.optimizer:
             steps = [{"gradients": model.trained_bytes, "moments": model.moment_bytes} for model in self.trained]
@@ -182,17 +183,17 @@ class MemoryPlan:
         return self.resident() | {part: x / GIB for part, x in fullest.items()}
 
     def update_gb(self, tokens: int) -> float:
-        """All that the update takes of a GPU, with what lies free between the blocks in use."""
+        """All memory of the update on a GPU, including free memory between the blocks in use."""
         parts = self.update(tokens)
         return self.reserved_gb + sum(x * (1 + FREE_BLOCKS.get(part, 0.0)) for part, x in parts.items())
 
     def largest_budget(self, gpu_gb: float) -> int:
-        """The most tokens, up to MAX_TOKENS, that fit; 0: not even the longest sequence does."""
+        """The largest number of tokens, up to MAX_TOKENS, that fits; 0: not even the longest sequence fits."""
         sizes = [self.smallest, *range(1024 * -(-self.smallest // 1024), MAX_TOKENS + 1, 1024)]
         return max((tokens for tokens in sizes if self.update_gb(tokens) <= gpu_gb), default=0)
 
     def choose_budget(self, requested: int, device: torch.device) -> tuple[int, str]:
-        """Return the token budget of a micro-batch, `requested` or if it is 0 the largest that fits, and the reason."""
+        """Return the token budget of a micro-batch and its reason; if `requested` is 0, the largest that fits."""
         if device.type == "cpu":
             tokens = requested or TOKENS_ON_CPU
             return tokens, f"micro-batches of {tokens:,} tokens (nothing is calculated for CPUs)"

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 @dataclass
 class OffloadConfig:
     params: bool = False
-    """Keep the trainer's weights in pinned host memory while the engine is awake (they go after each weight sync)."""
+    """Keep the trainer's weights in pinned host memory while the engine is awake (moved after each weight sync)."""
     optimizer: bool = False
-    """Keep the optimizer's moments in pinned host memory but for the optimizer step and a save: never on the GPU
-    together with the engine or with activations."""
+    """Keep the optimizer's moments in pinned host memory except for the optimizer step and a save: they are never on
+    the GPU together with the engine or with activations."""
 
 
 class Offload:
@@ -36,8 +36,8 @@ class Offload:
 class OffloadedTensors:
     """Tensors that can be moved to host memory and back.
 
-    It empties and fills their storages and leaves the tensors alone, so every view of a storage (FSDP2 keeps several)
-    stays valid; while it is offloaded, the storage has no bytes."""
+    It empties and refills their storages but keeps the tensors, so every view of a storage (FSDP2 keeps several) stays
+    valid. While a storage is offloaded, it has no bytes."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]):
         self.tensors = tensors
@@ -58,7 +58,7 @@ class OffloadedTensors:
             storage.resize_(0)
 
     def to_device(self) -> None:
-        """Bring the storages back, if they are away. A GPU's next kernels wait for the copies, the host does not."""
+        """Bring offloaded storages back. A GPU's next kernels wait for the copies; the host does not."""
         for storage, buffer in zip(self.emptied, self.host):
             storage.resize_(len(buffer))
             _bytes(storage).copy_(buffer, non_blocking=True)

@@ -1,9 +1,13 @@
+<<<<<<< HEAD:common/model/optimizers.py
 """AdamW over the shards: its flags, and the kinds whose weights are bfloat16, rounded stochastically, and whose moments
 are bfloat16 too or codes of 8 bits.
+=======
+"""AdamW with bfloat16 weights, rounded stochastically, and with moments that are bfloat16 too or codes of 8 bits.
+>>>>>>> docs:common/model/bf16_adamw.py
 
 Rounded to nearest, a weight would lose each update below half of its last digit. A second moment would never shrink,
-because a decay rate of 0.999 takes less than that. Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), but the
-numbers that share a scale lie within a row: ranks divide codes and scales as they divide the weight."""
+because a decay rate of 0.999 subtracts less than that. Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), but
+the numbers that share a scale lie within a row: ranks divide codes and scales as they divide the weight."""
 
 import math
 from dataclasses import dataclass
@@ -18,9 +22,9 @@ from common.model.sharding import by_mesh, shard_slice
 from common.parallel.ranks import seed_of
 
 WEIGHTS = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
-"""--optim.kind -> the dtype of the weights that are trained, their gradients and moments that are no codes."""
+"""--optim.kind -> the dtype of trained weights, of their gradients and of moments that are no codes."""
 PIECE = 2**20
-"""Numbers that are computed in float32 at a time, a multiple of every block."""
+"""Number of values that are computed in float32 at a time, a multiple of every block."""
 
 
 @dataclass
@@ -70,15 +74,15 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optim
 
 
 def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
-    """How many numbers of a row share a scale, 16 to 256; 1: the moments are no codes, as where ranks divide rows.
-    `divided`: the dimensions that they divide."""
+    """How many numbers of a row share a scale, 16 to 256. 1: the moments are not stored as codes, for example where
+    ranks divide rows. `divided`: the dimensions that ranks divide."""
     block = math.gcd(shape[-1], 256)
     return block if kind == "adamw-8bit" and block >= 16 and len(shape) - 1 not in divided else 1
 
 
 class BF16AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), computed in float32. Its random numbers follow from step, weight
-    and shard: copies of a shard draw the same, and so does a run that is resumed."""
+    and shard: copies of a shard draw the same numbers, and so does a resumed run."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -105,7 +109,7 @@ class BF16AdamW(torch.optim.AdamW):
 
 
 def update(pieces: dict[str, Tensor], step: int, group: dict[str, Any], random: torch.Generator) -> None:
-    """One step of parts [N, block] of a weight, its gradient and state. What is float32 (a critic's head) stays so."""
+    """One step of parts [N, block] of a weight, its gradient and state. Float32 weights (a critic's head) stay so."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     weight, grad = pieces["weight"].float(), pieces["grad"].float()
     first = decode(pieces, "exp_avg").lerp(grad, 1 - beta1)
@@ -139,8 +143,8 @@ def encode(x: Tensor, name: str, scale: Tensor) -> Tensor:
 
 @cache
 def code_values(name: str, device: torch.device) -> Tensor:
-    """What the 256 codes mean in shares of their scale, rising. The highest bit of a number is its decade, the others
-    are its place there. No second moment is 0, because the step is divided by it."""
+    """The values of the 256 codes in shares of their scale, rising. A code's highest set bit gives its decade, the
+    lower bits its place within the decade. No second moment is 0, because the step is divided by it."""
     bits = {"exp_avg": 7, "exp_avg_sq": 8}[name]                        # beside a sign
     number = torch.arange(1, 2**bits, dtype=torch.float64)
     highest = number.log2().floor()
@@ -151,6 +155,6 @@ def code_values(name: str, device: torch.device) -> Tensor:
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Float32 numbers -> one of the two bfloat16 numbers beside each, the nearer the likelier, so that the mean is x.
-    `bits`: as many random int16."""
+    """Float32 numbers -> one of the two neighbouring bfloat16 numbers, the nearer with the higher probability, so that
+    the mean is x. `bits`: one random int16 for each number."""
     return ((x.view(torch.int32) + (bits.int() & 0xFFFF)) & -0x10000).view(torch.float32).bfloat16()

@@ -20,8 +20,8 @@ def check_packing(score: Callable[[Batch], Tensor], path: str, hf_config: Pretra
                   device: torch.device) -> None:
     """Score a sequence after two others, and before two different ones. All ranks raise ValueError if numbers differ.
 
-    `score` gives numbers [T] of a batch. One neighbour has the same prompt in each row, so a layout that shares prompts
-    is proven with the rest. All ranks call this together, each with the same tokens."""
+    `score` returns numbers [T] of a batch. One neighbour has the same prompt in each row, so this also proves a layout
+    that shares prompts. All ranks call this together, each with the same tokens."""
     vocab_size = hf_config.get_text_config().vocab_size
     tokens = [(7919 * i + 13) % vocab_size for i in range(5 * LENGTH)]                  # anything but a pattern
     sequence, *others = (tokens[i : i + LENGTH] for i in range(0, len(tokens), LENGTH))
@@ -44,7 +44,7 @@ def check_packing(score: Callable[[Batch], Tensor], path: str, hf_config: Pretra
 
 @contextmanager
 def explain_failure(path: str, hf_config: PretrainedConfig) -> Iterator[None]:
-    """Turn what transformers raises where it cannot run a family on packed sequences into a ValueError that says so."""
+    """Turn transformers' exceptions for a family that cannot run on packed sequences into a clear ValueError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -21,27 +21,27 @@ from common.model.vision import hidden_with_images
 @dataclass
 class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of activations and matrix products. Logits are float32 in any case, weights as --optim.kind says."""
+    """Data type of activations and matrix products. Logits are always float32; --optim.kind is for weights."""
     gradient_checkpointing: bool | None = None
-    """Recompute each layer in the backward pass: less memory for about a third more compute. None: over 1B weights."""
+    """Recompute each layer in the backward pass: less memory, about a third more compute. None: above 1B weights."""
     replicas: int = 1
-    """Copies of the models (HSDP): each is sharded over world size / replicas ranks, and weights travel among these."""
+    """Copies of the models (HSDP), each sharded over world size / replicas ranks; weights travel only among these."""
     liger: bool = True
-    """Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs where liger-kernel has the family."""
+    """Use Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs, for the families it supports."""
     share_prompt: bool = False
     """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens."""
     sequence_parallel: int = 1
-    """Ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit one GPU.
-    They hold as many times the token budget."""
+    """Number of ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit
+    on one GPU. Together they hold this many times the token budget."""
     expert_parallel: int = 1
-    """Ranks over which the experts of a mixture are divided: tokens travel to them in the place of weights."""
+    """Ranks over which the experts of a mixture are divided: tokens travel between ranks instead of weights."""
     router_replay: Literal["none", "old-logp", "rollout"] = "none"
-    """old-logp: a token's experts in the update are those of the pass that scored old log-probs, if there was one.
-    rollout: in both they are those that the engine chose."""
+    """Experts that a token uses in the update. old-logp: those chosen by the pass that scored the old log-probs, if
+    there was one. rollout: those that the engine chose, also in the pass for the old log-probs."""
     freeze_vision: bool = False
-    """Train the language model of a vision-language model and leave its vision tower and projector as they are."""
+    """Train only the language model of a vision-language model; its vision tower and projector stay frozen."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off: only architectures that transformers knows."""
+    """Run Python code that comes with the model. Off: only architectures of transformers itself."""
 
 
 class PackedModel(nn.Module):
@@ -57,7 +57,7 @@ class PackedModel(nn.Module):
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
-        """What runs of the micro-batch, and the hidden states [N, H] that predict the tokens that were sampled."""
+        """The tokens of the micro-batch that run here, and the hidden states [N, H] that predict the sampled tokens."""
         row = make_row(batch, self.share_prompt, self.sequence_group)
         for layer, router in enumerate(self.routers):
             router.replayed = None if batch.routing is None else row.batch.routing[row.run, layer]
@@ -74,7 +74,7 @@ class PackedModel(nn.Module):
 
 
 class Policy(PackedModel):
-    """A causal LM: log-probs of what was sampled."""
+    """A causal LM: log-probs of the sampled tokens."""
 
     def __init__(self, lm: nn.Module):
         super().__init__()
@@ -120,7 +120,7 @@ class Policy(PackedModel):
         """Every weight, unsharded, adapters merged, in `dtype` (None: as stored), under its Hugging Face name; tied
         weights once; then, as stored, the buffers that belong to a checkpoint.
 
-        One of them exists at a time beside the shards. All ranks must iterate to the end, in step.
+        Only one of these tensors exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
         adapted = {f"{name}.weight": layer for name, layer in self.lm.named_modules() if isinstance(layer, LoRALinear)}
         for name, parameter in self.lm.named_parameters():
@@ -133,14 +133,14 @@ class Policy(PackedModel):
         yield from saved_buffers(self.lm).items()
 
     def described(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What `full_tensors` gives, without memory."""
+        """The tensors of `full_tensors`, without memory."""
         weights = ((name, p) for name, p in self.lm.named_parameters() if not is_adapter(name))
         described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in weights}
         return described | {name: buffer.to("meta") for name, buffer in saved_buffers(self.lm).items()}
 
 
 class Critic(PackedModel):
-    """A backbone with a scalar head: value[t] is what the tokens before t are worth."""
+    """A backbone with a scalar head: value[t] is the value of the tokens before t."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
@@ -161,13 +161,13 @@ class Critic(PackedModel):
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a checkpoint holds (the expert biases of GLM-4.5); rotary frequencies, for one, are not."""
+    """Buffers that a checkpoint holds: the expert biases of GLM-4.5, for example, but not rotary frequencies."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def head_options(config: PretrainedConfig) -> dict[str, float]:
-    """What a family does to its logits besides the matrix product (Gemma's soft-cap, Cohere's and Granite's scale)."""
+    """What a family does to its logits after the matrix product (Gemma: soft-cap; Cohere, Granite: scale)."""
     fields = config.to_dict()
     options = {"softcap": fields.get("final_logit_softcapping"), "logit_scale": fields.get("logit_scale")}
     if "logits_scaling" in fields:

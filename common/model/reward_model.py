@@ -22,9 +22,9 @@ class RewardModelConfig:
     path: str = ""
     """Hugging Face folder or hub name of a sequence classifier with one label, scored in float32. Empty: none."""
     weight: float = 1.0
-    """Factor of its score, which is added to that of the reward function."""
+    """Factor of the reward model's score, which is added to the score of the reward function."""
     alone: bool = False
-    """The reward is the model's score alone: no reward function is run."""
+    """The reward is the model's score alone: no reward function runs."""
 
     def __post_init__(self):
         if self.alone and not self.path:
@@ -32,7 +32,7 @@ class RewardModelConfig:
 
 
 def check_reward_model(config: RewardModelConfig, model_config: ModelConfig) -> PretrainedConfig:
-    """The config of the model at `config.path`. Raises ValueError for one that cannot score."""
+    """The config of the model at `config.path`. Raises ValueError for a model that cannot score."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
     if not AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code).chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
@@ -48,7 +48,7 @@ class RewardModel:
         self.model = load_critic(config.path, model_config, world, frozen=True)
 
     def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
-        """One score per conversation. All ranks call this together, each with its own ones (or none)."""
+        """One score per conversation. All ranks call this together, each with its own conversations (or none)."""
         rows = [self.tokenizer.apply_chat_template(messages, return_dict=False) for messages in conversations]
         rows.append([0])                                                    # a dummy: all ranks run as many groups
         # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the

@@ -1,8 +1,8 @@
-"""Router replay: the experts that an earlier pass chose for a token are those of later passes. It is a pass of the
-trainer (R2 of arXiv 2507.18071) or of the engine (R3, arXiv 2510.11370).
+"""Router replay: later passes use the experts that an earlier pass chose for a token. The earlier pass is the trainer's
+(R2 of arXiv 2507.18071) or the engine's (R3, arXiv 2510.11370).
 
 Where two experts are nearly equal, rounding decides between them, and probabilities jump. Only the choice is replayed:
-the router weighs the chosen experts by its own logits, and is trained as ever.
+the router weighs the chosen experts by its own logits, so it is trained as without replay.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Router(TorchFunctionMode):
-    """Active while a router runs. Its choice is its last top-k; those before it choose among groups of experts."""
+    """Active while a router runs. Its last top-k chooses experts; earlier calls choose among groups of experts."""
 
     def __init__(self, module: nn.Module):
         super().__init__()

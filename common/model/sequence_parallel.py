@@ -1,9 +1,9 @@
-"""Sequence parallel: ranks that follow each other run a micro-batch together, each a part of every sequence.
+"""Sequence parallel: consecutive ranks run a micro-batch together, each a part of every sequence.
 
-Each rank brings its own responses and gets their log-probs back, so losses, weights and the factor `world.size` stay as
-they are. A sequence is cut into two chunks a rank, and rank r of n runs chunks r and 2n - 1 - r: a late token sees more
-keys than an early one, so every rank has as much to do. Only attention needs what other ranks have: keys and values are
-gathered around it, and their gradients summed on the way back.
+Each rank brings its own responses and gets their log-probs back, so losses, weights and the factor `world.size` do not
+change. A sequence is cut into two chunks a rank, and rank r of n runs chunks r and 2n - 1 - r: a late token sees more
+keys than an early token, so all ranks have the same amount of work. Only attention needs tokens of other ranks: keys
+and values are gathered around it, and their gradients summed on the way back.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from common.parallel.ranks import all_gather_objects
 
 @dataclass
 class Row:
-    """What this rank runs of a micro-batch, as one packed row."""
+    """The part of a micro-batch that this rank runs, as one packed row."""
 
     tokens: Tensor  # [t]
     positions: Tensor  # [t] of each token in its sequence
@@ -36,7 +36,7 @@ class Row:
     group: dist.ProcessGroup | None = None  # the ranks that run the micro-batch together
 
     def per_token(self, numbers: Tensor) -> Tensor:
-        """[N] -> [T] of this rank's responses, 0 where the policy sampled nothing."""
+        """[N] -> [T] of this rank's responses, 0 where the policy sampled no token."""
         whole = numbers.new_zeros(len(self.batch.tokens)).index_copy(0, self.sampled, numbers)
         return whole if self.group is None else all_reduce(whole, group=self.group)[self.own]
 
@@ -73,7 +73,7 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
 
 
 def cut(row: Row, group: dist.ProcessGroup) -> Row:
-    """This rank's part of a row that all ranks of the group know."""
+    """This rank's part of a row that is known on all ranks of the group."""
     n, me, device = dist.get_world_size(group), dist.get_rank(group), row.tokens.device
     ends, key_ends = (row.layout[name].cpu().long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     chunk, owner = zigzag(ends, n)
@@ -102,8 +102,8 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
 
 
 def zigzag(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """For each token of segments with these ends the number of its chunk, 2n a segment, and the rank of n that runs it.
-    What 2n does not divide goes to other chunks in every second segment: [t], [t]."""
+    """For each token of segments with these ends: the number of its chunk, with 2n chunks a segment, and the rank (of
+    n) that runs it. The remainder of a division by 2n goes to other chunks in every second segment: [t], [t]."""
     segment = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
     following = torch.arange(1, len(segment) + 1) - ends[segment]           # the position after it in its segment
     chunk = (2 * n * following - segment % 2 * n - 1) // ends.diff()[segment]

@@ -20,12 +20,12 @@ from common.model.policy import Critic, ModelConfig, PackedModel, saved_buffers
 from common.parallel.ranks import World
 
 PART = 2**26
-"""Gradients that are float32 at a time while ranks sum them: 256 MiB."""
+"""Bytes of gradients that are float32 at a time while ranks sum them: 256 MiB."""
 
 
 def shard_dim(shape: torch.Size, num_shards: int, first: int = 0) -> int:
-    """The dimension along which a weight is divided: the first. The experts of a mixture are one tensor of three; where
-    their number does not divide by the shards, some ranks would have one more, or none: another that divides."""
+    """The dimension along which a weight is divided: the first. The experts of a mixture are one tensor of three
+    dimensions; if their number is not a multiple of the shards, another dimension that is a multiple is divided."""
     if len(shape) == 3 and shape[first] % num_shards:
         return next((dim for dim in range(first + 1, 3) if shape[dim] % num_shards == 0), first)
     return first
@@ -40,7 +40,7 @@ def shard_slice(weight: Tensor) -> tuple[slice, ...]:
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in lists of those that one operation can take: sharded over the same mesh."""
+    """The parameters in lists that one operation can process: each list is sharded over one mesh."""
     found: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in parameters:
         found.setdefault(parameter.device_mesh, []).append(parameter)
@@ -48,7 +48,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients down to this norm, over all ranks (0: not at all). Returns the norm before."""
+    """Scale all gradients down to this norm, over all ranks (0: no scaling). Returns the norm before."""
     parts = by_mesh(p for p in parameters if p.grad is not None)
     wide = torch.promote_types(parts[0][0].grad.dtype, torch.float32)           # of bfloat16 gradients, float32
     each = [torch._foreach_norm([p.grad for p in part], 2, wide) for part in parts]
@@ -60,8 +60,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPrecisionPolicy) -> None:
-    """Expert parallel: ranks that follow each other have other experts each, and tokens travel to them and back, by
-    transformers' functions. The ranks that have the same experts shard them along another dimension."""
+    """Expert parallel: consecutive ranks hold different experts, and tokens travel to them and back, by transformers'
+    functions. Ranks with the same experts shard them along another dimension."""
     shards, experts = world.experts["shard"], world.experts["expert"]
     apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)  # ValueError where experts do not divide
     for module in transformer.modules():
@@ -73,8 +73,8 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
 
 
 class ReduceInParts:
-    """The `ReduceScatter` of FSDP2 for bfloat16 gradients that are summed in float32: a part of them at a time is
-    float32, where FSDP2 would make a copy of all (of a head of 152,064 x 8,192: 4.6 GiB)."""
+    """FSDP2's `ReduceScatter` for bfloat16 gradients that are summed in float32. It converts a part of them to float32
+    at a time, where FSDP2 would copy all (4.6 GiB for a head of 152,064 x 8,192)."""
 
     def __init__(self, precision: MixedPrecisionPolicy):
         self.dtypes = cycle((precision.param_dtype, precision.reduce_dtype))
@@ -91,7 +91,7 @@ class ReduceInParts:
 
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
     """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
-    Of the buffers, those that are in no file are filled.
+    Buffers that are in no file are filled.
 
     A critic's head computes in float32. Nothing is random: with dropout the ratio would differ from 1 on policy."""
     model.eval()

@@ -1,4 +1,4 @@
-"""The weights of a model in its safetensors files. They are mapped, so what is read is what a rank takes of them."""
+"""The weights of a model in its safetensors files, which are mapped: only the slices that a rank takes are read."""
 
 import json
 from copy import deepcopy
@@ -17,8 +17,8 @@ from common.model.lora import is_adapter
 
 
 class Experts:
-    """The experts of a layer as one tensor [experts, rows, columns]. `parts`: of each expert a matrix, in two parts one
-    above the other (gate and up) or in one. Indexed with three slices, it reads what they ask for."""
+    """The experts of a layer as one tensor [experts, rows, columns]. `parts`: the matrix of each expert, whole or in
+    two parts, one above the other (gate and up). Indexing with three slices reads only these slices."""
 
     def __init__(self, parts: list[list[Tensor]]):
         self.parts = parts
@@ -36,8 +36,8 @@ class Experts:
 
 
 def open_folder(path: str) -> dict[str, Tensor]:
-    """The tensors in the safetensors files of a model folder or hub name. Raises ValueError where there are none: a
-    pickle (pytorch_model.bin) is never read."""
+    """The tensors in the safetensors files of a model folder or hub name. Raises ValueError if there are none: a pickle
+    (pytorch_model.bin) is never read."""
     here = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns="model*.safetensors*"))
     index = here / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
@@ -70,8 +70,8 @@ def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> 
 
 
 def _named_as_in(model: PreTrainedModel, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:
-    """As `from_pretrained`: the tensors of a published model under the names that `model` has, and joined as in it.
-    What is joined or cut in another way than experts are (by one family with full attention, hrm_text) is read now."""
+    """Like `from_pretrained`: the tensors of a published model, named and joined as in `model`. Tensors that are joined
+    or cut in another way than experts (in one family with full attention, hrm_text) are read now."""
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]

@@ -1,7 +1,7 @@
-"""Vision-language models: a tower turns images into embeddings that take the place of tokens in a packed row.
+"""Vision-language models: a tower turns images into embeddings that replace tokens in a packed row.
 
 Pixels never travel between ranks. A micro-batch holds the numbers of its prompts' rows in the data, and the rank that
-runs it makes their pixels from the data again.
+runs it makes their pixels again from the data.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +16,8 @@ from common.model.sequence_parallel import Row
 
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = {"qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "internvl": "<IMG_CONTEXT>\n"}
-"""What stands for an image in a prompt, of the families whose language model is causal over images too. Gemma 3, for
-one, lets an image's tokens see each other."""
+"""The text that represents an image in a prompt, for the families whose language model is causal over images too. In
+Gemma 3, for example, the tokens of an image see each other."""
 WORKERS = ThreadPoolExecutor(4)  # make pixels
 
 
@@ -26,10 +26,10 @@ def auto_class(config: PretrainedConfig) -> type:
 
 
 def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Tensor:
-    """The hidden states [t, H] of a packed row. `prompts`: those of the data (PromptSet).
+    """The hidden states [t, H] of a packed row. `prompts`: the prompts of the data (PromptSet).
 
-    The tower runs once for each different prompt. A row without images runs it too, on another prompt's and without an
-    effect, because FSDP's collectives must match on all ranks."""
+    The tower runs once for each different prompt. A row without images runs the tower too, on another prompt's image
+    and without an effect, because FSDP's collectives must match on all ranks."""
     batch, config, device = row.batch, backbone.config, row.tokens.device
     numbers = torch.where(batch.index < 0, -1, batch.row).tolist()                              # a dummy has no images
     different = sorted({*numbers} - {-1})

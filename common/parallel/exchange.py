@@ -1,4 +1,4 @@
-"""What ranks tell each other of responses: whole ones, a few numbers of each, which tokens have the largest scores."""
+"""What ranks exchange about responses: whole responses, a few numbers of each, which tokens have the largest scores."""
 
 import numpy as np
 import torch
@@ -10,11 +10,11 @@ from common.parallel.ranks import all_gather_objects, all_sum, seed_of
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
-    """Send response i of this rank's batch, on the CPU, to rank `destination[i]` [S_local]. Returns what arrives, by
-    number.
+    """Send response i of this rank's batch, on the CPU, to rank `destination[i]` [S_local]. Returns the responses that
+    arrive, by number.
 
-    Ranks first tell each other their fields and sizes; then one message goes from each rank to each. A rank may bring
-    or get nothing. Raises ValueError where ranks that bring responses bring different fields."""
+    Ranks first exchange their fields and sizes; then each rank sends one message to each rank. A rank may send or get
+    nothing. Raises ValueError where ranks that send responses send different fields."""
     destination = torch.as_tensor(destination, dtype=torch.int64)
     sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
     batch = batch.select(destination.argsort())
@@ -45,8 +45,8 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
 
 
 def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
-    """[T, layers, k] of this rank's sequences: the experts that the engine told of the first tokens of each; -1 for the
-    others, which reach no log-prob. None: no engine told any. All ranks call it."""
+    """[T, layers, k] of this rank's sequences: the experts that the engine reported for the first tokens of each; -1
+    for the others, which affect no log-prob. None: no engine reported experts. All ranks call it."""
     shape = max(all_gather_objects(max([(), *(tuple(x.shape[1:]) for x in told if x is not None)])))
     whole = torch.full((sum(lengths), *shape), -1, dtype=torch.int16)
     for of_sequence, x in zip(whole.split(lengths), told):
@@ -85,7 +85,7 @@ def choose_largest(
 
 
 def _random_numbers(seed: int, batch: Batch) -> Tensor:
-    """A number below 1 for each token, from a generator for each response: [T] float64, no two of them equal."""
+    """A number below 1 for each token, from one generator for each response: [T] float64, no two equal."""
     seeds = [seed_of(seed, number) for number in batch.number.tolist()]
     numbers = [np.random.default_rng(s).random(length) for s, length in zip(seeds, batch.lengths.tolist())]
     return torch.from_numpy(np.concatenate(numbers))

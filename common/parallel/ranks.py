@@ -1,4 +1,4 @@
-"""Processes: the group that torchrun made (or a group of one), the device, how ranks are grouped, sums, seeds."""
+"""Processes: the group that torchrun made (or a group of one), the device, groups of ranks, sums, seeds."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ SAMPLERS = "RL_SAMPLERS"
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """This process and its groups of ranks."""
 
     rank: int
     size: int
@@ -44,12 +44,12 @@ class World:
 
 def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
-    collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: without end.
-    With SAMPLERS in the environment, so many of the last ranks only sample and the others only train: each side is a
-    group of its own, whose ranks count from 0.
+    collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: no limit. With
+    SAMPLERS in the environment, that number of the last ranks only sample and the others only train. Each side is then
+    a group of its own, whose ranks count from 0.
 
-    GPUs use NCCL (and gloo for CPU tensors), machines without one use gloo. Raises ValueError when a rank has no GPU of
-    its own on a machine that has some, when torch cannot use them, and when the ranks cannot be grouped as asked for.
+    GPUs use NCCL (and gloo for CPU tensors), machines without GPUs use gloo. Raises ValueError if a machine with GPUs
+    has none for a rank, if torch cannot use the GPUs, and if the ranks cannot be grouped as requested.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
@@ -92,13 +92,13 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
 
 
 def collective_timeout(timeout_s: float) -> timedelta:
-    """How long a collective waits: longer than a phase of `timeout_s`, because the watchdog's report says more. Every
+    """Time limit of a collective: longer than a phase of `timeout_s`, because the watchdog's report says more. Every
     group needs it; torch's own default is 30 minutes. 0: 24 days, which in milliseconds is still a 32-bit number."""
     return timedelta(seconds=timeout_s + 300) if timeout_s else timedelta(days=24)
 
 
 def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> int:
-    """Over how many ranks each copy of the model is sharded. Raises ValueError where the ranks cannot be divided so."""
+    """Ranks over which each copy of the model is sharded. Raises ValueError if they cannot be divided this way."""
     sizes = {"replicas": replicas, "sequence-parallel": sequence_parallel, "expert-parallel": expert_parallel}
     for flag, value in sizes.items():
         if value < 1 or num_ranks % value:
@@ -108,8 +108,8 @@ def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1, expert
 
 def make_groups(device_type: str, timeout: timedelta, replicas: int = 1, sequence_parallel: int = 1,
                 expert_parallel: int = 1) -> dict[str, Any]:
-    """`mesh` (for `fully_shard`: [shard], or [replicate, shard]), `sequence` and `experts` of World. Ranks that follow
-    each other are on one machine, where links are fast: they hold a copy, run a micro-batch, have all experts."""
+    """`mesh` (for `fully_shard`: [shard], or [replicate, shard]), `sequence` and `experts` of World. Consecutive ranks
+    are on one machine, where links are fast: they hold a copy, run a micro-batch together, have all experts."""
     size = dist.get_world_size()
 
     def grid(names: tuple[str, str], width: int) -> DeviceMesh:
@@ -124,7 +124,7 @@ def make_groups(device_type: str, timeout: timedelta, replicas: int = 1, sequenc
 
 
 def shutdown() -> None:
-    """Leave together: a rank that goes while its peers still talk can abort them (gloo)."""
+    """Leave together: a rank that exits while others still communicate can abort them (gloo)."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -144,7 +144,7 @@ def all_max(values: Tensor | list[float]) -> Tensor:
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """`value` of every rank, in the order of ranks, on every rank."""
+    """The values of all ranks, in the order of ranks, returned on every rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -153,8 +153,8 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 
 
 def together(work: Callable[[], Any], error: type[Exception], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What `work` returns on every rank, in the order of ranks. If it raises `error` on some ranks, every rank raises
-    that of the first of them."""
+    """The results of `work` on all ranks, in the order of ranks. If it raises `error` on some ranks, every rank raises
+    the error of the first of them."""
     try:
         result = work()
     except error as raised:
@@ -167,7 +167,7 @@ def together(work: Callable[[], Any], error: type[Exception], group: dist.Proces
 
 
 def on_main(world: World, work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on every rank. If it raises ValueError there, every rank raises it."""
+    """The result of `work` on rank 0, returned on every rank. If it raises ValueError there, every rank raises it."""
     return together(lambda: work() if world.rank == 0 else None, ValueError)[0]
 
 
@@ -178,7 +178,7 @@ def print_on_main(world: World, text: str) -> None:
 
 
 def all_names(names: set[str]) -> list[str]:
-    """The names that any rank has, sorted: the same list on every rank."""
+    """The names that at least one rank has, sorted: the same list on every rank."""
     return sorted(set().union(*all_gather_objects(names)))
 
 

@@ -1,8 +1,8 @@
-"""Episodes of many turns: the engine decodes while users' coroutines, in processes of their own, run tools.
+"""Episodes of many turns: the engine decodes while users' coroutines, each in its own process, run tools.
 
-Between two steps of the engine every episode that has something to say is heard: it asks for the model's next turn,
-which is queued, or it ends. All ranks of an engine run the same loop; the first one has the processes, and what it
-heard is sent to the others.
+Between two steps of the engine, every episode with a pending request is served: it asks for the model's next turn,
+which is queued, or it ends. All ranks of an engine run the same loop. The first rank owns the processes and sends their
+messages to the other ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Episode:
     tool_s: float = 0.0
 
     def next_reply(self, before: list[int]) -> Response:
-        """The reply that these tokens precede: one of an earlier step, unless the environment then said something else,
+        """The reply after these tokens: one from an earlier step, unless the environment has sent other tokens since,
         or a new one."""
         replies = self.begun.earlier
         if self.num_turns < len(replies) and replies[self.num_turns].prompt != before:
@@ -53,7 +53,7 @@ class Episode:
 
 @dataclass
 class Episodes:
-    """What episodes need beside the engine."""
+    """The processes and settings that episodes need beside the engine."""
 
     config: RolloutConfig
     template: ChatTemplate
@@ -64,11 +64,11 @@ class Episodes:
     def run(self, engine: Engine, prompts: Sequence[Prompt], seeds: Sequence[int | None], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool],
             begun: Sequence[Response] = ()) -> None:
-        """Run an episode for each prompt. `on_end(i, response, reply)` is called as episode i ends, with what its
-        process sent last. Once `stop()` is true, no more is sampled.
+        """Run an episode for each prompt. `on_end(i, response, reply)` is called as episode i ends, with the last
+        message of its process. Once `stop()` is true, no more is sampled.
 
-        `begun`: the episodes as earlier calls left them; their replies are added. An episode that has not ended begins
-        anew, and is told the replies that it had as long as it says what it had said."""
+        `begun`: the episodes as earlier calls left them; their replies are added. An unfinished episode restarts; the
+        model's earlier replies are replayed to it as long as the environment repeats what it said before."""
         engine.begin(stop)
         begun = begun or [Response([], [], "") for _ in prompts]
         waiting = [number for number in reversed(range(len(prompts))) if not begun[number].finish_reason]
@@ -146,12 +146,12 @@ class Episodes:
         )
 
     def refuse(self, number: int, episode: Episode, reason: str) -> None:
-        """Tell an episode that there is no further reply, and why."""
+        """Tell an episode that it gets no further reply, and why."""
         episode.end_reason = reason
         self.tell(number, episode, {"text": None, "finish_reason": reason})
 
     def take_reply(self, number: int, episode: Episode) -> None:
-        """Add the next reply, which is complete, and tell it to the episode."""
+        """Add the next complete reply and send it to the episode."""
         conversation, response = episode.conversation, episode.begun.earlier[episode.num_turns]
         text = conversation.add_reply(response.tokens, response.logp, response.routing)
         episode.is_sampling = False
@@ -173,7 +173,7 @@ class Episodes:
 
 def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: TemplateConfig, stops: Sequence[int],
                    max_sequence_length: int, world: World) -> Episodes | None:
-    """Start what episodes need; None without --rollout.episode. Raises ValueError for flags that cannot work."""
+    """Start the processes of episodes; None without --rollout.episode. Raises ValueError for flags that cannot work."""
     if not config.episode or not world.samples:
         return None
     if template_config.template == "plain":
@@ -210,7 +210,7 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
 
 def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[str]) -> None:
     """Add to `meter` the turns, ends and tools of this rank's episodes; `dropped`: ends that leave the loss
-    (--rollout.drop). Names with a counterpart in verl are verl's."""
+    (--rollout.drop). Metrics have verl's names where verl has them."""
 
     def of_each(number: Callable[[Response], float]) -> Tensor:
         return torch.tensor([number(sample.response) for sample in samples], dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Groups that a step leaves unfinished are continued in the next one (--rollout.in-flight).
+"""Groups that are unfinished at the end of a step continue in the next step (--rollout.in-flight).
 
-An engine samples more groups than its share of a step, which ends for it when that share is complete. Of the others the
-tokens and log-probs so far are kept. In the next step, after the weight sync, they are part of a request's prompt: the
-new weights compute its keys and values again and sample what follows, with another random seed.
+An engine samples more groups than its share of a step. The step ends for it when that share is complete. The tokens and
+log-probs of the other groups are kept. In the next step, after the weight sync, they are part of a request's prompt:
+the new weights compute the keys and values again and sample the rest, with another random seed.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from common.rollouts.scoring import PendingRollout, Scoring
 
 @dataclass
 class Group:
-    """The responses to a prompt, as far as they were sampled. Plain JSON can hold it."""
+    """The responses to a prompt, as far as they were sampled. It can be stored as plain JSON."""
 
     row: int  # of the prompt in the data set
     step: int  # in which it began
@@ -35,12 +35,11 @@ class Group:
 def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
                      sampling: RolloutConfig, seed: Sequence[int | str], stop: Callable[[], bool],
                      state: dict[str, Any], sampler: PromptSampler, meter: Meter) -> PendingRollout:
-    """As `start_rollout`, with as many prompts: not all of them are `rows`, some come from steps before, and further
-    ones from `sampler`. `seed`: of the run, the step's number, and perhaps more. A group is scored when it is complete.
-    What is in flight between two rollouts is in `state`, the oldest group first, as plain JSON for checkpoints; it is
-    dealt anew to the engines, of which there may be others after a resume. Groups of a checkpoint that
-    --rollout.in-flight, now lower, has no room for are dropped. All ranks call this together.
-    """
+    """Like `start_rollout`, but the groups returned may come from earlier steps; extra prompts are drawn from
+    `sampler`. `seed`: the run's seed, the step's number, and perhaps more. A group is scored when it is complete.
+    `state` holds the groups in flight between two rollouts, the oldest first, as plain JSON for checkpoints. They are
+    distributed anew over the engines, whose number may change on resume. If --rollout.in-flight is lower after a
+    resume, groups without room are dropped. All ranks call this together."""
     step = int(seed[1])
     num_wanted = len(engine.local_prompts(len(rows)))
     carried = state.get("in_flight", [])
@@ -61,7 +60,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     taken: list[int] = []
 
     def take(number: int) -> None:
-        """Score a complete group, unless the places that are left are for groups that are due."""
+        """Score a complete group, unless the remaining places are reserved for groups that are due."""
         group = groups[number]
         is_complete = all(response.finish_reason for response in group.responses)
         if is_complete and len(taken) + len(due - {number}) < num_wanted:

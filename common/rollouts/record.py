@@ -1,4 +1,9 @@
+<<<<<<< HEAD:common/rollouts/record.py
 """Responses on disk, RUN_DIR/rollouts/*.parquet: of steps, with what the update did to each token; of validations."""
+=======
+"""Responses on disk, RUN_DIR/rollouts/*.parquet: of training steps, with the update's numbers for each token, and of
+validations."""
+>>>>>>> docs:common/tracking/rollouts.py
 
 import json
 from itertools import chain, groupby, islice
@@ -27,6 +32,7 @@ COLUMNS = {
     pa.list_(pa.bool_()): "mask trained clipped",
     pa.list_(pa.float32()): "rollout_logp old_logp ref_logp token_advantage value returns entropy ratio",
 }
+<<<<<<< HEAD:common/rollouts/record.py
 """One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
 rest of its dict as JSON, above 1,000 numbers only "a list of N numbers". Lists have one entry per response token; they
 are null where there was none (no reference, no critic, a response that was not trained). `trained` is the loss mask;
@@ -34,14 +40,23 @@ are null where there was none (no reference, no critic, a response that was not 
 last one. Of episodes only: `mask` is true for tokens that the model wrote, and `messages` is the conversation as JSON,
 with calls of tools and results. With --rollout.in-flight only: `version` is the number of steps that the policy had
 been trained when it sampled a token. `images`: files of the prompt's images, in the first response of a group only."""
+=======
+"""One row a response. `score` is the reward function's, `reward` is the number that the advantages were made from,
+`reward_parts` the rest of its dict as JSON. Lists have one entry per response token; they are null if there was none
+(no reference, no critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of
+`token_advantage` over it. After several passes, entropy, ratio and clipped are from the last pass. For episodes only:
+`mask` is true for the model's tokens, and `messages` is the conversation as JSON, with calls of tools and results. With
+--rollout.in-flight only: `version` is the number of steps that the policy had been trained when it sampled a token.
+`images`: files of the prompt's images, only in the first response of a group."""
+>>>>>>> docs:common/tracking/rollouts.py
 SCHEMA = pa.schema({name: kind for kind, names in COLUMNS.items() for name in names.split()})
 
 
 def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTrainedTokenizerBase, rollout: Rollout,
                minibatches: list[Minibatch], rewards: Tensor) -> None:
     """Write RUN_DIR/rollouts/step_STEP.parquet, if that step has a file (--log.rollouts-every): the first whole groups,
-    at least one, up to --log.rollouts-max responses. Every rank calls it. `step` counts from 1; `minibatches` after the
-    update; `rewards` [S]: what it was made from."""
+    at least one, up to --log.rollouts-max responses. Every rank calls it. `step` counts from 1; `minibatches` are those
+    after the update; `rewards` [S]: the numbers that the advantages were made from."""
     if config.rollouts_every == 0 or (step > 1 and step % config.rollouts_every):
         return
     ends = rollout.group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
@@ -69,7 +84,7 @@ def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTraine
 
 
 def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int, dict[str, np.ndarray]]]:
-    """Numbers of a response and, by name, of its tokens, prompts' included, if its entry of `sequences` is in here."""
+    """Numbers of a response and, by name, of all its tokens, prompts included; for responses in `sequences`."""
     update = microbatch.last_pass
     clips = [update[name] for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower") if name in update]
     found = {
@@ -123,7 +138,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
 
 
 def versions_of(response: Response) -> list[int | None] | None:
-    """Of each token, of those that the model sampled."""
+    """One entry for each token that the model sampled."""
     versions = iter(response.versions[-response.num_sampled :])
     mask = response.mask or [True] * len(response.tokens)
     return [next(versions) if is_sampled else None for is_sampled in mask] if response.versions else None
@@ -143,7 +158,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> list[str]:
-    """What each response token adds to the text. Of a character that is spread over several tokens, the last has it."""
+    """The text that each response token adds. A character that spans several tokens belongs to the last of them."""
     plain = {"clean_up_tokenization_spaces": False}
     texts, before, pending = [], prompt[-1:], []        # with what stands before: some drop a first token's space
     for token in response:

@@ -1,6 +1,6 @@
-"""From prompts to scored responses: the engine samples groups, and each response goes to the scorers as it ends.
+"""From prompts to scored responses: the engine samples groups, and each response goes to the scorers when it ends.
 
-`start_rollout` samples. `PendingRollout.collect` waits for the scores and gives a `Rollout`.
+`start_rollout` samples. `PendingRollout.collect` waits for the scores and returns a `Rollout`.
 """
 
 import math
@@ -30,8 +30,8 @@ class Scoring:
 
     def __init__(self, tokenizer, config: RewardConfig, model_config: RewardModelConfig, data_sources: Iterable[str],
                  episode: str = "", is_here: bool = True):
-        """Starts the workers if `is_here`. Raises ValueError for a data source that no reward function is known for,
-        unless episodes (--rollout.episode) may give the scores."""
+        """Starts the workers if `is_here`. Raises ValueError for a data source without a reward function, unless
+        episodes (--rollout.episode) may return the scores."""
         if not config.function and not model_config.alone and not episode:
             lookup(set(data_sources), config.kwargs)
         self.tokenizer = tokenizer
@@ -51,11 +51,11 @@ class Scoring:
 def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
                   sampling: RolloutConfig, seed: Sequence[int | str], stop: Callable[[], bool] = lambda: False,
                   with_greedy: bool = False) -> "PendingRollout | RemoteRollout":
-    """Sample `num_samples` responses to each prompt `data[row]`; scoring of each one starts as it ends.
+    """Sample `num_samples` responses to each prompt `data[row]`; scoring of a response starts when it ends.
 
-    Engine e takes prompts e, e + engines, ...; a group never leaves its engine. A response's own seed depends on
-    `seed`, its prompt's place in `rows` and its number in the group, and on nothing else. When `stop()` turns true,
-    sampling ends early; then the result must not be collected. `with_greedy`: one more, numbered after all the others.
+    Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
+    `seed`, its prompt's place in `rows` and its number in the group. When `stop()` turns true, sampling ends early;
+    then the result must not be collected. `with_greedy`: one more response, greedy, numbered after all the others.
     """
     if isinstance(engine, RemoteEngine):
         engine.bridge.send(("rollout", rows, num_samples, sampling, seed, with_greedy))
@@ -87,8 +87,8 @@ class PendingRollout:
         """The training step in which they were sampled; -1: none."""
 
     def score(self, i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
-        """Hand response `i` of this engine to the scorers; each rank of the engine does that for its share. `reply`: of
-        an episode, its own score, in the form of a reward worker's; or a text to be scored."""
+        """Hand response `i` of this engine to the scorers; each rank of the engine does that for its share. `reply`: an
+        episode's own score, in the form of a reward worker's reply; or a text to be scored."""
         if i % self.engine.config.tp != self.engine.tp_rank:
             return
         sample, pool = self.samples[i], self.scoring.pool
@@ -144,7 +144,7 @@ class PendingRollout:
 
 
 class RemoteRollout:
-    """A rollout that samplers on other ranks were asked for. `made`: what they answered, as checkpoints keep it."""
+    """A rollout requested from samplers on other ranks. `made`: their answer, as checkpoints store it."""
 
     def __init__(self, bridge: Bridge, data: PromptSet, made: dict[str, Any] | None = None):
         self.bridge = bridge
@@ -187,7 +187,7 @@ def responses_to_state(rollout: Rollout) -> list[list]:
 
 
 def responses_from_state(state: list[list], data: PromptSet, world: World) -> Rollout:
-    """What `responses_to_state` returned, its groups dealt to the ranks in turn. All ranks call this together."""
+    """The responses that `responses_to_state` stored, their groups distributed over the ranks. All ranks call it."""
     samples = [
         Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras, step=step)
         for index, group, row, response, score, extras, step in state

@@ -1,4 +1,4 @@
-"""What has a reward and an advantage of its own: a response or, with --advantage-per-step, each turn of an episode."""
+"""Units with their own reward and advantage: responses or, with --advantage-per-step, turns of an episode."""
 
 import math
 from dataclasses import replace
@@ -20,13 +20,13 @@ def check_turns(config: EpisodeConfig, per_turn: bool) -> None:
 
 def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float,
              per_turn: bool) -> tuple[Batch, Tensor, Tensor]:
-    """`batch`, `rewards` [S] and groups [S] as they are; `per_turn`: this rank's batch with a sequence for each turn,
-    whose `index` is the turn's number among all U of the step, the turns' rewards [U], and their groups [U]: turns of
-    the same number in one group of episodes. All ranks call it.
+    """Returns `batch`, `rewards` [S] and groups [S] unchanged. With `per_turn`: this rank's batch with a sequence for
+    each turn, whose `index` is the turn's number among all U of the step; the turns' rewards [U]; and their groups [U],
+    where turns of the same number in one group of episodes form a group. All ranks call it.
 
-    A turn's reward is its number in the `turn_scores` that the episode returned, times `reward_coef`. What was taken
-    off the episode's reward [S], a penalty or by NaN all of it, is taken off each of its turns' rewards. Raises
-    ValueError, naming the row, where there is not one number a turn."""
+    A turn's reward is its number in the episode's `turn_scores`, times `reward_coef`. A penalty on the episode's reward
+    [S] is subtracted from the reward of each turn; NaN there makes each turn's reward NaN. Raises ValueError, naming
+    the row, if an episode has not one number a turn."""
     if not per_turn:
         return batch, rewards, rollout.group
     rows = []
@@ -52,8 +52,8 @@ def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float
 
 
 def turns_of(sample: Sample) -> tuple[int, int, list[tuple[int, int]], list[float] | str]:
-    """Index, row, (number of the sequence in the episode, place of the first token in it) of each turn that the model
-    wrote, and the rewards that the episode returned; those of one that failed or counts nowhere are 0."""
+    """Returns (index, row, turns, rewards) of each episode; a turn is (number of its sequence in the episode, position
+    of its first token), and only the model's turns count. A failed or uncounted episode's rewards are 0."""
     turns = [
         (number, len(prompt) + at) for number, (prompt, part) in enumerate(sample.sequences)
         for at, is_sampled in enumerate(part.mask or []) if is_sampled and not (at and part.mask[at - 1])

@@ -16,7 +16,7 @@ from common.rollouts.scoring import Scoring, start_rollout
 
 
 def spread_rows(num_rows: int, limit: int) -> list[int]:
-    """At most `limit` rows (0: all), evenly spread, so that every part of the files is among them."""
+    """At most `limit` rows (0: all), evenly spread, so that they include every part of the files."""
     count = min(num_rows, limit or num_rows)
     return [i * num_rows // count for i in range(count)]
 
@@ -24,9 +24,9 @@ def spread_rows(num_rows: int, limit: int) -> list[int]:
 def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, rows: Sequence[int], config: RolloutConfig,
              num_samples: int, temperature: float, seed: Sequence[int | str], stop: Callable[[], bool],
              record: Callable[[list[Sample]], None]) -> dict[str, float] | None:
-    """Results on these rows with the weights in the engine: of greedy responses, and of `num_samples` sampled ones a
-    prompt, which run together. None if `stop()` turned true on any rank: then samples are missing. `record` gets the
-    sampled ones of this rank, or the greedy ones if there are no others."""
+    """Results on these rows with the weights in the engine: of greedy responses, and of `num_samples` sampled responses
+    a prompt, which run together. None if `stop()` turned true on any rank: then samples are missing. `record` gets this
+    rank's sampled responses, or its greedy responses if there are no sampled ones."""
     meter = Meter()
     sampling = validation_sampling(config, temperature)
     pending = start_rollout(engine, scoring, prompts, rows, num_samples, sampling, seed, stop, with_greedy=True)
@@ -44,9 +44,9 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     """Per data source, over all ranks, with verl's names: val-core/SOURCE/acc/{greedy or mean@N, best@N/mean,
     maj@N/mean} and, in val-aux/, the standard error over prompts and best@k for powers of two below N.
 
-    acc is the reward dict's "acc", or its score where that is no finite number; a lost one counts 0. best@k/mean is for
-    scores of 0 and 1 the unbiased pass@k (Chen et al. 2021, sec. 2.1). maj@N is the acc of the most frequent "pred" of
-    the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
+    acc is the reward dict's "acc", or its score if "acc" is no finite number; a lost sample counts 0. For scores of 0
+    and 1 best@k/mean is the unbiased pass@k (Chen et al. 2021, sec. 2.1). maj@N is the acc of the most frequent "pred"
+    of the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
     """
     rows = [(sample.prompt.data_source, sample.group, *acc_and_vote(sample)) for sample in samples]
     rows = sorted(chain(*all_gather_objects(rows)), key=lambda row: row[:3])

@@ -17,7 +17,7 @@ import tyro
 def batch_line(
     prompts: int, samples: int, minibatches: int, epochs: int, max_tokens: int, longest: int, ranks: int,
 ) -> str:
-    """The batch units of a run in words. `longest`: tokens of the longest prompt and response that may come."""
+    """The batch units of a run in words. `longest`: the most tokens that a prompt and its response may have."""
     responses = prompts * samples
     number = -(-responses // (minibatches * ranks * max(1, max_tokens // longest)))
     return (f"{prompts:,} prompts x {samples:,} samples = {responses:,} responses a step, {minibatches} mini-batch(es) "
@@ -26,7 +26,7 @@ def batch_line(
 
 
 def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
-    """One step in one line: what is learned, the two longest phases, and the time that is left at this pace."""
+    """One step in one line: its reward or loss, the two longest phases, and the time left at this pace."""
     shown = [
         ("reward", "critic/rewards/mean", ".3f"), ("length", "response_length/mean", ".0f"),
         ("loss", "train/loss", ".3f"), ("accuracy", "preference/accuracy", ".3f"),
@@ -55,7 +55,7 @@ def val_line(when: str, metrics: dict[str, float]) -> str:
 
 
 def summary(run_dir: Path) -> str:
-    """What a finished run says last: validation before and after, seconds, memory, and where everything is."""
+    """The last lines of a finished run: validation before and after, seconds, memory, and where everything is."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     validated = sorted({name for row in rows for name in row if name.startswith("val-core/")})
     lines = ["validation, before -> after"] if validated else []
@@ -72,7 +72,7 @@ def summary(run_dir: Path) -> str:
 
 def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
     """Read `flags`, a dataclass, from the command line and call `main`. --help shows the script's own flags, --help-all
-    also those of the nested dataclasses. A mistake in flags or files, or a full disk, is one line and exit code 2."""
+    also the nested dataclasses' flags. A mistake in flags or files, or a full disk, is one line and exit code 2."""
     arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
     if {"-h", "--help"} & set(sys.argv):
         flags = without_nested(flags)
@@ -89,14 +89,14 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
 
 
 def without_nested(flags: type) -> type:
-    """The dataclass, with those of its fields that are dataclasses left out of its help."""
+    """The dataclass, with its nested dataclasses left out of its help."""
     nested = [copy.copy(field) for field in dataclasses.fields(flags) if dataclasses.is_dataclass(field.type)]
     hidden = [(field.name, Annotated[field.type, tyro.conf.Suppress], field) for field in nested]
     return dataclasses.make_dataclass(flags.__name__, hidden, bases=(flags,))
 
 
 def exit_with_error(error: ValueError) -> None:
-    """A mistake in flags or files, found by our own checks: the message alone and exit code 2. Others: re-raised."""
+    """A mistake in flags or files that our own checks found: its message and exit code 2. Others are re-raised."""
     file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
     if not file.is_relative_to(Path(__file__).parent.parent.parent) or ".venv" in file.parts:
         raise error

@@ -1,4 +1,4 @@
-"""The well-known failures of a run, told in words: what is seen, the likely cause, the flag to turn."""
+"""The well-known failures of a run, reported in words: the symptom, the likely cause, the flag to change."""
 
 import math
 from statistics import mean
@@ -15,7 +15,7 @@ class HealthCheck:
         self.entropies: list[float] = []
 
     def look(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """The step's warnings. `metrics` has the scripts' names; what is absent is not judged."""
+        """The step's warnings. `metrics` has the scripts' names; absent metrics are not judged."""
         found = {}
 
         def over(kind: str, name: str, limit: float, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a run: its numbers (console, metrics.jsonl, wandb), its flags, what each of its starts was."""
+"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb), flags, and the state of each start."""
 
 import dataclasses
 import importlib.util
@@ -28,14 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @dataclass
 class LogConfig:
     to: tuple[Literal["wandb"], ...] = ()
-    """Where metrics go besides the console and metrics.jsonl. Without a wandb account set WANDB_MODE=offline."""
+    """Where metrics go in addition to the console and metrics.jsonl. Without a wandb account set WANDB_MODE=offline."""
     wandb_project: str = "rl"
     """Weights & Biases project."""
     rollouts_every: int = 5
-    """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet; the first step has one too, and each
-    validation (val_000010.parquet). 0: none."""
+    """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet. The first step and each validation
+    (val_000010.parquet) have a file too. 0: no files."""
     rollouts_max: int = 64
-    """Most responses in such a file: the step's first groups, whole ones, at least one."""
+    """Most responses in such a file: the step's first whole groups, at least one."""
 
     def __post_init__(self):
         if self.rollouts_every < 0 or self.rollouts_max < 1:
@@ -51,11 +51,11 @@ class LogConfig:
 
 
 class Tracker:
-    """Rank 0 writes; the others are silent. `run_dir/metrics.jsonl` has one line a step, `config.json` the flags."""
+    """Only rank 0 writes. `run_dir/metrics.jsonl` has one line a step, `config.json` the flags."""
 
     def __init__(self, config: LogConfig, run_dir: str, args: Any, world: World, state: dict[str, Any]):
-        """`state`: what `state_dict` returned when the run is resumed, else {}. What was written after that is dropped,
-        so no step appears twice."""
+        """`state`: the result of `state_dict` if the run is resumed, else {}. Lines written after that state are
+        dropped, so no step appears twice."""
         self.is_main = world.is_main
         self.run_dir, self.wandb, self.wandb_id = Path(run_dir), None, state.get("wandb_id")
         self.jsonl = self.run_dir / "metrics.jsonl"
@@ -83,7 +83,7 @@ class Tracker:
             self.wandb_id = self.wandb.id
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
-        """`line` is what the console shows of it."""
+        """`line` is the step's line on the console."""
         if not self.is_main:
             return
         print(line, *self.health.look(step, metrics), sep="\n", flush=True)
@@ -103,7 +103,7 @@ class Tracker:
             yield bar.update
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a run needs that goes on after `step`, which has been logged."""
+        """The state that a resumed run needs after `step`, which has been logged."""
         return {"step": step, "wandb_id": self.wandb_id, "size": self.jsonl.stat().st_size if self.is_main else 0}
 
     def close(self) -> None:
@@ -134,5 +134,5 @@ def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:
 
 
 def _git(arguments: str) -> str:
-    """What git says of this repository; nothing where there is no git or no repository."""
+    """Git's commit and changes of this repository; empty without git or a repository."""
     return subprocess.run(f"git {arguments}", shell=True, cwd=ROOT, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""What every script logs of a step beside its own numbers: lengths, memory, seconds, throughput. Names are verl's."""
+"""The metrics of a step that all scripts log: lengths, memory, seconds, throughput. Names are verl's."""
 
 import resource
 import time
@@ -23,8 +23,8 @@ PEAK_FLOPS = {
 }
 
 def peak_flops(world: World, dtype: str) -> float | None:
-    """FLOP/s that one rank's chip can do at most in matrix products of `dtype` ("bfloat16", "float32"). None if the
-    table does not say: on CPUs, on other GPUs and for float32."""
+    """Peak FLOP/s of one rank's chip in matrix products of `dtype` ("bfloat16", "float32"). None if the table has no
+    entry: on CPUs, on other GPUs and for float32."""
     if world.device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(world.device)
@@ -35,9 +35,8 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
                  update_flops: float, peak_flops: float | None) -> dict[str, float]:
     """The step's metrics; the only place where its meter is reduced. All ranks call this together.
 
-    `lengths` [S]: tokens of the sequences that the update was made from. `minibatches`: this rank's micro-batches.
-    `update_flops`: what the update computed on all ranks. `peak_flops`: what one rank's chip can do in a second
-    (`peak_flops`); None: unknown, then there is no MFU.
+    `lengths` [S]: tokens of the sequences in the update. `minibatches`: this rank's micro-batches. `update_flops`:
+    FLOPs of the update on all ranks. `peak_flops`: peak FLOP/s of one rank's chip; None: unknown, then there is no MFU.
     """
     num_tokens = int(lengths.sum())
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
@@ -71,8 +70,8 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
 
 def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, max_prompt_length: int,
                     max_response_length: int) -> dict[str, float]:
-    """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" made in `gen_s`
-    seconds."""
+    """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" sampled in
+    `gen_s` seconds."""
     constant = is_constant(sampled.scores, sampled.group)                       # lost ones (NaN) left out
     metrics = {
         "rollout/truncated_frac": float(sampled.truncated.double().mean()),

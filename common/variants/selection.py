@@ -13,7 +13,11 @@ SELECTED = ("clip_cov", "kl_cov")                       # losses that need a sel
 
 
 def select(settings: LossSettings, microbatches: list, policy: Policy, temperature: float, *seed: int) -> None:
+<<<<<<< HEAD:common/variants/selection.py
     """Write `microbatch.extra["selected"]`, if the loss needs it, by the log-probs of the policy as it is."""
+=======
+    """Write `microbatch.selected`, if the loss needs it, from the log-probs of the current policy."""
+>>>>>>> docs:common/selection.py
     if settings.name not in SELECTED:
         return
     logps = [policy.score(microbatch, temperature) for microbatch in microbatches]
@@ -23,7 +27,7 @@ def select(settings: LossSettings, microbatches: list, policy: Policy, temperatu
 
 
 def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
-    """Of the tokens with cov_low < cov < cov_high that ppo has not clipped, a random share of all: [T] bools."""
+    """A random share of all tokens, among those with cov_low < cov < cov_high that ppo has not clipped: [T] bools."""
     low, high, candidates = settings.numbers["cov_low"], settings.numbers["cov_high"], []
     for b, logp, cov in zip(microbatches, logps, covariances(microbatches, logps)):
         _, stats = ppo(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens, **settings.bounds)
@@ -33,7 +37,7 @@ def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, settings
 
 
 def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
-    """The share of all tokens that has the largest cov, `seed` deciding among equals: [T] bools."""
+    """Selects the share of all tokens with the largest cov; `seed` orders equal values: [T] bools."""
     masks, fraction = [b.mask for b in microbatches], settings.numbers["fraction"]
     return choose_largest(microbatches, covariances(microbatches, logps), masks, seed, fraction)
 

@@ -1,5 +1,5 @@
-"""The conversation that an episode has with the model. It lives in the episode's own process; the model, the tokens and
-the chat template are the trainer's, at the other end of a connection."""
+"""The conversation of an episode with the model. It lives in the episode's own process; the model, the tokens and the
+chat template are in the trainer, at the other end of a connection."""
 
 import asyncio
 import contextlib
@@ -16,34 +16,34 @@ MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
 
 
 class Chat:
-    """What `async def episode(chat, row)` gets."""
+    """The argument `chat` of `async def episode(chat, row)`."""
 
     def __init__(self, messages: list[dict[str, Any]], tokens_left: int, timeout_s: float,
                  ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], tell_tool: Callable[[str], None]):
         self.messages = messages
-        """The conversation so far: the row's prompt, then what was added and what the model replied."""
+        """The conversation so far: the row's prompt, then the added messages and the model's replies."""
         self.tokens_left = tokens_left
-        """How many tokens the episode may still have, of the model, of users and of tools."""
+        """Number of tokens left for the episode, including tokens of the model, of users and of tools."""
         self.turns = 0
         """Number of replies so far."""
         self.finish_reason = ""
-        """How the last reply ended. stop: by itself; length: it was cut. If there was no reply any more, why: length
-        (no tokens left) or turns (--rollout.max-turns)."""
+        """How the last reply ended. stop: with an end token; length: it was truncated. If there was no reply, the
+        reason: length (no tokens left) or turns (--rollout.max-turns)."""
         self.tools: list[Callable] = []
         """Functions with type hints and a docstring, or with an attribute `schema`, that the model may call. Set them
         before the first reply."""
         self.tool_calls: list[dict[str, Any]] = []
-        """The calls in the last reply, for `tool_call`."""
+        """The tool calls in the last reply, for `tool_call`."""
         self.num_tool_calls = 0
         self.num_tool_errors = 0
         self.timeout_s = timeout_s
-        """Seconds that a tool may take, and all code between two replies (--rollout.tool-timeout-s)."""
+        """Time limit in seconds of a tool, and of all code between two replies (--rollout.tool-timeout-s)."""
         self._ask = ask
         self._tell_tool = tell_tool
 
     async def reply(self, *messages: dict[str, Any], max_tokens: int | None = None) -> str | None:
-        """Add these messages, then let the model write its next turn. Returns its text; None if there is no room or no
-        turn left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left."""
+        """Add these messages, then let the model write its next turn. Returns its text; None if no room or no turn is
+        left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left."""
         for message in messages:
             texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
@@ -69,7 +69,7 @@ class Chat:
         return answer["text"]
 
     async def tool_call(self, call: dict[str, Any]) -> dict[str, str]:
-        """Run one of `tool_calls`. Returns the message for the model: the result, or what went wrong."""
+        """Run one of `tool_calls`. Returns the message for the model: the result, or the error."""
         self.num_tool_calls += 1
         name = call.get("name") or ""
         self._tell_tool(name)  # from here on it has --rollout.tool-timeout-s
@@ -97,8 +97,8 @@ class Chat:
 
 
 def schema_of(tool: Callable) -> dict[str, Any]:
-    """The JSON schema of a tool: its attribute `schema`, or from its type hints and docstring. Raises ValueError,
-    naming what is missing there."""
+    """The JSON schema of a tool: its attribute `schema`, or made from its type hints and docstring. Raises ValueError
+    that names what is missing there."""
     if "schema" in vars(tool):
         return vars(tool)["schema"]
     # without torch, which takes seconds to import and is only asked for the type of audio

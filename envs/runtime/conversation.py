@@ -1,6 +1,5 @@
-"""Conversations of several turns as tokens. What the model wrote is never encoded again: between two of its turns only
-the new messages are rendered and encoded. The tokens of users and tools have mask False.
-"""
+"""Conversations of several turns as tokens. The model's text is never encoded again: between two of its turns only the
+new messages are rendered and encoded. The tokens of users and tools have mask False."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,32 +13,35 @@ PLACE = "@@what the model wrote@@"
 
 @dataclass
 class EpisodeConfig:
-    """Episodes of many turns, in place of single responses."""
+    """Episodes of many turns instead of single responses."""
 
     episode: str = ""
-    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Default: the
-    model writes one response to each prompt."""
+    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Default: no
+    episodes; the model writes one response to each prompt."""
     max_turns: int = 16
-    """Most replies of the model in an episode. The tokens of an episode, those of users and tools too, are at most
-    --rollout.max-response-length."""
+    """Most replies of the model in an episode. --rollout.max-response-length bounds the tokens of an episode, including
+    the tokens of users and tools."""
     tool_timeout_s: float = 30.0
-    """Seconds that an episode's own code, its tools, may take between two replies before its process is killed."""
+    """Seconds that an episode's own code, including its tools, may take between two replies before its process is
+    killed."""
     episodes_at_once: int = 64
-    """Episodes that one engine runs at the same time, each in a process of its own."""
+    """Episodes that one engine runs at the same time, each in its own process."""
     lockstep: bool = False
-    """Wait for the tools of all episodes before each step of the engine. Then a run repeats byte for byte; otherwise
-    the time at which tools end decides what is decoded together, and so how it is rounded."""
+    """Wait for the tools of all episodes before each step of the engine. Then a run repeats byte for byte. Otherwise
+    the times at which tools end decide what is decoded together, and so how it is rounded."""
     drop: tuple[Literal["timeout", "length", "turns", "error"], ...] = ()
-    """Episodes that end for these reasons leave the loss and their group's statistics (compact filtering)."""
+    """Episodes that end for these reasons are excluded from the loss and their group's statistics (compact
+    filtering)."""
     rewritten_history: Literal["split", "append", "error"] = "split"
-    """A chat template may write earlier turns differently later on, for example without their reasoning. split: the
-    episode becomes several sequences, each as the model saw it. append: the model sees its own tokens. error: stop."""
+    """What to do if the chat template later writes earlier turns differently, for example without their reasoning.
+    split: the episode becomes several sequences, each as the model saw it. append: the model sees its own tokens.
+    error: stop."""
     tool_parser: str = ""
     """vLLM's parser of tool calls, by name (hermes, llama3_json, ...), for episodes with chat.tools."""
 
 
 class ChatTemplate:
-    """The text that the chat template makes, and its tokens."""
+    """The text that the chat template renders, and its tokens."""
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any], stops: Sequence[int]):
         """`arguments`: of `apply_chat_template`; `stops`: ids that end a reply."""
@@ -48,7 +50,7 @@ class ChatTemplate:
         self.stops = set(stops)
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
-        """The text up to where the model's next turn begins."""
+        """The text up to the start of the model's next turn."""
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools or None, tokenize=False, add_generation_prompt=True, **self.arguments
@@ -64,8 +66,8 @@ class ChatTemplate:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def after_reply(self, messages: Sequence[Message], new: Sequence[Message], tools: list[dict] | None) -> str:
-        """The text between the reply that ends `messages` and the next one. Raises ValueError for a chat template that
-        leaves a reply out or writes it twice."""
+        """The text between the reply that ends `messages` and the next reply. Raises ValueError for a chat template
+        that leaves a reply out or writes it twice."""
         with_place = [*messages[:-1], messages[-1] | {"content": PLACE}, *new]
         pieces = self.render(with_place, tools).split(PLACE)
         if len(pieces) != 2:
@@ -91,7 +93,8 @@ class Conversation:
     routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
 
     def begin(self, new: Sequence[Message], tools: list[dict] | None) -> None:
-        """Before the first reply. Without new messages and tools the prompt's tokens are those of the data."""
+        """The tokens before the first reply. Without new messages and tools they are the prompt's tokens in the
+        data."""
         self.tools = tools
         self.messages += new
         self.rendered = self.template.render(self.messages, tools)
@@ -99,8 +102,8 @@ class Conversation:
             self.prompt = self.template.encode(self.rendered)
 
     def between(self, new: Sequence[Message]) -> list[int] | None:
-        """Tokens between the last reply and the next one, the end token that the model sampled left out. None: the
-        chat template now writes differently what the model has seen, and the conversation must be split."""
+        """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
+        chat template now renders text that the model has seen differently, and the conversation must be split."""
         text = self.messages[-1]["content"]
         between = self.template.after_reply(self.messages, new, self.tools)
         rendered = self.template.render([*self.messages, *new], self.tools)
@@ -135,7 +138,7 @@ class Conversation:
         self.mask += [False] * len(between)
 
     def add_reply(self, tokens: Sequence[int], logp: Sequence[float], routing: Any = None) -> str:
-        """Add what the model sampled. Returns its text, without special tokens."""
+        """Add the tokens that the model sampled. Returns their text, without special tokens."""
         self.routing = routing
         self.tokens += tokens
         self.logp += logp

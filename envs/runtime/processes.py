@@ -1,5 +1,5 @@
-"""The trainer's end of the processes that run episodes: starts them, tells them the model's replies, hears their
-questions, and ends those that take too long."""
+"""The trainer's end of the processes that run episodes. It starts them, sends them the model's replies, receives their
+requests, and ends those that take too long."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ class Process:
 
 
 class EpisodeProcesses:
-    """One process an episode, all forked from one that has imported the user's file."""
+    """One process an episode, each forked from a process that has imported the user's file."""
 
     def __init__(self, spec: str, timeout_s: float):
         """Raises ValueError for a mistake in `spec` (FILE.py:NAME), RuntimeError if the file cannot be loaded."""
@@ -88,9 +88,9 @@ class EpisodeProcesses:
         return sum(process.is_busy for process in self.running.values())
 
     def events(self, wait_s: float, wait_for_all: bool = False) -> list[tuple[int, dict[str, Any]]]:
-        """What episodes have sent, (number, message) in the order of their numbers; waits at most `wait_s` until there
-        is something, and as long as more follows at once. `wait_for_all`: nothing is returned before each busy episode
-        has sent something. Each message has "seconds": how long the user's code ran before it."""
+        """The messages of episodes, (number, message) in the order of their numbers. Waits at most `wait_s` for the
+        first message, then collects messages as long as more follow at once. `wait_for_all`: returns only when each
+        busy episode has sent a message. Each message has "seconds": how long the user's code ran before it."""
         end = time.monotonic() + wait_s
         while True:
             busy = {process.connection: number for number, process in self.running.items() if process.is_busy}
@@ -128,7 +128,7 @@ class EpisodeProcesses:
             self.end(number)
 
     def expire(self, number: int) -> tuple[int, dict[str, Any]]:
-        """End an episode that hangs, and read where."""
+        """End an episode that hangs, and read where it hung."""
         process = self.running[number]
         os.kill(process.pid, signal.SIGUSR1)
         where = b""
@@ -144,7 +144,7 @@ class EpisodeProcesses:
         return number, {"failure": "timeout", "kind": "timeout", "text": text, "seconds": self.timeout_s}
 
     def end(self, number: int) -> None:
-        """End the process of an episode, and what it started."""
+        """End the process of an episode, and the processes that it started."""
         process = self.running.pop(number)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

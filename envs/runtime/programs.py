@@ -1,6 +1,6 @@
-"""Where environments run the programs that a model wrote: the project's sandbox, or a server of one's own.
+"""Where environments run programs that a model wrote: the project's sandbox, or your own server.
 
-Two environment variables are read as an environment is loaded: SANDBOX_FUSION_URL names a SandboxFusion server, and
+Two environment variables are read when an environment is loaded: SANDBOX_FUSION_URL names a SandboxFusion server, and
 ALLOW_WEAK_SANDBOX=1 accepts machines that cannot isolate programs.
 """
 
@@ -13,7 +13,7 @@ FLAGS = ("SANDBOX_FUSION_URL=http://HOST:8080/run_code", "ALLOW_WEAK_SANDBOX=1")
 
 
 class Sandbox(NamedTuple):
-    """`url`: of a server, or ""; `isolated`: False on a machine that cannot isolate, where that is accepted."""
+    """`url`: of a server, or ""; `isolated`: False if this machine cannot isolate programs and that is accepted."""
 
     url: str
     isolated: bool

@@ -34,7 +34,7 @@ MAX_LAST = 2**24  # bytes of the last one: the result, in which worker.MAX_NUMBE
 
 
 class Printed:
-    """What an episode prints, on the trainer's stderr and bounded."""
+    """An episode's printed output, bounded, on the trainer's stderr."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -67,8 +67,8 @@ def load_episode(spec: str) -> Callable:
 
 
 async def run(connection: Connection, episode: Callable, timeout_s: float) -> dict[str, Any]:
-    """One episode, from its row to its result. The time between a reply and the next question is the tools', and is
-    bounded by `timeout_s`; while the model writes, no clock runs."""
+    """One episode, from its row to its result. `timeout_s` bounds the time between a reply and the next request, which
+    the tools use. No clock runs while the model writes."""
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue = asyncio.Queue()
 
@@ -92,7 +92,7 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
         return answer
 
     def tell_tool(name: str) -> None:
-        """A tool begins or ends: the clock starts again, here (after the tool's own alarm) and in the trainer."""
+        """A tool begins or ends: the clock restarts, here (after the tool's own alarm) and in the trainer."""
         deadline.reschedule(loop.time() + timeout_s + TOOL_GRACE_S)
         send(connection, {"tool": name})
 

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote, read by vLLM's parsers: each family of models writes them in its own form."""
+"""Tool calls in a model's text, read by vLLM's parsers: each family of models writes them in its own form."""
 
 import logging
 import re
@@ -9,17 +9,17 @@ from transformers import PreTrainedTokenizerBase
 
 FAMILIES = {"llama": "llama3_json", "llama4": "llama4_pythonic", "qwen2": "hermes", "qwen3": "hermes",
             "qwen3_moe": "hermes", "smollm3": "hermes"}
-"""A model's `model_type` -> the name of its parser, where they differ."""
+"""A model's `model_type` -> the name of its parser, if they differ."""
 STARTS = {"llama3_json": r"\s*\{|<\|python_tag\|>", "pythonic": r"\s*\[\w+\("}
 """How a reply with calls begins, for parsers that do not say it by one of START_TOKENS; of others: <tool_call>."""
 START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_string", "bot_token", "tc_start")
 
 
 def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[dict[str, Any]]]:
-    """The parser of --rollout.tool-parser: vLLM's name, or a model's `model_type`. It takes a reply, with its special
-    tokens and without its end token, and the tools' schemas, which a few parsers need for the types of arguments. It
-    gives the calls, {"name", "arguments": JSON text}; if the reply begins a call and none can be read, one {"name": "",
-    "error"}. Raises ValueError if there is no such parser or it cannot be used."""
+    """The parser of --rollout.tool-parser: vLLM's name, or a model's `model_type`. Its input is a reply, with its
+    special tokens and without its end token, and the tools' schemas, which a few parsers need for the types of
+    arguments. It returns the calls, {"name", "arguments": JSON text}; if the reply begins a call and none can be read,
+    one {"name": "", "error"}. Raises ValueError if there is no such parser or it cannot be used."""
     name = FAMILIES.get(name, name)
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

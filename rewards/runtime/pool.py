@@ -1,10 +1,11 @@
-"""Scores responses in worker processes while generation goes on; no reward function can hang, kill or poison the run.
+"""Scores responses in worker processes while generation continues; no reward function can hang, kill or corrupt the
+run.
 
 A worker is a plain `python -m rewards.runtime.worker` on two pipes, because the trainer holds torch, vLLM and
-collectives: a fork of it is unsafe, and multiprocessing's spawn imports the training script again (seconds and
-hundreds of MB; a plain worker takes 0.1 s and 15 MB). Every sample has a deadline that holds in C code too: the
-worker's process group is killed and replaced. `async def` and batched functions get several samples at once; if that
-ends in a kill, each is scored again alone. Every failure is counted, and the first traceback of each kind is logged.
+collectives: forking it is unsafe, and multiprocessing's spawn imports the training script again (seconds and hundreds
+of MB; a plain worker takes 0.1 s and 15 MB). Every sample has a deadline that holds in C code too: the worker's process
+group is killed and replaced. `async def` and batched functions get several samples at once; if that ends in a kill,
+each sample is scored again alone. Every failure is counted, and the first traceback of each kind is logged.
 """
 
 import contextlib
@@ -33,27 +34,28 @@ RESERVED = ("error_frac", "timeout_frac", "constant_group_frac", "model", "overl
 @dataclass
 class RewardConfig:
     function: tuple[str, ...] = ()
-    """Reward function(s), path/to/file.py:name with verl's signature; none: the table in rewards/ by data_source."""
+    """Reward function(s), path/to/file.py:name with verl's signature. Default: the table in rewards/ by data_source."""
     weights: tuple[float, ...] = ()
-    """One factor per --reward.function, summed; none: 1 each."""
+    """One factor per --reward.function; the weighted scores are summed. Default: 1 each."""
     kwargs: str = "{}"
-    """Further keyword arguments, a JSON object, e.g. '{"method": "flexible"}': each function gets those it names. For a
-    secret name an environment variable, '{"key": {"env": "MY_KEY"}}': its value is read by the workers only."""
+    """Further keyword arguments, a JSON object, e.g. '{"method": "flexible"}': each function gets those that it names.
+    For a secret, name an environment variable, '{"key": {"env": "MY_KEY"}}': only the workers read its value."""
     num_workers: int = 4
-    """Worker processes per rank; 0 scores in the trainer's own process (for pdb), without deadline."""
+    """Worker processes per rank. 0: score in the trainer's own process (for pdb), without deadline."""
     concurrency: int = 32
-    """Most samples that a worker gets at once if a function is `async def` or batched; it gets what is queued."""
+    """Most samples that a worker gets at once if a function is `async def` or batched; it gets only queued samples."""
     timeout_s: float = 10.0
     """Seconds one sample may take before its worker is killed and replaced."""
     on_error: Literal["drop", "zero", "stop"] = "drop"
-    """A sample without a score (exception, timeout, crash, not a finite number): left out (NaN), reward 0, or stop."""
+    """What to do with a sample without a score (exception, timeout, crash, not a finite number): leave it out (NaN),
+    give it reward 0, or stop."""
     max_error_frac: float = 0.5
-    """Stop when more than this share of one step's samples, of all ranks together, has no score."""
+    """Stop if more than this share of a step's samples, over all ranks, has no score."""
 
 
 @dataclass
 class Scores:
-    """What `RewardPool.results` returns, one entry per sample in ascending order of index."""
+    """The result of `RewardPool.results`, one entry per sample in ascending order of index."""
     index: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # NaN: no score, and left out
     extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys: float, list[float], str
@@ -67,7 +69,7 @@ class Scores:
 
     @property
     def num_errors(self) -> int:
-        """Samples without a score for another reason than a timeout."""
+        """Samples without a score for other reasons than a timeout."""
         return sum(kind is not None for kind in self.failures) - self.num_timeouts
 
 
@@ -134,13 +136,13 @@ class RewardPool:
         self.jobs.put((index, request))
 
     def put(self, index: int, reply: dict) -> None:
-        """A reply that was made elsewhere, in the form of a worker's."""
+        """Add a reply that was made elsewhere, in the form of a worker's reply."""
         with self.changed:
             self.replies[index] = reply
 
     def results(self) -> Scores:
-        """Scores of everything submitted since the last call. Failures are counted, see `check_error_frac`; with
-        --reward.on-error stop the first one raises RuntimeError."""
+        """Scores of all samples submitted since the last call. Failures are counted, see `check_error_frac`; with
+        --reward.on-error stop the first failure raises RuntimeError."""
         start = time.monotonic()
         with self.changed:
             self.changed.wait_for(lambda: not self.pending or self.broken)
@@ -163,7 +165,7 @@ class RewardPool:
         return scores
 
     def keep_names(self, extra: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
-        """A reward dict without the names that the trainer's own metrics have, and those beyond the first MAX_NAMES.
+        """A reward dict without names of the trainer's own metrics, and limited to the first MAX_NAMES names.
         Logs which of them became texts."""
         kept = {}
         for name, value in extra.items():
@@ -247,7 +249,7 @@ class RewardPool:
             raise RuntimeError(self.broken)
 
     def close(self) -> None:
-        """End all workers, also busy ones."""
+        """End all workers, including busy ones."""
         self.closed = True
         self.jobs.put(None)
         for worker in list(self.workers.values()):
@@ -264,7 +266,7 @@ class RewardPool:
 
 def check_error_frac(num_failed: int, num_scored: int, limit: float, first_failure: str) -> None:
     """Raises RuntimeError if more than the share `limit` (--reward.max-error-frac) of a step's samples has no score.
-    The numbers are those of all ranks; `first_failure` is this rank's Scores.first_failure."""
+    The numbers cover all ranks; `first_failure` is this rank's Scores.first_failure."""
     if num_failed > limit * num_scored:
         raise RuntimeError(f"{num_failed / num_scored:.0%} of the samples have no reward ({num_failed} of {num_scored} "
                            f"on all ranks), more than --reward.max-error-frac {limit:g}. The first of this rank:\n"

@@ -97,7 +97,7 @@ class Reward:
 
 
 class Scorer:
-    """The reward functions of a run, loaded once; without any, those of the table in rewards/ by data_source."""
+    """The reward functions of a run, loaded once; without any, the table in rewards/ selects by data_source."""
 
     def __init__(self, function: Sequence[str], weights: Sequence[float], kwargs: dict[str, Any],
                  timeout_s: float | None):
