@@ -1,9 +1,5 @@
-<<<<<<< HEAD:common/model/optimizers.py
 """AdamW over the shards: its flags, and the kinds whose weights are bfloat16, rounded stochastically, and whose moments
 are bfloat16 too or codes of 8 bits.
-=======
-"""AdamW with bfloat16 weights, rounded stochastically, and with moments that are bfloat16 too or codes of 8 bits.
->>>>>>> docs:common/model/bf16_adamw.py
 
 Rounded to nearest, a weight would lose each update below half of its last digit. A second moment would never shrink,
 because a decay rate of 0.999 subtracts less than that. Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), but

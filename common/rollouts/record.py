@@ -1,9 +1,5 @@
-<<<<<<< HEAD:common/rollouts/record.py
-"""Responses on disk, RUN_DIR/rollouts/*.parquet: of steps, with what the update did to each token; of validations."""
-=======
 """Responses on disk, RUN_DIR/rollouts/*.parquet: of training steps, with the update's numbers for each token, and of
 validations."""
->>>>>>> docs:common/tracking/rollouts.py
 
 import json
 from itertools import chain, groupby, islice
@@ -32,23 +28,14 @@ COLUMNS = {
     pa.list_(pa.bool_()): "mask trained clipped",
     pa.list_(pa.float32()): "rollout_logp old_logp ref_logp token_advantage value returns entropy ratio",
 }
-<<<<<<< HEAD:common/rollouts/record.py
-"""One row a response. `score` is the reward function's, `reward` what the advantages were made from, `reward_parts` the
-rest of its dict as JSON, above 1,000 numbers only "a list of N numbers". Lists have one entry per response token; they
-are null where there was none (no reference, no critic, a response that was not trained). `trained` is the loss mask;
-`advantage` the mean of `token_advantage` over it. After several passes, entropy, ratio and clipped are those of the
-last one. Of episodes only: `mask` is true for tokens that the model wrote, and `messages` is the conversation as JSON,
-with calls of tools and results. With --rollout.in-flight only: `version` is the number of steps that the policy had
-been trained when it sampled a token. `images`: files of the prompt's images, in the first response of a group only."""
-=======
 """One row a response. `score` is the reward function's, `reward` is the number that the advantages were made from,
-`reward_parts` the rest of its dict as JSON. Lists have one entry per response token; they are null if there was none
+`reward_parts` the rest of its dict as JSON (a list above 1,000
+numbers only as "a list of N numbers"). Lists have one entry per response token; they are null if there was none
 (no reference, no critic, a response that was not trained). `trained` is the loss mask; `advantage` the mean of
 `token_advantage` over it. After several passes, entropy, ratio and clipped are from the last pass. For episodes only:
 `mask` is true for the model's tokens, and `messages` is the conversation as JSON, with calls of tools and results. With
 --rollout.in-flight only: `version` is the number of steps that the policy had been trained when it sampled a token.
 `images`: files of the prompt's images, only in the first response of a group."""
->>>>>>> docs:common/tracking/rollouts.py
 SCHEMA = pa.schema({name: kind for kind, names in COLUMNS.items() for name in names.split()})
 
 

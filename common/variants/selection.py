@@ -13,11 +13,7 @@ SELECTED = ("clip_cov", "kl_cov")                       # losses that need a sel
 
 
 def select(settings: LossSettings, microbatches: list, policy: Policy, temperature: float, *seed: int) -> None:
-<<<<<<< HEAD:common/variants/selection.py
-    """Write `microbatch.extra["selected"]`, if the loss needs it, by the log-probs of the policy as it is."""
-=======
-    """Write `microbatch.selected`, if the loss needs it, from the log-probs of the current policy."""
->>>>>>> docs:common/selection.py
+    """Write `microbatch.extra["selected"]`, if the loss needs it, from the log-probs of the current policy."""
     if settings.name not in SELECTED:
         return
     logps = [policy.score(microbatch, temperature) for microbatch in microbatches]
