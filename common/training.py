@@ -85,6 +85,8 @@ class Training:
     def __enter__(self) -> Self:
         """Join the ranks, check the flags, take the run folder."""
         args = self.args
+        if args.save.keep_best and not args.val_data:
+            raise ValueError("--save.keep-best ranks checkpoints by their validation: give --val-data, or leave it out")
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         policy = args.policy
         self.world = ranks.init(args.save.timeout_s, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
@@ -238,6 +240,7 @@ class Training:
         """Log the validation before the first step, or the one that a stop signal kept from the end of a step, and with
         it that step."""
         self.checkpoints.check()
+        self.checkpoints.after_validation(results)
         line = val_line("before training", results)
         if self.metrics:
             line = step_line(self.first_step, self.total_steps, self.metrics | results)
@@ -263,7 +266,7 @@ class Training:
             self.metrics |= results
             self.tracker.log(done, self.metrics, step_line(done, self.total_steps, self.metrics))
         state["tracker"] = self.tracker.state_dict(done)
-        self.checkpoints.after_step(state)
+        self.checkpoints.after_step(state, results)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         """Leave together, at the end or after a stop signal. After an error nothing is closed: closing waits for other
