@@ -25,8 +25,8 @@ PEAK_FLOPS = {
     "A30": 1.65e14, "A10G": 7.0e13, "A10": 1.25e14, "L40S": 3.62e14, "L40": 1.81e14, "L4": 1.21e14,
 }
 
-OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization; else
-lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
+OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization (on
+CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
 
 
 def peak_flops(world: World, dtype: str) -> float | None:
@@ -40,7 +40,7 @@ def peak_flops(world: World, dtype: str) -> float | None:
 
 class Timer:
     """Seconds by phase, of this rank: `with timer("gen"): ...`. `on_phase` hears each phase's name at its start. Out of
-    a GPU's memory: the error says the phase and the flags to turn."""
+    memory: the error says the phase and the flags to turn."""
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
         self.on_phase, self.start = on_phase, time.perf_counter()
@@ -53,8 +53,9 @@ class Timer:
         try:
             with torch.profiler.record_function(phase):
                 yield
-        except torch.OutOfMemoryError as error:                         # GPUs raise it
-            error.add_note(OUT_OF_MEMORY.format(phase))
+        except RuntimeError as error:                                   # CPUs have no class of their own for it
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                error.add_note(OUT_OF_MEMORY.format(phase))
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -333,6 +333,10 @@ def test_out_of_memory_says_the_phase_and_the_flag():
     (note,) = caught.value.__notes__
     assert note.startswith("ran out of memory in phase update_actor. If ") and "--max-tokens-per-gpu" in note
     assert timer.seconds == {}
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, timer("gen"):     # what CPUs raise
+        torch.empty(1 << 60, dtype=torch.uint8)
+    (note,) = caught.value.__notes__
+    assert note.startswith("ran out of memory in phase gen. ") and "--rollout.kv-cache-gb" in note
     for error in (RuntimeError("no"), KeyError("no")):
         with pytest.raises(type(error)) as caught, Timer()("gen"):
             raise error
