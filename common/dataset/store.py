@@ -241,7 +241,7 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
                 num_read += len(batch)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         where = " as parquet" if file.endswith(PARQUET) else ""
-        if ends:
+        if ends and not isinstance(error, KeyError):
             last = min(num_read + BATCH_ROWS, ends[-1]) - 1
             where += (f" in its rows {num_read} to {last} (of row groups {bisect(ends, num_read)} to "
                       f"{bisect(ends, last)}, all counted from 0)")

@@ -99,10 +99,25 @@ def test_a_best_checkpoint_that_is_gone_is_said(run, tmp_path, capsys):
     assert best.read_best(tmp_path)["step"] == 4
 
 
-def test_another_runs_best_stays_its_own(run, model, world, watch, tmp_path):
+def test_a_step_that_is_validated_after_a_stop_can_be_the_best(run, trained, world, watch, tmp_path):
+    """It was saved without its validation; the model before training, or another run's, is never the best."""
+    run(0.5, 0.2, None)
+    assert on_disk(tmp_path) == [1, 3]
+    again = run()
+    again.after_validation({MEAN: 0.9})
+    assert on_disk(tmp_path) == [3] and best.read_best(tmp_path) == {"step": 3, "metric": MEAN, "value": 0.9}
+    for flags in ({}, {"resume": str(tmp_path)}):
+        other = checkpoints_of(tmp_path / "other", world, *trained, watch, keep_best=True, **flags)
+        other.resume()
+        other.after_validation({MEAN: 0.9})
+        assert other.best.step == {} and best.read_best(tmp_path / "other") == {}
+
+
+def test_another_runs_best_stays_its_own(run, model, world, watch, tmp_path, capsys):
     run(0.9)
     state, *_ = resume(tmp_path / "other", model, world, watch, resume=str(tmp_path), keep_best=True)
     assert state["step"] == 1 and "best" not in state and not (tmp_path / "other/best.json").exists()
+    assert "is gone" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ends_at", ["best.json", "deleted"])
