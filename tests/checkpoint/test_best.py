@@ -106,8 +106,10 @@ def test_a_step_that_is_validated_after_a_stop_can_be_the_best(run, trained, wor
     again = run()
     again.after_validation({MEAN: 0.9})
     assert on_disk(tmp_path) == [3] and best.read_best(tmp_path) == {"step": 3, "metric": MEAN, "value": 0.9}
-    for flags in ({}, {"resume": str(tmp_path)}):
-        other = checkpoints_of(tmp_path / "other", world, *trained, watch, keep_best=True, **flags)
+    again.after_step(STATE | {"step": 4, "total_steps": 99}, {MEAN: 0.7})
+    assert on_disk(tmp_path) == [3, 4]
+    for more in ({}, {"resume": str(tmp_path)}):
+        other = checkpoints_of(tmp_path / "other", world, *trained, watch, keep_best=True, **more)
         other.resume()
         other.after_validation({MEAN: 0.9})
         assert other.best.step == {} and best.read_best(tmp_path / "other") == {}
