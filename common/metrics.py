@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.parallel.ranks import all_max, all_sum
 
-OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization; else
-lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
+OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization (on
+CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
 
 
 class Meter:
@@ -106,8 +106,9 @@ class Timer:
         try:
             with torch.profiler.record_function(phase):
                 yield
-        except torch.OutOfMemoryError as error:                         # GPUs raise it
-            error.add_note(OUT_OF_MEMORY.format(phase))
+        except RuntimeError as error:                                   # CPUs have no class of their own for it
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                error.add_note(OUT_OF_MEMORY.format(phase))
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()

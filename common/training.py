@@ -134,6 +134,8 @@ class Training:
     def __enter__(self) -> Self:
         """Join the ranks, check the flags, take the run folder."""
         args = self.args
+        if args.save.keep_best and not args.val_data:
+            raise ValueError("--save.keep-best ranks checkpoints by their validation: give --val-data, or leave it out")
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         policy = args.policy
         self.world = ranks.init(args.save.timeout_s, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
@@ -283,6 +285,7 @@ class Training:
         """Log the validation before step 1. After a resume, log the validation that the stop signal prevented, together
         with its step."""
         self.checkpoints.check()
+        self.checkpoints.after_validation(results)
         line = val_line("before training", results)
         if self.metrics:
             line = step_line(self.first_step, self.total_steps, self.metrics | results)
@@ -312,7 +315,7 @@ class Training:
             self.metrics |= results
             self.tracker.log(done, self.metrics, step_line(done, self.total_steps, self.metrics))
         state["tracker"] = self.tracker.state_dict(done)
-        self.checkpoints.after_step(state)
+        self.checkpoints.after_step(state, results)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         """Leave together, at the end or after a stop signal. After an error nothing is closed: closing waits for other

@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tyro.conf import Positional
 
+from common.checkpoint.best import read_best
 from common.checkpoint.export import dtype_of, model_of, replace_hf
 from common.checkpoint.files import check_files, find, read_manifest
 from common.checkpoint.state import Reader
@@ -112,10 +113,13 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
 
 def list_checkpoints(run: Positional[str]) -> None:
     """Show the checkpoints of a run folder, and read them all to find damage."""
+    best = read_best(Path(run))
     for folder in sorted((Path(run).resolve() / "checkpoints").glob("*step_*")):
         manifest, damage = read_manifest(folder), "; ".join(check_files(folder))
         gb = sum(entry["size"] for entry in manifest.get("files", {}).values()) / 2**30
         state = f"damaged: {damage}" if damage else "complete"
+        if folder.name == f"step_{best.get('step', 0):06d}":
+            state += f"  best: {best['metric']} {best['value']:.4g}"
         print(f"{folder.name}  {gb:.2f} GiB  {manifest.get('world_size')} rank(s)  {state}")
 
 

@@ -400,11 +400,12 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
     name = verl.get("trainer.experiment_name", "gsm8k")
     ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
     ours.add("--save.every", max(verl.number("trainer.save_freq", -1), 0))
-    for name in verl.items("trainer.logger"):
-        if name == "wandb":
-            ours.add("--log.to", name)
-        elif name not in ("console", "file"):
-            ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl and wandb"
+    loggers = verl.items("trainer.logger")
+    if targets := [name for name in loggers if name in ("wandb", "tensorboard")]:
+        ours.add("--log.to", *targets)
+    for name in loggers:
+        if name not in ("wandb", "tensorboard", "console", "file"):
+            ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl, wandb and TensorBoard"
     mode, source = verl.get("trainer.resume_mode", "auto"), verl.get("trainer.resume_from_path")
     if mode == "disable":
         ours.add("--save.resume", "none")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -120,6 +121,11 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
 
 
 def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> None:
-    """Writes the policy as it is, in the dtype that `files` name, for `from_pretrained` and vLLM. All ranks call it."""
+    """Writes the policy as it is, in the dtype that `files` name, for `from_pretrained` and vLLM. All ranks call it.
+    Raises OSError, naming `out`, if it cannot be written."""
     dtype = dtype_of(files)
-    replace_hf(out, policy.described(dtype), policy.full_tensors(dtype), files, world.rank, world.size)
+    try:
+        replace_hf(out, policy.described(dtype), policy.full_tensors(dtype), files, world.rank, world.size)
+    except (OSError, SafetensorError) as error:             # a full disk's says no path
+        raise OSError(f"{out} could not be written: {type(error).__name__}: {error}; the last step is saved, and the "
+                      f"same command writes {out} again") from error

@@ -25,6 +25,7 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from common.checkpoint.best import Best, write_best
 from common.checkpoint.export import write_files
 from common.checkpoint.files import check_files, complete_checkpoints, crc32, find, read_manifest, sync, write_manifest
 from common.checkpoint.signals import Watchdog
@@ -58,6 +59,13 @@ class SaveConfig:
     """Steps between checkpoints; the last step is always saved. 0: only the last step."""
     keep: int = 2
     """Number of newest checkpoints that stay on disk."""
+    keep_best: bool = False
+    """Also keep the checkpoint of the step with the best validation, which is saved even if --save.every does not ask
+    for it. RUN_DIR/best.json names it. Of equal values the earlier step stays. Needs --val-data."""
+    best_metric: str = ""
+    """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy; higher is better, of
+    a loss lower. Default: the first val-core/.../mean@N (sampled) in alphabetical order, without one the first
+    val-core/."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"
@@ -80,6 +88,8 @@ class SaveConfig:
                 f"--save.every {self.every} and --save.timeout-s {self.timeout_s:g} must be at least 0, "
                 f"--save.keep {self.keep} at least 1"
             )
+        if self.best_metric and not self.keep_best:
+            raise ValueError(f"--save.best-metric {self.best_metric} needs --save.keep-best")
 
 
 class Checkpoints:
@@ -109,6 +119,8 @@ class Checkpoints:
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
+        self.best = Best(world, self.config.keep_best, self.config.best_metric)
+        self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
         self.timer = Timer(watchdog.phase)                      # of the saves after the last step
         self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -125,6 +137,7 @@ class Checkpoints:
         saved with it, {} for a new run. Raises ValueError if a checkpoint does not fit."""
         folder = self._choose()
         if folder is None:
+            self._resume_best({})
             return {}
         manifest = read_manifest(folder)
         wrong = [d for d in differences(manifest.get("model", {}), self.model) if d.split()[0] not in NOT_COMPARED]
@@ -151,16 +164,32 @@ class Checkpoints:
             f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
             f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
         )
+        self.starts_from_own = folder.parent == self.root
+        self._resume_best(self.state.pop("best", {}))
         return json.loads(json.dumps(self.state))
 
-    def after_step(self, state: dict[str, Any]) -> None:
-        """Call when a step is finished and its metrics are logged. `state`: what the script needs to continue after it,
-        plain JSON with "step" and "total_steps". Saves when a save is due, obeys signals."""
+    def after_validation(self, results: dict[str, float]) -> None:
+        """The state that this run starts from is validated. If that is a step that a stop signal kept from its
+        validation, it is saved already and can be the best; the model before training cannot. Raises ValueError if the
+        validation has no metric of the name --save.best-metric."""
+        better = self.best.better(self.state["step"], results)
+        if better and self.starts_from_own:
+            self.best.step = better
+            together(lambda: self.world.is_main and self._keep(better), OSError)
+
+    def after_step(self, state: dict[str, Any], results: dict[str, float] | None = None) -> None:
+        """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, plain JSON
+        with "step" and "total_steps"; `results`: of its validation, if it had one. Saves when it is time to, also the
+        best step so far with --save.keep-best; obeys signals."""
         self.state = json.loads(json.dumps(state))
         self.dirty = False
         self.timer = Timer(self.watchdog.phase)
+        better = self.best.better(state["step"], results)
+        self.best.step = better or self.best.step
+        if self.best.step:
+            self.state["best"] = self.best.step
         is_last = state["step"] == state["total_steps"]
-        if is_last or (self.config.every and state["step"] % self.config.every == 0):
+        if is_last or better or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
         self.check()
 
@@ -192,6 +221,26 @@ class Checkpoints:
         if self.writing is not None:
             self.writing.result()
 
+    def _resume_best(self, best: dict[str, Any]) -> None:
+        """Takes over the best step that the checkpoint knows, as long as its own checkpoint is on disk."""
+        if not (self.config.keep_best and self.starts_from_own):
+            best = {}
+        if best and not on_main(self.world, lambda: bool(read_manifest(self._folder(best["step"])))):
+            print_on_main(self.world, f"{self._folder(best['step'])}, which was the best checkpoint, is gone")
+            best = {}
+        self.best.step = best
+        together(lambda: self.world.is_main and write_best(self.root.parent, best), OSError)
+
+    def _keep(self, best: dict[str, Any]) -> None:
+        """Names the best checkpoint, then deletes all but this one and the newest, so that a kill loses neither."""
+        write_best(self.root.parent, best)
+        for old in complete_checkpoints(self.root.parent)[: -self.config.keep]:
+            if old != self._folder(best.get("step", 0)):        # no checkpoint is of step 0
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))
+
+    def _folder(self, step: int) -> Path:
+        return self.root / f"step_{step:06d}"
+
     def _mark_dirty(self, *_) -> None:
         self.dirty = True
 
@@ -211,7 +260,7 @@ class Checkpoints:
 
     def _write(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Writes one checkpoint, with all ranks' threads together. Raises OSError on all ranks."""
-        final = self.root / f"step_{state['step']:06d}"
+        final = self._folder(state["step"])
         partial = final.with_name(f".{final.name}.partial")
         try:
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
@@ -246,8 +295,7 @@ class Checkpoints:
             sync(folder)
         partial.rename(final)
         sync(self.root)
-        for old in complete_checkpoints(self.root.parent)[: -self.config.keep]:
-            shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))
+        self._keep(manifest["state"].get("best", {}))
 
     def _choose(self) -> Path | None:
         """The checkpoint to start from, after every file of it was read and compared; None for a new run."""

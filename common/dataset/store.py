@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import tempfile
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,7 @@ def find_files(entries: Sequence[str]) -> list[str]:
 def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
     """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the columns
     in `names`; all columns if `names` is empty."""
+    num_read, ends = 0, []
     try:
         if not file.endswith(PARQUET):
             with open(file, "rb") as text:
@@ -233,10 +235,17 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
             if not found:
                 raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
                                  f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
+            ends = list(accumulate(parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)))
             for batch in parquet.iter_batches(BATCH_ROWS, columns=found):
                 yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
+                num_read += len(batch)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
-        raise ValueError(f"{file} cannot be read: {error}") from None
+        where = " as parquet" if file.endswith(PARQUET) else ""
+        if ends and not isinstance(error, KeyError):
+            last = min(num_read + BATCH_ROWS, ends[-1]) - 1
+            where += (f" in its rows {num_read} to {last} (of row groups {bisect(ends, num_read)} to "
+                      f"{bisect(ends, last)}, all counted from 0)")
+        raise ValueError(f"{file} cannot be read{where}: {error}") from None
 
 
 def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Engine:
         self._wake_weights()
         metrics = {}
         if self._loaded != policy.version:
-            metrics["sync/num_checksums"] = self._sync(policy)
+            metrics |= self._sync(policy)
             self._loaded = policy.version
         self.offload.params.to_host()
         self._wake_cache()
@@ -177,18 +177,23 @@ class Engine:
         start = time.perf_counter()
         batch = None if self._sleeps_to_probe else self._sample_probe()
         self._sleeps_to_probe = (self._sleeps_to_probe or self.probe_every) - 1
+        sampled = time.perf_counter()
         metrics = self._sleep()
         self.awake = False
         self.offload.params.to_device()
+        slept = time.perf_counter()
+        metrics["timing_s/sleep"] = slept - sampled
         if batch is not None:
             metrics |= self._check_probe(batch)
-        return metrics | {"timing_s/sleep": time.perf_counter() - start}
+            metrics["timing_s/probe"] = sampled - start + time.perf_counter() - slept
+        return metrics
 
     def close(self) -> None:
         """Shut the engine down, before the process group is destroyed: vLLM's groups are part of it."""
 
-    def _sync(self, policy: Policy) -> int:
-        """Load the trainer's weights and compare checksums. Returns how many were compared."""
+    def _sync(self, policy: Policy) -> dict[str, float]:
+        """Load the trainer's weights and compare checksums. Tells how many tensors were compared, and if some could
+        not be, because the engine quantises them or names them otherwise, how many."""
         sent: dict[str, Checksum] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -204,7 +209,8 @@ class Engine:
                 f"weight sync: checksums differ, the engine does not hold the trainer's weights in {len(differing)} "
                 f"tensors: {', '.join(differing[:5])}"
             )
-        return num_compared
+        num_left = len(sent) - num_compared
+        return {"sync/num_checksums": num_compared} | ({"sync/num_not_compared": num_left} if num_left else {})
 
     def _sample_probe(self) -> Batch:
         sampling = SamplingConfig(self.config.temperature, min(8, self.config.max_response_length))

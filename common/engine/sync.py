@@ -8,6 +8,8 @@ BLOCK = 1 << 20
 """Number of elements that are cast at a time."""
 EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
+AS_SENT = {torch.float32, torch.bfloat16, torch.float16}
+"""Data types of weights that a checksum can compare. What vLLM quantised has another one, and other numbers."""
 Checksum = tuple[int, int]
 """The checksum of a tensor, or of the parts that are held of it: see `checksum`; and the number of elements."""
 
@@ -26,17 +28,19 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
 
 def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:
     """Checksums of vLLM's copy of each tensor in `sent`, by the tensor's name. Tensors with another name than in
-    transformers are left out."""
+    transformers are left out, and tensors that vLLM quantised: the probe and the step's own tokens judge them."""
     held: dict[str, Checksum] = {}
     for prefix, module in model.named_modules():
         path, _, own_name = prefix.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
-            names, parts = [f"{prefix}.{name}"], [parameter]
+            names = [f"{prefix}.{name}"]
             if len(model.packed_modules_mapping.get(own_name, ())) > 1:  # matrices in one: qkv_proj, but not a tower's
                 names = [f"{path}.{part}.{name}" for part in model.packed_modules_mapping[own_name]]
-                parts = parameter.split(module.output_partition_sizes)
             elif name in EXPERTS:
                 names = [f"{prefix}.{EXPERTS[name]}".replace(".routed_experts", "")]
+            if parameter.dtype not in AS_SENT or sent.keys().isdisjoint(names):  # such as the scales of quantised ones
+                continue
+            parts = parameter.split(module.output_partition_sizes) if len(names) > 1 else [parameter]
             for part_name, part in zip(names, parts, strict=True):
                 if part_name in sent:
                     held[part_name] = checksum(part, dtype)

@@ -87,6 +87,9 @@ class VLLMEngine(Engine):
             self.llm = LLM(**options, **extra)
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
         self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
+        # the layers that vLLM quantises itself, e.g. with --rollout.extra '{"quantization": "fp8"}'
+        methods = {layer: getattr(layer, "quant_method", None) for layer in self.model.modules()}
+        self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
         mapper = vars(type(self.model)).get("hf_to_vllm_mapper")
         if mapper is not None:
             self.name_of = replace(mapper, orig_to_new_stacked={}).map_name  # what is fused is compared in parts
@@ -97,9 +100,11 @@ class VLLMEngine(Engine):
             self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        loaded = self.model.load_weights(tensors)
+        with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
+            names = {name for name, _ in self.model.named_parameters()}
+            loaded = self.model.load_weights(tensors)
         if loaded is not None:  # a few models of vLLM do not tell
-            missing = all_names({name for name, _ in self.model.named_parameters()} - loaded)  # of any rank: all raise
+            missing = all_names(names - loaded)  # of any rank: all raise
             if missing:
                 raise RuntimeError(
                     f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
@@ -204,6 +209,24 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
             f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
         )
     return share
+
+
+@contextlib.contextmanager
+def quantize_on_load(layers: list[nn.Module], vllm_config: Any) -> Iterator[None]:
+    """While weights are loaded: these layers, which hold theirs quantised, take them as the trainer sends them, and
+    quantise them anew once they are complete. Without it, a load would write into the quantised weights."""
+    if not layers:
+        yield
+        return
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with set_current_vllm_config(vllm_config):
+        for layer in layers:
+            initialize_layerwise_reload(layer)
+        yield
+        for layer in layers:
+            finalize_layerwise_reload(layer, vllm_config.model_config)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
-"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb), flags, and the state of each start."""
+"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard), flags, the state of each start."""
 
 import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,8 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass
 class LogConfig:
-    to: tuple[Literal["wandb"], ...] = ()
-    """Where metrics go in addition to the console and metrics.jsonl. Without a wandb account set WANDB_MODE=offline."""
+    to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Where metrics go in addition to the console and metrics.jsonl. wandb: without an account set
+    WANDB_MODE=offline. tensorboard: into RUN_DIR/tensorboard."""
     wandb_project: str = "rl"
     """Weights & Biases project."""
     rollouts_every: int = 5
@@ -41,9 +43,10 @@ class LogConfig:
         if self.rollouts_every < 0 or self.rollouts_max < 1:
             raise ValueError(f"--log.rollouts-every {self.rollouts_every} must be at least 0, --log.rollouts-max "
                              f"{self.rollouts_max} at least 1")
-        if self.to and importlib.util.find_spec("wandb") is None:
-            raise ValueError("--log.to wandb needs the package wandb: pip install wandb")
-        if self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        for package in self.to:
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}")
+        if "wandb" in self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             import wandb
 
             if not wandb.login(prompt=False):
@@ -58,6 +61,7 @@ class Tracker:
         dropped, so no step appears twice."""
         self.is_main = world.is_main
         self.run_dir, self.wandb, self.wandb_id = Path(run_dir), None, state.get("wandb_id")
+        self.tensorboard = None
         self.jsonl = self.run_dir / "metrics.jsonl"
         self.health = HealthCheck()
         if not self.is_main:
@@ -73,7 +77,7 @@ class Tracker:
         for file in sorted((self.run_dir / "rollouts").glob("*_*.parquet")):
             if int(file.stem.partition("_")[2]) > state.get("step", -1):
                 file.unlink()
-        if config.to:
+        if "wandb" in config.to:
             import wandb
 
             self.wandb = wandb.init(
@@ -81,6 +85,14 @@ class Tracker:
                 id=self.wandb_id, resume="allow",
             )
             self.wandb_id = self.wandb.id
+        if "tensorboard" in config.to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self.run_dir / "tensorboard"
+            if not state:
+                shutil.rmtree(folder, ignore_errors=True)
+            # TensorBoard drops what it has of this step and later ones
+            self.tensorboard = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is the step's line on the console."""
@@ -92,6 +104,10 @@ class Tracker:
         sync(self.jsonl)                                                    # before a checkpoint knows this step
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
+        if self.tensorboard is not None:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+            self.tensorboard.flush()                                        # a kill loses no step
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
@@ -109,6 +125,8 @@ class Tracker:
     def close(self) -> None:
         if self.wandb is not None:
             self.wandb.finish()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
 def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:

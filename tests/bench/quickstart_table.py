@@ -23,7 +23,7 @@ def main(runs: list[str]) -> None:
         print(f"| {run} | {rows[0][sampled]:.2f} -> {rows[-1][sampled]:.2f} | {rows[0][greedy]:.2f} -> "
               f"{rows[-1][greedy]:.2f} | {means} | {seconds:.0f} s | {peak:.1f} GiB |")
         shares += steps[1:]
-    names = ["gen", "reward", "update_weights", "sleep", "update_actor", "testing", "save_checkpoint"]
+    names = ["gen", "reward", "update_weights", "sleep", "probe", "update_actor", "testing", "save_checkpoint"]
     print("\n| phase | median s of a step | share of all seconds |\n| --- | --- | --- |")
     total = sum(row["timing_s/step"] + row.get("timing_s/save_checkpoint", 0.0) for row in shares)    # step, then save
     for name in names:

@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
             used[key] += 1
             scripts_of[key].add(script)
         num_whole += not found.without and not found.unknown
-        found.flags.pop("--log.to", None)                               # wandb need not be installed here
+        found.flags.pop("--log.to", None)                               # they need not be installed here
         try:
             tyro.cli(importlib.import_module(found.script).Args, args=found.argv(), console_outputs=False)
             num_parsed += 1

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from common.checkpoint import files, run_folder, signals
+from common.checkpoint.export import export
 from tests.checkpoint.faulty import server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_resume import flags  # noqa: F401
@@ -191,6 +192,17 @@ def test_a_full_disk_is_named_where_torch_hides_it(world, watch):
             run.after_step(STATE | {"step": 1})
         note("a full disk: a tensor that does not fit", str(error.value))
         assert list((disk / "checkpoints").iterdir()) == []
+
+
+def test_a_full_disk_at_the_export_is_named(trained, world):
+    """As the weights are written (safetensors' own error) and before (Python's); neither says a path."""
+    config = {"config.json": json.dumps({"dtype": "float32", "model_type": "llama"}).encode()}
+    for files_of_model, said in ((config, "SafetensorError"), (config | {"a": bytes(1 << 21)}, "OSError")):
+        with small_disk(1) as disk:
+            (disk / "filler").write_bytes(bytes((1 << 20) - 24576))
+            with pytest.raises(OSError, match=rf"^{disk}/model could not be written: {said}.*No space left") as error:
+                export(trained[0], files_of_model, disk / "model", world)
+            assert "the last step is saved, and the same command writes" in str(error.value)
 
 
 def test_a_run_folder_that_is_not_shared(model, tmp_path):

@@ -39,6 +39,20 @@ def parquet(rows: list[dict], change: Callable[[bytes], bytes] = lambda content:
     return make
 
 
+def damaged_row_group(rows: int, per_group: int, group: int):
+    """A parquet file of several row groups; the first page of one of them is zeros."""
+    def make(folder: Path) -> list[str]:
+        file = folder / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist([row(str(i) * 9) for i in range(rows)]), file, row_group_size=per_group)
+        groups = pq.read_metadata(file)
+        assert groups.num_row_groups > group
+        start = groups.row_group(group).column(0).dictionary_page_offset
+        content = file.read_bytes()
+        file.write_bytes(content[:start] + bytes(20) + content[start + 20 :])
+        return [str(file)]
+    return make
+
+
 def table(**columns):
     def make(folder: Path) -> list[str]:
         names, arrays = zip(*columns.items())
@@ -90,13 +104,15 @@ FILES = [
     ("no file at all", lambda folder: [], {}, "no data files given"),
     ("a file of another kind", text(GOOD, "rows.csv"), {}, "rows.csv must be a .parquet/"),
     ("a compressed file", text(GOOD, "rows.jsonl.gz"), {}, "rows.jsonl.gz must be a .parquet/"),
-    ("a parquet file of 0 bytes", parquet([row()], lambda b: b""), {}, "rows.parquet cannot be read"),
+    ("a parquet file of 0 bytes", parquet([row()], lambda b: b""), {}, "rows.parquet cannot be read as parquet: "),
     ("a parquet file cut in half", parquet([row()], lambda b: b[: len(b) // 2]), {}, "cannot be read"),
     ("a parquet file cut by one byte", parquet([row()], lambda b: b[:-1]), {}, "cannot be read"),
     ("text named .parquet", text(GOOD, "rows.parquet"), {}, "cannot be read"),
     ("a parquet file with zeros in its pages", parquet([row(str(i) * 50) for i in range(400)],
                                                         lambda b: b[:20] + bytes(200) + b[220:]), {},
-     "rows.parquet cannot be read: "),
+     r"rows.parquet cannot be read as parquet in its rows 0 to 399 .of row groups 0 to 0, all counted from 0.: "),
+    ("a parquet file whose third row group is damaged", damaged_row_group(rows=2000, per_group=700, group=2), {},
+     r"rows.parquet cannot be read as parquet in its rows 1024 to 1535 .of row groups 1 to 2, all counted from 0.: "),
     ("a parquet file without rows", table(**{name: pa.array([], pa.string()) for name in COLUMNS}), {},
      "none of 0 rows is left"),
     ("a JSON lines file without rows", text(b"\n\n"), {}, "none of 0 rows is left"),

@@ -100,3 +100,18 @@ def test_parts_on_several_ranks_add_up_to_what_was_sent(monkeypatch):
         ranks[spoiled][name] = right[0] + 1, right[1]
         assert differing(sent, ranks[0]) == {name}
         ranks[spoiled][name] = right
+
+
+def test_what_is_quantised_is_not_compared():
+    """Other numbers in another layout, which even the split into parts does not fit."""
+    weights = {f"a.{name}.weight": torch.randn(4, 6) for name in ("q_proj", "k_proj", "o_proj")}
+    sent = {name: checksum(tensor, torch.bfloat16) for name, tensor in weights.items()}
+    model = nn.ModuleDict({"a": nn.ModuleDict({"qk_proj": nn.Module(), "o_proj": nn.Module()})})
+    stacked = torch.cat([weights["a.q_proj.weight"], weights["a.k_proj.weight"]])
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        model["a"]["qk_proj"].weight = nn.Parameter(stacked.t().to(dtype), requires_grad=False)
+        model["a"]["qk_proj"].weight_scale = nn.Parameter(torch.ones(1))
+        model["a"]["qk_proj"].output_partition_sizes = [4, 4]
+        model["a"]["o_proj"].weight = nn.Parameter(weights["a.o_proj.weight"].bfloat16())
+        model.packed_modules_mapping = {"qk_proj": ["q_proj", "k_proj"]}
+        assert held_checksums(model, sent, torch.bfloat16) == {"a.o_proj.weight": sent["a.o_proj.weight"]}

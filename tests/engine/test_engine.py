@@ -1,5 +1,6 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
+import copy
 import json
 import os
 import shutil
@@ -323,8 +324,28 @@ def test_the_first_sleep_has_a_probe_and_then_every_tenth(tiny_llama, world, fla
         policy.version += 1
         engine.wake(policy)
         rows.append(engine.sleep())
-    for name in ("sync/probe_prob_diff", "sync/probe_logp_diff"):
+    for name in ("sync/probe_prob_diff", "sync/probe_logp_diff", "timing_s/probe"):
         assert [number for number, row in enumerate(rows) if name in row] == [*probed]
+
+
+def test_seconds_of_the_probe_are_not_those_of_the_sleep(tiny_llama, world, monkeypatch):
+    """2 s to sample it, 10 to fall asleep, 3 to score it; the next sleep has none."""
+    engine, policy = start("hf", tiny_llama, world, [[5, 17, 300]]), load_policy(tiny_llama, ModelConfig(), world)
+    engine.probe_every = 2
+    clock = [100.0]
+
+    def takes(seconds: float, result):
+        return lambda *_: clock.append(clock[-1] + seconds) or copy.copy(result)
+
+    for name, seconds, result in (("_sample_probe", 2, 1), ("_sleep", 10, {}), ("_check_probe", 3, {})):
+        monkeypatch.setattr(engine, name, takes(seconds, result))
+    seen = []
+    for _ in range(2):
+        engine.wake(policy)
+        with monkeypatch.context() as patch:
+            patch.setattr("time.perf_counter", lambda: clock[-1])
+            seen.append(engine.sleep())
+    assert seen == [{"timing_s/sleep": 10.0, "timing_s/probe": 5.0}, {"timing_s/sleep": 10.0}]
 
 
 def test_what_was_sampled_takes_the_place_of_the_probe(tiny_llama, world):

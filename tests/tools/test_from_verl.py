@@ -331,6 +331,16 @@ def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatc
     assert reason in from_verl.report(ours, [])
 
 
+@pytest.mark.parametrize(("names", "want"), [
+    ("['console','tensorboard']", ("tensorboard",)),
+    ("['tensorboard','wandb','file']", ("tensorboard", "wandb")),
+    ("['console']", ()),
+])
+def test_loggers_that_both_have(names, want, monkeypatch):
+    ours = from_verl.translate(given(f"trainer.logger={names}"))
+    assert parse(ours, monkeypatch).log.to == want and ours.without == {}
+
+
 def test_adapters_and_sequence_parallel(monkeypatch):
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
     words = f"{model}.lora_rank=32 {model}.target_modules=[q_proj,v_proj] {actor}.ulysses_sequence_parallel_size=2"

@@ -201,6 +201,40 @@ def test_wandb_offline_and_resumed_under_the_same_id(tmp_path, monkeypatch):
     assert not any(b"hunter2" in file.read_bytes() for file in (tmp_path / "wandb").rglob("*") if file.is_file())
 
 
+def test_tensorboard_of_a_resumed_run(tmp_path):
+    """Read back by TensorBoard's own reader: killed in step 4, resumed after step 2, no step twice."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def scalars() -> dict[str, list[tuple[int, float]]]:
+        found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+    config, state = LogConfig(to=("tensorboard",)), {}
+    for first, last, value in ((1, 3, 0.25), (3, 5, 0.5)):
+        tracker = Tracker(config, str(tmp_path), Args(), WORLD, state)
+        for step in range(first, last + 1):
+            tracker.log(step, {"critic/rewards/mean": value, "val-core/a/acc/mean@4": step / 8}, "")
+            if step == 2:
+                state = json.loads(json.dumps(tracker.state_dict(2)))
+        assert scalars()["critic/rewards/mean"][-1] == (last, value)    # written as the step ends, not as the run does
+    tracker.close()
+    assert scalars() == {
+        "critic/rewards/mean": [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)],
+        "val-core/a/acc/mean@4": [(step, step / 8) for step in range(1, 6)],
+    }
+    Tracker(config, str(tmp_path), Args(), WORLD, {}).close()           # a new run starts anew
+    assert scalars() == {}
+
+
+def test_tensorboard_is_rank_0s(tmp_path):
+    other = World(rank=1, size=2, device=torch.device("cpu"), mesh=None)
+    tracker = Tracker(LogConfig(to=("tensorboard",)), str(tmp_path), Args(), other, {})
+    tracker.log(1, {"reward": 0.5}, "")
+    tracker.close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
 def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
     def files() -> list[str]:
         return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
@@ -216,8 +250,9 @@ def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
 
 def test_loggers_that_cannot_work_are_refused_at_once(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--log.to wandb needs the package wandb: pip install wandb"):
-        LogConfig(to=("wandb",))
+    for package in ("wandb", "tensorboard"):
+        with pytest.raises(ValueError, match=f"--log.to {package} needs the package {package}: pip install {package}"):
+            LogConfig(to=(package,))
     LogConfig()
     with pytest.raises(ValueError, match=r"--log.rollouts-max 0 at least 1"):
         LogConfig(rollouts_max=0)
@@ -298,6 +333,10 @@ def test_out_of_memory_says_the_phase_and_the_flag():
     (note,) = caught.value.__notes__
     assert note.startswith("ran out of memory in phase update_actor. If ") and "--max-tokens-per-gpu" in note
     assert timer.seconds == {}
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, timer("gen"):     # what CPUs raise
+        torch.empty(1 << 60, dtype=torch.uint8)
+    (note,) = caught.value.__notes__
+    assert note.startswith("ran out of memory in phase gen. ") and "--rollout.kv-cache-gb" in note
     for error in (RuntimeError("no"), KeyError("no")):
         with pytest.raises(type(error)) as caught, Timer()("gen"):
             raise error
