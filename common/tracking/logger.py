@@ -1,4 +1,4 @@
-"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard), flags, the state of each start."""
+"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard), flags, state of each start."""
 
 import dataclasses
 import importlib.util
