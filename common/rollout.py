@@ -98,7 +98,7 @@ class Sample:
 
     @property
     def sequences(self) -> list[tuple[list[int], Response]]:
-        """What the model saw: pairs of a prompt's tokens and a response. Of an episode there may be several."""
+        """(prompt tokens, response) pairs that the model saw; an episode may have several."""
         return [(part.prompt or self.prompt.tokens, part) for part in [*self.response.earlier, self.response]]
 
 
@@ -180,7 +180,7 @@ class Rollout:
         return {f.name: vars(self)[f.name] for f in fields(self) if f.name != "samples"}
 
     def cat(self, other: "Rollout") -> "Rollout":
-        """Both; responses and groups of `other` are numbered after those of this one."""
+        """Both; responses and groups of `other` are numbered after those of this one. `batch` is made anew."""
         self._check_unwritten(other)
         num_groups = int(self.group.max()) + 1 if len(self) else 0
         moved = [replace(s, index=s.index + len(self), group=s.group + num_groups) for s in other.samples]
@@ -190,7 +190,8 @@ class Rollout:
         return Rollout(self.samples + moved, **joined)
 
     def select(self, groups: Sequence[int]) -> "Rollout":
-        """The responses of these groups. Groups are numbered in this order, from 0, and responses group by group."""
+        """The responses of these groups, for example for a replay buffer. Groups are numbered in this order, from 0, and
+        responses group by group. `batch` is made anew."""
         self._check_unwritten()
         new_group = {int(old): new for new, old in enumerate(groups)}
         of_group = [(self.group == old).nonzero()[:, 0] for old in new_group]
@@ -203,10 +204,11 @@ class Rollout:
         return Rollout(samples, **taken)
 
     def _check_unwritten(self, *others: "Rollout") -> None:
-        """Raises ValueError if `batch` exists: `cat` and `select` number responses anew and would lose its fields."""
-        if any("batch" in vars(rollout) for rollout in (self, *others)):
-            raise ValueError("call Rollout.cat and Rollout.select before rollout.batch is used: its fields would be "
-                             "lost")
+        """Raises ValueError if a script wrote fields of its own into `batch`, which `cat` and `select` make anew."""
+        for batch in (vars(rollout).get("batch") for rollout in (self, *others)):
+            if batch is not None and (batch.extra or batch.response_extra):
+                raise ValueError(f"Rollout.cat and select would lose the fields {[*batch.extra, *batch.response_extra]} "
+                                 f"of rollout.batch: write them afterwards")
 
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
