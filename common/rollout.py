@@ -190,8 +190,8 @@ class Rollout:
         return Rollout(self.samples + moved, **joined)
 
     def select(self, groups: Sequence[int]) -> "Rollout":
-        """The responses of these groups, for example for a replay buffer. Groups are numbered in this order, from 0, and
-        responses group by group. `batch` is made anew."""
+        """The responses of these groups, for a replay buffer or dynamic sampling. Groups are numbered in this order,
+        from 0, and responses group by group. `batch` is made anew."""
         self._check_unwritten()
         new_group = {int(old): new for new, old in enumerate(groups)}
         of_group = [(self.group == old).nonzero()[:, 0] for old in new_group]
@@ -207,8 +207,9 @@ class Rollout:
         """Raises ValueError if a script wrote fields of its own into `batch`, which `cat` and `select` make anew."""
         for batch in (vars(rollout).get("batch") for rollout in (self, *others)):
             if batch is not None and (batch.extra or batch.response_extra):
-                raise ValueError(f"Rollout.cat and select would lose the fields {[*batch.extra, *batch.response_extra]} "
-                                 f"of rollout.batch: write them afterwards")
+                own = [*batch.extra, *batch.response_extra]
+                raise ValueError(f"Rollout.cat and select would lose the fields {own} of rollout.batch: write them "
+                                 f"afterwards")
 
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
