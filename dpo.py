@@ -185,11 +185,9 @@ def main(args: Args) -> None:
             rows = run.sampler.take(args.rows_per_step)
             minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, max_tokens)
 
-            # 3 log-probs: of the policy as it is
+            # 4 log-probs: the current policy's; coefficients: the loss's derivative by the log-prob of each answer
             numbers = run.train_set.sequences(rows)                                             # [2 P]
             logp = score(run, policy, minibatch, len(numbers), "old_log_prob")                  # [2 P]
-
-            # 4 coefficients: the loss's derivative by the log-prob of each answer
             log_ratio = (logp - ref_logp[numbers]).requires_grad_()                             # [2 P]
             pair_loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
             coefficients = torch.autograd.grad(pair_loss, log_ratio)[0].float().to(run.world.device)    # [2 P]

@@ -168,8 +168,9 @@ def main(args: Args) -> None:
             has_gradient = compute_advantages(rewards, rollout.group, norm_by_std) != 0         # [S]
             if reference is not None or args.entropy_coef or correction.needs_old_logp():
                 has_gradient = None                                                             # all of them run
+            # an advantage of 0 may become another number, or its tokens may be selected
             if args.advantage_per_step or args.advantage == "gdpo" or is_selective:
-                has_gradient = None                     # an advantage of 0 may become another number, or be selected
+                has_gradient = None                                                             # all of them run
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
                 rollout, rollout.has_score, args.minibatches_per_step, max_tokens, step, has_gradient

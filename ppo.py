@@ -191,7 +191,8 @@ def main(args: Args) -> None:
             with run.phase("values", minibatches) as microbatches:
                 for microbatch in microbatches:
                     microbatch.value = critic.score(microbatch)                                 # [T]
-            with run.timer("adv"):                              # on the CPU, as GAE walks from token to token
+            with run.timer("adv"):
+                # on the CPU, because GAE walks from token to token
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
                 score = rewards.nan_to_num().float()[batch.index]                               # [S] of this rank
                 reward = losses.on_last_token(score, batch.mask, batch.cu_seqlens)              # [T]

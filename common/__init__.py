@@ -12,15 +12,29 @@ place, `make_row` in common/model/sequence_parallel.py.
 
 What a step means is in the files of this folder. Read them in this order: rollout, batch, packing, losses, segments,
 correction, kernels, metrics, optim, prompts, training, run. What makes it run is in the packages below (rollouts,
-engine, model, parallel, dataset, checkpoint, tracking); a file here names what it needs of them, and you need not open
-them.
+engine, model, parallel, dataset, checkpoint, tracking, variants, layout); a file here names what it needs of them, and
+you need not open them.
 
 Files and packages are layers, and imports point downward only, those inside functions too;
 tests/scripts/test_style.py holds it. From the top: the scripts stand on run, and run on training. Below are rollouts,
-tracking and checkpoint, which follow a step from sampling to disk; then selection, the engine, and the dataset. Next
-comes what a step is made of: rollout, correction, losses, and optim. Then the model and the kernels that it calls. At
-the bottom is what knows no model: packing, prompts, metrics, segments, parallel, batch, shared_prompts, each above the
-next.
+tracking and checkpoint, which follow a step from sampling to disk; then variants, the engine, and the dataset. Next
+comes what a step is made of: losses, correction, rollout, and optim. Then the model and the kernels that it calls. At
+the bottom is what knows no model: packing, prompts, metrics, segments, parallel, batch, layout, each above the next.
+
+Words, each with one meaning:
+
+    response, sequence   what the policy sampled for a prompt; an episode may be several sequences, one response
+    row, index, number   of the data set; of a response in the step; of a sequence in the step
+    group                the responses to one prompt
+    mask [T]             True on tokens that the policy sampled and that count in the loss
+    in_loss [S]          the response's tokens are in the loss and in its denominators
+    has_gradient [S]     some term of the loss has a gradient on the response
+    left out             in the loss, without a gradient: it does not run, and only counts in the denominators
+    NaN                  a reward or a score that does not exist; it is in no group's statistics
+    fresh [S]            sampled in this step, by the current weights
+    dropped              taken out before the loss, and counted by a metric
+    step > epoch > mini-batch (one optimizer step) > micro-batch (one forward and backward pass)
+    rollout              phase 1 of a step; `Rollout` holds its responses; --rollout.* are the flags of the phase
 
 A module that has flags owns a dataclass beside the code it configures (`RolloutConfig`, `OptimConfig`, ...), and
 `TrainArgs` and `RunArgs` nest them. vLLM is imported inside functions only: any machine can import every module.

@@ -20,7 +20,7 @@ import tyro
 
 from tests.conftest import ROOT, launch
 
-NAMES = ("grpo", "ppo", "dapo", "rloo", "online_dpo", "async_grpo")                   # they sample from the policy
+NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
 SUPERVISED = ("sft", "dpo")                                             # they have neither engine nor rewards
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
 OFFLINE = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SUPERVISED if (ROOT / f"{name}.py").is_file()}
@@ -28,17 +28,17 @@ COMMON = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT
 REWARDS = {str(path.relative_to(ROOT)): path.read_text() for folder in ("rewards", "envs/runtime")
            for path in sorted((ROOT / folder).rglob("*.py"))}
 SOURCES = SCRIPTS | OFFLINE | COMMON | REWARDS
-PHASES = ["1 rollout", "2 reward", "3 log-probs", "4 advantages", "5 update", "6 log"]
+PHASES = ["1 rollout", "2 rewards", "3 mini-batches", "4 log-probs", "5 update", "6 log"]
 
-# The ceilings of design.md, in lines. They are not raised: a file that reaches its ceiling is two subjects, and a
-# change that does not fit deletes something first.
-SCRIPT_CEILINGS = {"grpo.py": 250, "dapo.py": 270, "rloo.py": 300, "ppo.py": 300, "sft.py": 180, "dpo.py": 220,
-                   "online_dpo.py": 260, "async_grpo.py": 300}
-FILE_CEILING = 350                                                      # any file of common/ and below it
-READ_CEILING = 2100                                                     # all files that lie directly in common/
-PACKAGES_CEILING = 5500                                                 # the packages below common/
+# The ceilings of design.md, in lines of code: comments, docstrings and blank lines are free. They are not raised: a
+# file that reaches its ceiling is two subjects, and is split or simplified.
+SCRIPT_CEILINGS = {"grpo.py": 125, "dapo.py": 185, "rloo.py": 185, "ppo.py": 185, "grpo_variants.py": 230,
+                   "online_dpo.py": 155, "async_grpo.py": 200, "dpo.py": 145, "sft.py": 145}
+FILE_CEILING = 260                                                      # any file of common/ and below it
+ZONES = {r"common/\w+\.py": 1550, r"common/\w+/.*": 4500, r"envs/runtime/.*": 750, r"rewards/runtime/.*": 1150}
+FILES_CEILING = 10                                                      # of the project that grpo.py imports from
 MAKEFILE_CEILING = 59
-# Lines of `diff grpo.py SCRIPT`, added plus removed.
+# Lines of `diff grpo.py SCRIPT`, added plus removed. grpo_variants.py has none: its subject is the choice.
 CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 120, "async_grpo.py": 100}
 
 
@@ -212,12 +212,14 @@ def help_of(text: str, name: str = "Args") -> dict[str, tuple[str, str]]:
             flag, words = ast.unparse(node.target), following.value.value
             kind = ast.unparse(node.annotation)
             if flag in OWN_WORDS:
-                kind, words = kind.partition("[")[0], re.split(r"(?<=[.:])\s", words)[0]
+                kind = re.sub(r"\[.*| \| None", "", kind).replace("PolicyLoss", "Literal")
+                words = re.split(r"(?<=[.:])\s", words)[0]
             found[flag] = (kind, words)
     return found
 
 
-OWN_WORDS = {"loss", "gamma"}           # flags whose choices or whose further sentences are about the one script
+# flags whose choices, defaults or further sentences are about the one script
+OWN_WORDS = {"loss", "gamma", "clip_low", "clip_high", "clip_dual", "norm_by_std", "aggregation"}
 OF_PAIRS = {"dpo.py", "online_dpo.py"}  # their `loss` is that of a pair, not of a token
 
 
@@ -245,8 +247,8 @@ def test_an_inherited_flag_keeps_its_meaning(script):
 
 
 def test_a_flag_with_two_meanings_would_be_found():
-    ours = help_of(SCRIPTS["grpo.py"])
-    changed = SCRIPTS["grpo.py"].replace("clip_low: float", "clip_low: int").replace("Upper clip:", "Upper bound:")
+    ours = help_of(SCRIPTS["rloo.py"])
+    changed = SCRIPTS["rloo.py"].replace("clip_low: float", "clip_low: int").replace("Upper clip:", "Upper bound:")
     changed = changed.replace('"""Loss of a token: a function', '"""Loss of a response: a function')
     other = help_of(changed)
     assert [name for name in ours if ours[name] != other[name]] == ["loss", "clip_low", "clip_high"]
@@ -281,18 +283,11 @@ def test_the_six_phases_in_order(script):
 @pytest.mark.parametrize("script", OFFLINE)
 def test_the_phases_that_supervised_training_has(script):
     """Their numbers are those of the other scripts, so that it is seen which are missing."""
-    assert phases(OFFLINE[script]) == ["1 data", *["3 log-probs", "4 coefficients"] * (script == "dpo.py"), *PHASES[4:]]
+    assert phases(OFFLINE[script]) == ["1 data", *["4 log-probs"] * (script == "dpo.py"), *PHASES[4:]]
 
 
 def function(tree: ast.Module, name: str) -> ast.FunctionDef:
     return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-
-
-@pytest.mark.parametrize("script", ["grpo.py", "dapo.py", "rloo.py", "online_dpo.py"])
-def test_what_was_left_out_of_the_update_is_checked_by_its_last_advantages(script):
-    """ppo.py leaves out nothing that is in the loss."""
-    before, call, after = SCRIPTS[script].partition("check_skipped(advantages, in_update, rollout)")
-    assert call and " advantages = " in before and " advantages = " not in after
 
 
 @pytest.mark.parametrize("script", SCRIPTS | OFFLINE)
@@ -313,11 +308,10 @@ def test_few_lines_differ_from_grpo(script):
 
 # How statements of `main` begin that every script has.
 SHARED_STATEMENTS = [
-    "settings = check(args)", "P, G =", "num_updates =", "temperature =", "with Run(", "policy, optimizer =",
-    "run.resume()", "for step in", "run.metrics |= engine.wake", "run.metrics |= engine.sleep", "minibatches =",
-    "microbatch.old_logp =", "losses.set_token_weights(", "logp, entropy =", "old_logp =",
-    "loss = loss * importance_weights", "run.meter.total('actor/pg_loss'", "if args.entropy_coef:", "(run.world.size *",
-    "run.microbatch_done(microbatch, stats, logp", "metrics = ",
+    "P, G =", "num_updates =", "temperature =", "with Run(", "policy, optimizer =", "for step in",
+    "run.metrics |= engine.wake", "run.metrics |= engine.sleep", "microbatch.old_logp =", "microbatch.ref_logp =",
+    "logp, entropy =", "old_logp =", "loss = loss * importance_weights", "run.meter.total('actor/pg_loss'",
+    "if args.entropy_coef:", "(run.world.size *", "update.done(microbatch, logp", "metrics = ",
 ]
 
 
@@ -355,7 +349,7 @@ def same_code(text: str) -> dict[str, str]:
 def test_equal_code_has_equal_comments_and_spaces(one, other):
     ours, theirs = same_code(SCRIPTS[one]), same_code(SCRIPTS[other])
     shared = [code for code in ours if code in theirs and not code.startswith("#")]
-    assert len(shared) > 70
+    assert len(shared) > 60
     assert [theirs[code] for code in shared] == [ours[code] for code in shared]
 
 
@@ -369,33 +363,55 @@ def test_a_drifted_line_would_be_found():
 
 # --------------------------------------------------------------------------- ceilings
 
+def code_lines(text: str) -> int:
+    """Lines that hold code: those that only have a comment, a docstring or nothing do not count."""
+    free = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in free:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            code -= {*range(node.lineno, node.end_lineno + 1)}
+    return len(code)
+
+
+def test_what_counts_as_a_line_of_code():
+    free = '"""Module."""\n\n# a comment\nclass A:\n    """Class,\n    two lines."""\n\n    x: int  # why\n    """X."""\n'
+    assert code_lines(free) == 2                                        # class A, x: int
+    assert code_lines("a = 1; b = 2\n") == 1
+    assert code_lines("f(\n    1,\n\n    # why\n    2,\n)\n") == 4
+    assert code_lines('x = """text\nof a value"""\n') == 2
+
+
 def over_ceiling(sources: dict[str, str]) -> dict[str, int]:
-    """What is longer than design.md allows -> its lines: scripts, files of common/, and the sums of its two zones."""
-    lines = {file: len(text.splitlines()) for file, text in sources.items()}
-    directly = {file: n for file, n in lines.items() if re.fullmatch(r"common/\w+\.py", file)}
-    below = {file: n for file, n in lines.items() if re.match(r"common/\w+/", file)}
-    limits = dict.fromkeys([*directly, *below], FILE_CEILING) | SCRIPT_CEILINGS
+    """What is longer than design.md allows -> its lines of code: scripts, files of common/, the sums of the zones."""
+    lines = {file: code_lines(text) for file, text in sources.items()}
+    limits = {file: FILE_CEILING for file in lines if file.startswith("common/")} | SCRIPT_CEILINGS
     found = {file: n for file, n in lines.items() if file in limits and n > limits[file]}
-    for zone, files, limit in (("common/*.py", directly, READ_CEILING), ("common/*/", below, PACKAGES_CEILING)):
-        if sum(files.values()) > limit:
-            found[zone] = sum(files.values())
+    for zone, limit in ZONES.items():
+        total = sum(n for file, n in lines.items() if re.fullmatch(zone, file))
+        if total > limit:
+            found[zone] = total
     return found
 
 
 def test_ceilings():
-    assert over_ceiling(SCRIPTS | OFFLINE | COMMON) == {}
+    assert all(any(re.fullmatch(zone, file) for file in SOURCES) for zone in ZONES)
+    assert over_ceiling(SOURCES) == {}
 
 
 def test_what_is_over_a_ceiling_is_found():
-    tree = {"grpo.py": 250, "common/a.py": 350, "common/b.py": 350, "common/model/a.py": 350}
+    tree = {"grpo.py": 125, "common/a.py": 260, "common/b.py": 260, "common/model/a.py": 260}
     sources = {file: "x\n" * n for file, n in tree.items()}
     assert over_ceiling(sources) == {}
-    longer = dict.fromkeys(("grpo.py", "common/b.py", "common/model/a.py"), "x\n" * 351)
-    assert over_ceiling(sources | longer) == dict.fromkeys(longer, 351)
-    many = {f"common/c{i}.py": "x\n" * 200 for i in range(8)}
-    assert over_ceiling(sources | many) == {"common/*.py": 2300}
-    many = {f"common/engine/c{i}.py": "x\n" * 330 for i in range(16)}
-    assert over_ceiling(sources | many) == {"common/*/": 5630}
+    longer = dict.fromkeys(("grpo.py", "common/b.py", "common/model/a.py"), "x\n" * 261)
+    assert over_ceiling(sources | longer) == dict.fromkeys(longer, 261)
+    many = {f"common/c{i}.py": "x\n" * 200 for i in range(6)}
+    assert over_ceiling(sources | many) == {r"common/\w+\.py": 1720}
+    many = {f"common/engine/c{i}.py": "x\n" * 250 for i in range(17)}
+    assert over_ceiling(sources | many) == {r"common/\w+/.*": 4510}
 
 
 def test_the_makefile_is_short():
@@ -417,6 +433,22 @@ def test_shared_parts_import_no_script(file):
     assert not imported((COMMON | REWARDS)[file]) & {*NAMES, *SUPERVISED, "tests"}
     if file in REWARDS:
         assert "common" not in imported(REWARDS[file])
+
+
+@pytest.mark.parametrize("script", SCRIPTS | OFFLINE)
+def test_no_script_imports_a_script(script):
+    """A copied fork would drag the other script along."""
+    assert not imported(SOURCES[script]) & {*NAMES, *SUPERVISED}
+    assert imported("import dpo\nfrom sft import parse") == {"dpo", "sft"}
+
+
+def test_one_hop_from_grpo():
+    """Files of the project that a reader of grpo.py may have to open."""
+    nodes = ast.walk(ast.parse(SCRIPTS["grpo.py"]))
+    files = {f"{node.module}.{alias.name}" if node.module == "common" else node.module
+             for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    files = {name for name in files if name.partition(".")[0] in ("common", "rewards", "envs")}
+    assert 5 <= len(files) <= FILES_CEILING, files
 
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
@@ -483,9 +515,9 @@ def test_an_import_circle_is_found():
 
 # The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
-LAYERS = ["run", "training", "rollouts", "tracking", "checkpoint", "selection", "engine", "dataset", "rollout",
-          "correction", "losses", "optim", "model", "kernels", "packing", "prompts", "metrics", "segments", "parallel",
-          "batch", "shared_prompts"]
+LAYERS = ["run", "training", "rollouts", "tracking", "checkpoint", "variants", "engine", "dataset", "losses",
+          "correction", "rollout", "optim", "model", "kernels", "packing", "prompts", "metrics", "segments", "parallel",
+          "batch", "layout"]
 
 
 def unit_of(module: str) -> str:
@@ -539,13 +571,15 @@ def words(text: str) -> set[str]:
 
 
 OBJECTIVES = {"loss", "losses", "advantage", "advantages", "grpo", "ppo", "dapo", "rloo"}
+DECIDES_WHO_RUNS = r"\bin_loss\b|\brun_zero_advantage\b"                # what run.py is told of the objective, no more
 
 
 @pytest.mark.parametrize("name", ["run", "training"])
 def test_run_knows_no_loss_and_no_advantage(name):
     text = COMMON[f"common/{name}.py"]
-    assert words(text) & OBJECTIVES == set()
-    assert not import_graph(COMMON)[f"common.{name}"] & {"common.losses", "common.variants.selection"}
+    assert words(re.sub(DECIDES_WHO_RUNS, "x", text)) & OBJECTIVES == set()
+    imports = import_graph(COMMON)[f"common.{name}"]
+    assert not {module for module in imports if module.startswith(("common.losses", "common.variants"))}
 
 
 def test_a_named_loss_is_found():
