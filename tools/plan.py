@@ -217,7 +217,8 @@ class Planned(Run):
         self.world = World(0, size, torch.device("cuda"), mesh=None, num_samplers=samplers)
         self.hf_config = read_config(args.model, args.policy)
         with mock.patch.object(make, "check_vllm"):                     # it asks what this machine can do
-            make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected)
+            make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
+                               self.correction.covers_cut_sampling)
         return self
 
     def plan_memory(self, max_tokens: int, frozen: str = "", critic: str = "") -> int:

@@ -1,5 +1,6 @@
 """What a run prints."""
 
+import ast
 import copy
 import dataclasses
 import errno
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def batch_line(
@@ -78,6 +81,7 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
         flags = without_nested(flags)
         description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
     try:
+        refuse_others_flags(flags, arguments)
         main(tyro.cli(flags, description=description, args=arguments))
     except ValueError as error:
         exit_with_error(error)
@@ -86,6 +90,31 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
             raise
         print(f"error: the disk is full: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def refuse_others_flags(flags: type, arguments: list[str]) -> None:
+    """Raise ValueError for a flag that only other scripts of this project have, and name them. What is unknown to all
+    is left to tyro, as are --help and the flags of nested dataclasses."""
+    own = {field.name.rstrip("_") for field in dataclasses.fields(flags)}
+    given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    for flag in [] if {"-h", "--help"} & set(arguments) else given:
+        name = flag.removeprefix("--").replace("-", "_")
+        names = {name, name.removeprefix("no_")}
+        files = [] if names & own or "." in name else sorted(ROOT.glob("*.py"))
+        *others, last = [file.name for file in files if names & declared_flags(file)] or [""]
+        if last:
+            found = f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
+            raise ValueError(f"{Path(sys.argv[0]).name} has no flag {flag}; {found}")
+
+
+def declared_flags(file: Path) -> set[str]:
+    """The fields that the class Args of a script has itself. The script is not imported."""
+    try:
+        body = ast.parse(file.read_text()).body
+    except SyntaxError:
+        return set()
+    fields = [node for args in body if isinstance(args, ast.ClassDef) and args.name == "Args" for node in args.body]
+    return {node.target.id.rstrip("_") for node in fields if isinstance(node, ast.AnnAssign)}
 
 
 def without_nested(flags: type) -> type:
@@ -98,7 +127,7 @@ def without_nested(flags: type) -> type:
 def exit_with_error(error: ValueError) -> None:
     """A mistake in flags or files, found by our own checks: the message alone and exit code 2. Others: re-raised."""
     file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
-    if not file.is_relative_to(Path(__file__).parent.parent.parent) or ".venv" in file.parts:
+    if not file.is_relative_to(ROOT) or ".venv" in file.parts:
         raise error
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     print(f"{rank}error: {error}", file=sys.stderr, flush=True)
