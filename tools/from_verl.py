@@ -100,7 +100,8 @@ def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -
 
 
 def choose_script(verl: Settings, program: str) -> str:
-    """The estimator's script. GRPO's are three: one formula each in grpo.py and dapo.py, the rest in grpo_variants.py."""
+    """The estimator's script. GRPO has three: the paper's formula is in grpo.py, DAPO's in dapo.py, the rest in
+    grpo_variants.py."""
     estimator = verl.get("algorithm.adv_estimator", "gae")
     if estimator in BASELINES:
         return "rloo"
@@ -109,8 +110,8 @@ def choose_script(verl: Settings, program: str) -> str:
     is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable") or verl.is_on(f"{OVERLONG}.enable")
     if is_dapo and estimator in ("grpo", "grpo_vectorized"):
         return "dapo"
-    is_plain = estimator not in ("grpo_passk", "gdpo") and find_loss(verl) == "grpo"
-    return "grpo" if is_plain and find_aggregation(verl) == "token-mean" and not kl_reward_coef(verl) else "grpo_variants"
+    is_plain = find_loss(verl) == "grpo" and find_aggregation(verl) == "token-mean" and not kl_reward_coef(verl)
+    return "grpo" if is_plain and estimator not in ("grpo_passk", "gdpo") else "grpo_variants"
 
 
 def find_loss(verl: Settings) -> str:

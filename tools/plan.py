@@ -33,6 +33,7 @@ from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, Me
 from common.model.policy import ModelConfig
 from common.parallel.ranks import SAMPLERS, World
 from common.run import Run, RunArgs
+from common.tracking.console import refuse_others_flags
 
 VISIBLE = 0.99
 """GiB that CUDA reports for each GB in a GPU's name."""
@@ -249,6 +250,7 @@ def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool
     os.environ["WORLD_SIZE"] = str(int(node) * int(machines or 1))
     Planned.node, Planned.gpu_gb = int(node), VISIBLE * gpu_gb
     module = load(script)
+    refuse_others_flags(module.Args, flags, script)
     args = tyro.cli(module.Args, args=flags)
     with mock.patch.object(module, "Run", Planned), contextlib.suppress(SystemExit):
         module.main(args)

@@ -81,7 +81,7 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
         flags = without_nested(flags)
         description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
     try:
-        refuse_others_flags(flags, arguments)
+        refuse_others_flags(flags, arguments, sys.argv[0])
         main(tyro.cli(flags, description=description, args=arguments))
     except ValueError as error:
         exit_with_error(error)
@@ -92,19 +92,22 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
         sys.exit(2)
 
 
-def refuse_others_flags(flags: type, arguments: list[str]) -> None:
-    """Raise ValueError for a flag that only other scripts of this project have, and name them. What is unknown to all
-    is left to tyro, as are --help and the flags of nested dataclasses."""
+def refuse_others_flags(flags: type, arguments: list[str], script: str) -> None:
+    """Raise ValueError for a flag that only other scripts of this project have, and name them, the most similar first.
+    What is unknown to all is left to tyro, as are --help and the flags of nested dataclasses."""
     own = {field.name.rstrip("_") for field in dataclasses.fields(flags)}
     given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     for flag in [] if {"-h", "--help"} & set(arguments) else given:
         name = flag.removeprefix("--").replace("-", "_")
         names = {name, name.removeprefix("no_")}
-        files = [] if names & own or "." in name else sorted(ROOT.glob("*.py"))
-        *others, last = [file.name for file in files if names & declared_flags(file)] or [""]
+        if "." in name or names & own:
+            continue
+        declared = {file.name: declared_flags(file) for file in sorted(ROOT.glob("*.py"))}
+        having = [file for file, fields in declared.items() if names & fields]
+        *others, last = sorted(having, key=lambda file: -len(declared[file] & own)) or [""]
         if last:
             found = f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
-            raise ValueError(f"{Path(sys.argv[0]).name} has no flag {flag}; {found}")
+            raise ValueError(f"{Path(script).name} has no flag {flag}; {found}")
 
 
 def declared_flags(file: Path) -> set[str]:
