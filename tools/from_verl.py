@@ -243,8 +243,11 @@ def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
         ours.add("--clip-dual", dual)
     if loss in ("sapo", "gmpo"):
         ours.notes.append(f"{loss} has its paper's aggregation, in verl too, whatever loss_agg_mode={aggregation} says")
-    elif aggregation != "token-mean" or ours.script in SCRIPTS["--aggregation"]:    # the other scripts' only one
+    elif ours.script in SCRIPTS["--aggregation"]:
         ours.add("--aggregation", aggregation)
+    elif aggregation != "token-mean":
+        ours.without[f"{ACTOR}.loss_agg_mode={aggregation}"] = (
+            f"{ours.script}.py takes the mean over all tokens; {in_scripts('--aggregation')}")
     if verl.get(f"{ACTOR}.clip_ratio"):
         ours.notes.append("clip_ratio does nothing in verl: clip_ratio_low and clip_ratio_high are set by default")
     if factor := verl.get(f"{ACTOR}.loss_scale_factor"):
