@@ -252,7 +252,8 @@ def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool
     module = load(script)
     refuse_others_flags(module.Args, flags, script)
     args = tyro.cli(module.Args, args=flags)
-    with mock.patch.object(module, "Run", Planned), contextlib.suppress(SystemExit):
+    bridge = mock.patch.object(module, "Bridge", create=True)           # of async_grpo.py, to ranks that are not here
+    with mock.patch.object(module, "Run", Planned), bridge, contextlib.suppress(SystemExit):
         module.main(args)
     return Planned.fits
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.parallel.ranks import SAMPLERS
 from tests.conftest import ROOT
 from tools import plan
 
@@ -61,6 +62,14 @@ def test_a_fork_is_planned(run, tmp_path):
     said, code = run(str(tmp_path / "my_fork.py"), "--kl-loss-coef", "0.1", gpus="4x4")
     assert code == 0 and "on 16 GPUs" in said
     assert numbers(said, "frozen models") == pytest.approx([7.6156e9 * 2 / 16 / 2**30] * 4, abs=0.01)
+
+
+def test_samplers_hold_none_of_the_trainers_shards(run, monkeypatch):
+    """Of 8 GPUs 4 train: the weights are over those."""
+    monkeypatch.setenv(SAMPLERS, "0")                         # put back at the end
+    said, _ = run(str(ROOT / "async_grpo.py"), "--samplers", "4")
+    assert "on 4 GPUs" in said
+    assert numbers(said, "weights") == pytest.approx([7.6156e9 * 4 / 4 / 2**30] * 4, abs=0.01)
 
 
 def test_a_teacher_is_planned(run, model):
