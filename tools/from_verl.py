@@ -57,7 +57,7 @@ class Translation:
             self.flags[flag] = [str(value) for value in values]
         else:
             given = " ".join([flag, *map(str, values)])
-            self.without[given] = f"{self.script}.py has no such flag, {', '.join(SCRIPTS[flag])} have it"
+            self.without[given] = f"{self.script}.py has no such flag; {in_scripts(flag)}"
 
     def argv(self) -> list[str]:
         return [word for flag, values in self.flags.items() for word in (flag, *values)]
@@ -66,6 +66,12 @@ class Translation:
         lines = [" ".join(["torchrun", *self.launch, f"{self.script}.py"])]
         lines += [" ".join([flag, *map(shlex.quote, values)]) for flag, values in self.flags.items()]
         return " \\\n    ".join(lines)
+
+
+def in_scripts(flag: str) -> str:
+    """Which scripts have a flag, in words."""
+    *others, last = [f"{script}.py" for script in SCRIPTS[flag]]
+    return f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
 
 
 # --------------------------------------------------------------------------- translation
@@ -94,13 +100,35 @@ def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -
 
 
 def choose_script(verl: Settings, program: str) -> str:
+    """The estimator's script. GRPO has three: the paper's formula is in grpo.py, DAPO's in dapo.py, the rest in
+    grpo_variants.py."""
     estimator = verl.get("algorithm.adv_estimator", "gae")
     if estimator in BASELINES:
         return "rloo"
     if estimator == "gae":
         return "ppo"
     is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable") or verl.is_on(f"{OVERLONG}.enable")
-    return "dapo" if is_dapo and estimator in ("grpo", "grpo_vectorized") else "grpo"
+    if is_dapo and estimator in ("grpo", "grpo_vectorized"):
+        return "dapo"
+    is_plain = find_loss(verl) == "grpo" and find_aggregation(verl) == "token-mean" and not kl_reward_coef(verl)
+    return "grpo" if is_plain and estimator not in ("grpo_passk", "gdpo") else "grpo_variants"
+
+
+def find_loss(verl: Settings) -> str:
+    """The loss as grpo_variants.py names it; that of GRPO for one that is unknown."""
+    mode = verl.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    no_ratio = verl.get(f"{CORRECTION}.loss_type") == "reinforce" and verl.is_on(f"{CORRECTION}.bypass_mode")
+    return "reinforce" if no_ratio or mode == "gpg" else LOSSES.get(mode, "grpo")
+
+
+def find_aggregation(verl: Settings) -> str:
+    return verl.get(f"{ACTOR}.loss_agg_mode", "token-mean")
+
+
+def kl_reward_coef(verl: Settings) -> float:
+    """0: no KL in the reward."""
+    coef = verl.number("algorithm.kl_ctrl.kl_coef", 0.001)
+    return coef if verl.is_on("algorithm.use_kl_in_reward") else 0
 
 
 def set_sizes(verl: Settings, ours: Translation) -> None:
@@ -120,7 +148,7 @@ def set_sizes(verl: Settings, ours: Translation) -> None:
         tokens = responses * longest
         ours.notes.append(f"--max-tokens-per-gpu {tokens}: micro-batches of {responses} responses, at most {longest} "
                           f"tokens each")
-    if samples < 2 and ours.script in ("grpo", "dapo"):
+    if samples < 2 and ours.script in ("grpo", "dapo", "grpo_variants"):
         ours.without[f"{ROLLOUT}.n={samples}"] = "a group of one has no baseline; verl takes the reward as advantage"
     ours.add("--prompts-per-step", prompts)
     ours.add("--samples-per-prompt", samples)
@@ -131,31 +159,51 @@ def set_sizes(verl: Settings, ours: Translation) -> None:
 def set_objective(verl: Settings, ours: Translation) -> None:
     estimator = verl.get("algorithm.adv_estimator", "gae")
     mode = verl.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    no_ratio = verl.get(f"{CORRECTION}.loss_type") == "reinforce" and verl.is_on(f"{CORRECTION}.bypass_mode")
-    clipped = {"grpo": "grpo", "dapo": "dapo"}.get(ours.script, "ppo")
-    loss = "reinforce" if no_ratio or mode == "gpg" else LOSSES.get(mode, clipped)
+    loss = set_loss(verl, ours)
     if ours.script == "rloo":
         ours.add("--baseline", BASELINES[estimator])
-    ours.add("--loss", clipped if loss == "grpo" else loss)
     if estimator == "grpo_passk":
         ours.add("--advantage", "passk")
     elif estimator == "gdpo":
+        ours.add("--advantage", "gdpo")
         set_components(verl, ours)
         if not verl.is_on("algorithm.norm_adv_by_std_in_grpo", True):
             ours.without["algorithm.norm_adv_by_std_in_grpo=False"] = (
-                "gdpo without standard deviations: --baseline reinforce++-baseline, with the weighted sum as the score")
+                "gdpo without standard deviations: rloo.py --baseline reinforce++-baseline, with the weighted sum as "
+                "the score")
     elif estimator not in ("gae", "grpo", "grpo_vectorized", *BASELINES):
         ours.without[f"algorithm.adv_estimator={estimator}"] = "no such advantage; the command is that of GRPO"
     if mode not in (*LOSSES, "bypass_mode", "gpg"):
         ours.without[f"{ACTOR}.policy_loss.loss_mode={mode}"] = f"no such loss; the command has {loss}"
-    if not verl.is_on("algorithm.norm_adv_by_std_in_grpo", True) and ours.script in ("grpo", "dapo"):
-        ours.add("--norm-by-std", False)
+    divides = ours.script in SCRIPTS["--norm-by-std"] and estimator != "gdpo"
+    if not verl.is_on("algorithm.norm_adv_by_std_in_grpo", True) and divides:
+        if ours.script == "grpo_variants":                              # there the loss has a say
+            ours.add("--norm-by-std", False)
+        else:
+            ours.add("--no-norm-by-std")
     set_clip(verl, ours, loss)
-    set_numbers(verl, ours, loss)
     if ours.script == "dapo":
         set_dynamic_sampling(verl, ours)
     elif verl.is_on("algorithm.filter_groups.enable"):
         ours.without["algorithm.filter_groups.enable=True"] = "dapo.py alone samples groups again"
+
+
+def set_loss(verl: Settings, ours: Translation) -> str:
+    """The loss that the command has: the clipped one, which needs no flag but in two scripts, where this script has
+    not verl's."""
+    loss = find_loss(verl)
+    set_numbers(verl, ours, loss)
+    if ours.script == "grpo_variants":
+        ours.add("--loss", loss)
+        return loss
+    has = ("grpo", "reinforce") if ours.script == "rloo" else ("grpo",)
+    if loss not in has:
+        ours.without[f"--loss {loss}"] = (
+            f"{ours.script}.py clips the ratio; grpo_variants.py has this loss, with GRPO's advantages")
+        loss = "grpo"
+    if ours.script == "rloo":
+        ours.add("--loss", "ppo" if loss == "grpo" else loss)
+    return loss
 
 
 def set_components(verl: Settings, ours: Translation) -> None:
@@ -176,7 +224,7 @@ def set_numbers(verl: Settings, ours: Translation, loss: str) -> None:
     for name, (verls, default) in NUMBERS.get(loss, {}).items():
         key = next((key for key in (f"{ACTOR}.policy_loss.{verls}", f"{ACTOR}.{verls}") if key in verl.given), "")
         words += [name, verl.number(key, default)]
-    if loss == "dro" and not words[1]:
+    if loss == "dro" and not words[1] and ours.script == "grpo_variants":
         ours.notes.append("--loss-numbers beta NUMBER must be given, as policy_loss.dro_beta in verl")
     elif words:
         ours.add("--loss-numbers", *words)
@@ -185,18 +233,21 @@ def set_numbers(verl: Settings, ours: Translation, loss: str) -> None:
 def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
     """Clip bounds and aggregation of the loss, verl's own defaults too: ours are those of each loss's paper."""
     low, high = (verl.number(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high"))
-    dual, aggregation = verl.number(f"{ACTOR}.clip_ratio_c", 3.0), verl.get(f"{ACTOR}.loss_agg_mode", "token-mean")
+    dual, aggregation = verl.number(f"{ACTOR}.clip_ratio_c", 3.0), find_aggregation(verl)
     if loss not in ("sapo", "kl_cov", "dro", "reinforce"):
         ours.add("--clip-low", min(low, 1))
         ours.add("--clip-high", high)
         if low > 1:
             ours.notes.append(f"--clip-low 1: there is no lower bound, as with clip_ratio_low={low}")
-    if loss in ("grpo", "ppo", "dapo"):
+    if loss == "grpo":
         ours.add("--clip-dual", dual)
     if loss in ("sapo", "gmpo"):
         ours.notes.append(f"{loss} has its paper's aggregation, in verl too, whatever loss_agg_mode={aggregation} says")
-    else:
+    elif ours.script in SCRIPTS["--aggregation"]:
         ours.add("--aggregation", aggregation)
+    elif aggregation != "token-mean":
+        ours.without[f"{ACTOR}.loss_agg_mode={aggregation}"] = (
+            f"{ours.script}.py takes the mean over all tokens; {in_scripts('--aggregation')}")
     if verl.get(f"{ACTOR}.clip_ratio"):
         ours.notes.append("clip_ratio does nothing in verl: clip_ratio_low and clip_ratio_high are set by default")
     if factor := verl.get(f"{ACTOR}.loss_scale_factor"):
@@ -234,11 +285,11 @@ def set_kl(verl: Settings, ours: Translation) -> None:
             ours.add("--kl-estimator", KL[kind.rstrip("+")] + ("+" if kind.endswith("+") else ""))
         else:
             ours.without[f"{ACTOR}.kl_loss_type={kind}"] = "no such estimator"
-    coef, kind = verl.number("algorithm.kl_ctrl.kl_coef", 0.001), verl.get("algorithm.kl_penalty", "kl")
+    coef, kind = kl_reward_coef(verl), verl.get("algorithm.kl_penalty", "kl")
     controller = verl.get("algorithm.kl_ctrl.type", "fixed")
     target, horizon = (verl.number(f"algorithm.kl_ctrl.{name}", default)
                        for name, default in (("target_kl", 0.1), ("horizon", 10000)))
-    if verl.is_on("algorithm.use_kl_in_reward") and coef:
+    if coef:
         ours.add("--kl-reward-coef", coef)
         if kind in KL:
             ours.add("--kl-reward-estimator", KL[kind])

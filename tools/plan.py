@@ -33,6 +33,7 @@ from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, Me
 from common.model.policy import ModelConfig
 from common.parallel.ranks import SAMPLERS, World
 from common.run import Run, RunArgs
+from common.tracking.console import refuse_others_flags
 
 VISIBLE = 0.99
 """GiB that CUDA reports for each GB in a GPU's name."""
@@ -217,7 +218,8 @@ class Planned(Run):
         self.world = World(0, size, torch.device("cuda"), mesh=None, num_samplers=samplers)
         self.hf_config = read_config(args.model, args.policy)
         with mock.patch.object(make, "check_vllm"):                     # it asks what this machine can do
-            make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length, self.is_corrected)
+            make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
+                               self.correction.covers_cut_sampling)
         return self
 
     def plan_memory(self, max_tokens: int, frozen: str = "", critic: str = "") -> int:
@@ -248,8 +250,10 @@ def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool
     os.environ["WORLD_SIZE"] = str(int(node) * int(machines or 1))
     Planned.node, Planned.gpu_gb = int(node), VISIBLE * gpu_gb
     module = load(script)
+    refuse_others_flags(module.Args, flags, script)
     args = tyro.cli(module.Args, args=flags)
-    with mock.patch.object(module, "Run", Planned), contextlib.suppress(SystemExit):
+    bridge = mock.patch.object(module, "Bridge", create=True)           # of async_grpo.py, to ranks that are not here
+    with mock.patch.object(module, "Run", Planned), bridge, contextlib.suppress(SystemExit):
         module.main(args)
     return Planned.fits
 

@@ -5,13 +5,16 @@ The order of the last two tables counts: the first pattern that fits gives the r
 
 BASELINES = {"rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce++",
              "reinforce_plus_plus_baseline": "reinforce++-baseline", "remax": "remax", "opo": "opo", "gpg": "gpg",
-             "optimal_token_baseline": "otb", "gdpo": "gdpo"}
+             "optimal_token_baseline": "otb"}
 LOSSES = {"vanilla": "grpo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo", "sapo": "sapo",
           "clip_cov": "clip_cov", "kl_cov": "kl_cov", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro"}
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 # flags that not all scripts have -> those that have them
 SCRIPTS = {
-    "--advantage": ("grpo",), "--reward-components": ("rloo",), "--norm-by-std": ("grpo", "dapo"),
+    "--baseline": ("rloo",), "--loss": ("rloo", "grpo_variants"), "--loss-numbers": ("grpo_variants",),
+    "--aggregation": ("dapo", "grpo_variants"), "--norm-by-std": ("grpo", "dapo", "grpo_variants"),
+    "--advantage": ("grpo_variants",), "--reward-components": ("grpo_variants",),
+    "--kl-reward-coef": ("ppo", "rloo", "grpo_variants"), "--kl-reward-estimator": ("ppo", "rloo", "grpo_variants"),
     "--gamma": ("ppo", "rloo"),
     "--lam": ("ppo",), "--kl-controller": ("ppo",), "--kl-target": ("ppo",), "--kl-horizon": ("ppo",),
     "--overlong-buffer": ("dapo",), "--overlong-factor": ("dapo",), "--max-gen-batches": ("dapo",),
@@ -170,7 +173,7 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "data.custom_cls.*": "rows have verl's columns; other data is written into that form first, as in data/",
     "data.continuous_token.*": "what the model wrote is never rendered again",
     "data.*_max_samples": "all rows are read; write a smaller file",
-    "distillation.*": "--teacher MODEL with --kl-loss-coef and --reward-coef 0 distils on the policy's own samples",
+    "distillation.*": "grpo_variants.py --teacher MODEL --kl-loss-coef 1 --reward-coef 0 distils on its own samples",
     "*.profiler.*": "torch's profiler around a step of the script: docs/metrics.md",
     "global_profiler.*": "torch's profiler around a step of the script: docs/metrics.md",
     "*.engine_kwargs.sglang.*": "vLLM is the only engine beside --rollout.engine hf",

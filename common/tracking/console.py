@@ -1,5 +1,6 @@
 """What a run prints."""
 
+import ast
 import copy
 import dataclasses
 import errno
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def batch_line(
@@ -78,6 +81,7 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
         flags = without_nested(flags)
         description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
     try:
+        refuse_others_flags(flags, arguments, sys.argv[0])
         main(tyro.cli(flags, description=description, args=arguments))
     except ValueError as error:
         exit_with_error(error)
@@ -86,6 +90,34 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
             raise
         print(f"error: the disk is full: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def refuse_others_flags(flags: type, arguments: list[str], script: str) -> None:
+    """Raise ValueError for a flag that only other scripts of this project have, and name them, the most similar first.
+    What is unknown to all is left to tyro, as are --help and the flags of nested dataclasses."""
+    own = {field.name.rstrip("_") for field in dataclasses.fields(flags)}
+    given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    for flag in [] if {"-h", "--help"} & set(arguments) else given:
+        name = flag.removeprefix("--").replace("-", "_")
+        names = {name, name.removeprefix("no_")}
+        if "." in name or names & own:
+            continue
+        declared = {file.name: declared_flags(file) for file in sorted(ROOT.glob("*.py"))}
+        having = [file for file, fields in declared.items() if names & fields]
+        *others, last = sorted(having, key=lambda file: -len(declared[file] & own)) or [""]
+        if last:
+            found = f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
+            raise ValueError(f"{Path(script).name} has no flag {flag}; {found}")
+
+
+def declared_flags(file: Path) -> set[str]:
+    """The fields that the class Args of a script has itself. The script is not imported."""
+    try:
+        body = ast.parse(file.read_text()).body
+    except SyntaxError:
+        return set()
+    fields = [node for args in body if isinstance(args, ast.ClassDef) and args.name == "Args" for node in args.body]
+    return {node.target.id.rstrip("_") for node in fields if isinstance(node, ast.AnnAssign)}
 
 
 def without_nested(flags: type) -> type:
@@ -98,7 +130,7 @@ def without_nested(flags: type) -> type:
 def exit_with_error(error: ValueError) -> None:
     """A mistake in flags or files that our own checks found: its message and exit code 2. Others are re-raised."""
     file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
-    if not file.is_relative_to(Path(__file__).parent.parent.parent) or ".venv" in file.parts:
+    if not file.is_relative_to(ROOT) or ".venv" in file.parts:
         raise error
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     print(f"{rank}error: {error}", file=sys.stderr, flush=True)

@@ -72,8 +72,8 @@ preferences() {
 
 # the model that grpo.py trained (see `policies`) teaches the model of the task, without any reward
 distil() {
-    train grpo.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model --reward-coef 0 --kl-loss-coef 1 \
-        --kl-estimator k1+
+    train grpo_variants.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model --reward-coef 0 \
+        --kl-loss-coef 1 --kl-estimator k1+
 }
 
 lessons() {

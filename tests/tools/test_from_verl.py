@@ -25,7 +25,7 @@ from tools import from_verl
 from tools.verl_keys import SAME, SCRIPTS, SWITCHES
 from tools.verl_settings import shell_commands
 
-NAMES = ("grpo", "ppo", "dapo", "rloo")
+NAMES = ("grpo", "grpo_variants", "dapo", "rloo", "ppo")
 
 ARRAYS = """#!/usr/bin/env bash
 # it's a comment with an apostrophe
@@ -233,8 +233,8 @@ def test_verls_defaults_are_written_out(monkeypatch):
     assert (args.data.max_prompt_length, args.rollout.max_response_length) == (512, 512)
     assert (args.optim.lr, args.optim.weight_decay, args.optim.betas) == (1e-6, 0.01, (0.9, 0.999))
     assert (args.optim.max_grad_norm, args.optim.warmup_steps, args.optim.schedule) == (1.0, 0, "constant")
-    assert (args.clip_low, args.clip_high, args.clip_dual, args.aggregation) == (0.2, 0.2, 3.0, "token-mean")
-    assert (args.kl_loss_coef, args.entropy_coef, args.norm_by_std) == (0, 0, None)
+    assert (args.clip_low, args.clip_high, args.clip_dual, args.norm_by_std) == (0.2, 0.2, 3.0, True)
+    assert (args.kl_loss_coef, args.entropy_coef) == (0, 0)
     assert (args.rollout.temperature, args.rollout.top_p, args.rollout.top_k) == (1.0, 1.0, 0)
     assert (args.rollout.tp, args.rollout.max_num_seqs, args.max_tokens_per_gpu) == (2, 256, 16384)
     assert (args.eval_n, args.eval_every, args.save.every, args.correction.preset) == (0, 0, 0, "disabled")
@@ -252,35 +252,47 @@ def test_verls_defaults_are_written_out(monkeypatch):
      {"baseline": "remax", "kl_reward_coef": 0.001, "kl_reward_estimator": "k1"}),
     ("algorithm.adv_estimator=opo", "rloo", {"baseline": "opo"}),
     ("algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "rloo",
-     {"baseline": "gpg", "loss": "reinforce", "clip_low": None}),
-    ("algorithm.adv_estimator=grpo_passk", "grpo", {"advantage": "passk"}),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "grpo",
+     {"baseline": "gpg", "loss": "reinforce"}),
+    ("algorithm.adv_estimator=grpo_passk", "grpo_variants", {"advantage": "passk", "loss": "grpo"}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "grpo_variants",
      {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "clip_dual": None, "aggregation": "token-mean"}),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "grpo",
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "grpo_variants",
      {"loss": "gmpo", "clip_low": 0.2, "aggregation": None}),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10", "grpo",
-     {"loss": "cispo", "clip_low": 1, "clip_high": 0.2}),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "grpo", {"loss": "sapo", "clip_low": None}),
-    ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm algorithm.norm_adv_by_std_in_grpo=False", "grpo",
-     {"loss": "grpo", "aggregation": "seq-mean-token-sum-norm", "norm_by_std": False}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10",
+     "grpo_variants",     {"loss": "cispo", "clip_low": 1, "clip_high": 0.2}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "grpo_variants", {"loss": "sapo", "clip_low": None}),
+    ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm algorithm.norm_adv_by_std_in_grpo=False",
+     "grpo_variants", {"loss": "grpo", "aggregation": "seq-mean-token-sum-norm", "norm_by_std": False}),
     ("algorithm.filter_groups.enable=True", "dapo", {"max_gen_batches": 10}),
     ("algorithm.filter_groups.enable=True actor_rollout_ref.actor.use_kl_loss=True "
-     "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "dapo", {"kl_loss_coef": 0.001, "loss": "gspo"}),
+     "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "dapo", {"kl_loss_coef": 0.001, "clip_dual": 3.0}),
     ("algorithm.adv_estimator=optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=True "
      "algorithm.gamma=0.9", "rloo", {"baseline": "otb", "loss": "ppo", "gamma": 1.0}),
     ("algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=['accuracy','form'] "
-     "algorithm.gdpo_reward_weights=[1,0.5]", "rloo",
-     {"baseline": "gdpo", "loss": "ppo", "reward_components": {"accuracy": 1.0, "form": 0.5}}),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=dro actor_rollout_ref.actor.policy_loss.dro_beta=0.5", "grpo",
-     {"loss": "dro", "loss_numbers": {"beta": 0.5}}),
-    ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01", "grpo", {"kl_reward_coef": 0.01}),
+     "algorithm.gdpo_reward_weights=[1,0.5]", "grpo_variants",
+     {"advantage": "gdpo", "loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0,
+      "aggregation": "token-mean", "norm_by_std": None, "reward_components": {"accuracy": 1.0, "form": 0.5}}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=dro actor_rollout_ref.actor.policy_loss.dro_beta=0.5",
+     "grpo_variants",     {"loss": "dro", "loss_numbers": {"beta": 0.5}}),
+    ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01", "grpo_variants", {"kl_reward_coef": 0.01}),
     ("algorithm.adv_estimator=rloo actor_rollout_ref.actor.use_kl_loss=True "
-     "actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "rloo", {"kl_loss_coef": 0.001, "loss": "cispo"}),
-    ("algorithm.adv_estimator=gae actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "ppo",
+     "actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "rloo", {"kl_loss_coef": 0.001, "loss": "ppo"}),
+    ("algorithm.adv_estimator=gae actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "ppo", {"clip_high": 0.2}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "grpo_variants",
      {"loss": "kl_cov", "loss_numbers": {"fraction": 2e-4, "cov_kl_coef": 0.1}}),                # verl's default
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov actor_rollout_ref.actor.policy_loss.clip_cov_ub=9", "grpo",
-     {"loss_numbers": {"fraction": 2e-4, "cov_low": 1, "cov_high": 9}}),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl", "grpo", {"loss_numbers": {"max_ratio": 3.0}}),
+    ("algorithm.norm_adv_by_std_in_grpo=False", "grpo", {"norm_by_std": False}),
+    ("algorithm.norm_adv_by_std_in_grpo=False algorithm.filter_groups.enable=True "
+     "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "dapo",
+     {"norm_by_std": False, "aggregation": "seq-mean-token-mean"}),
+    ("algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=['a'] actor_rollout_ref.actor.use_kl_loss=True "
+     "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "grpo_variants",
+     {"loss": "gspo", "kl_loss_coef": 0.001, "kl_reward_coef": 0.001, "reward_components": {"a": 1.0}}),
+    ("algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce", "grpo_variants",
+     {"loss": "reinforce", "clip_low": None}),
+    ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0", "grpo", {}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov actor_rollout_ref.actor.policy_loss.clip_cov_ub=9",
+     "grpo_variants",     {"loss_numbers": {"fraction": 2e-4, "cov_low": 1, "cov_high": 9}}),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl", "grpo_variants", {"loss_numbers": {"max_ratio": 3.0}}),
     ("data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=30", "grpo", {"minibatches_per_step": 2}),
     ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.25", "grpo", {}),
 ])
@@ -318,15 +330,28 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
     ("data.image_key=pictures", "are read from the column images"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=other", "no such loss"),
     ("actor_rollout_ref.actor.loss_scale_factor=2", "scale the learning rate"),
-    ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", "grpo.py has no such flag, ppo have it"),
+    ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive",
+     "grpo_variants.py has no such flag; ppo.py has it"),
     ("algorithm.filter_groups.enable=True algorithm.adv_estimator=rloo", "dapo.py alone"),
+    ("algorithm.filter_groups.enable=True algorithm.use_kl_in_reward=True",
+     "dapo.py has no such flag; ppo.py, rloo.py and grpo_variants.py have it"),
+    ("algorithm.filter_groups.enable=True actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+     "dapo.py clips the ratio; grpo_variants.py has this loss"),
+    ("algorithm.adv_estimator=gae actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+     "ppo.py takes the mean over all tokens; dapo.py and grpo_variants.py have it"),
+    ("algorithm.adv_estimator=gae actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
+     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1", "ppo.py clips the ratio; grpo_variants.py has"),
+    ("algorithm.adv_estimator=rloo actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "rloo.py clips the ratio"),
+    ("algorithm.adv_estimator=rloo actor_rollout_ref.actor.loss_agg_mode=token-sum", "rloo.py takes the mean over"),
+    ("algorithm.adv_estimator=gdpo algorithm.norm_adv_by_std_in_grpo=False", "rloo.py --baseline reinforce++-baseline"),
     ("actor_rollout_ref.rollout.n=1", "a group of one"),
     ("trainer.logger=['console','swanlab']", "metrics go to"),
-    ("distillation.enabled=True", "--teacher MODEL"),
+    ("distillation.enabled=True", "grpo_variants.py --teacher MODEL"),
 ])
 def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatch):
     ours = from_verl.translate(given(words))
     parse(ours, monkeypatch)
+    assert ours.unknown == []
     assert [why for why in ours.without.values() if reason in why], ours.without
     assert reason in from_verl.report(ours, [])
 

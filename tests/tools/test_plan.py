@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.parallel.ranks import SAMPLERS
 from tests.conftest import ROOT
 from tools import plan
 
@@ -42,7 +43,7 @@ def numbers(said: str, part: str) -> list[float]:
     return [float(x) for x in line.removeprefix(part).split()]
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "dapo.py", "rloo.py", "ppo.py"])
+@pytest.mark.parametrize("script", ["grpo.py", "dapo.py", "rloo.py", "ppo.py", "grpo_variants.py", "online_dpo.py"])
 def test_scripts_are_planned(script, run):
     """Weights are 4 bytes each over 8 ranks, in all four phases; PPO's critic is a second model without a head."""
     said, code = run(str(ROOT / script))
@@ -60,6 +61,21 @@ def test_a_fork_is_planned(run, tmp_path):
     shutil.copy(ROOT / "grpo.py", tmp_path / "my_fork.py")
     said, code = run(str(tmp_path / "my_fork.py"), "--kl-loss-coef", "0.1", gpus="4x4")
     assert code == 0 and "on 16 GPUs" in said
+    assert numbers(said, "frozen models") == pytest.approx([7.6156e9 * 2 / 16 / 2**30] * 4, abs=0.01)
+
+
+def test_samplers_hold_none_of_the_trainers_shards(run, monkeypatch):
+    """Of 8 GPUs 4 train: the weights are over those."""
+    monkeypatch.setenv(SAMPLERS, "0")                         # put back at the end
+    said, _ = run(str(ROOT / "async_grpo.py"), "--samplers", "4")
+    assert "on 4 GPUs" in said
+    assert numbers(said, "weights") == pytest.approx([7.6156e9 * 4 / 4 / 2**30] * 4, abs=0.01)
+
+
+def test_a_teacher_is_planned(run, model):
+    """It is a frozen model of its own shape, here the policy's: 2 bytes a weight over the ranks."""
+    said, code = run(str(ROOT / "grpo_variants.py"), "--teacher", model, "--kl-loss-coef", "1", gpus="4x4")
+    assert code == 0
     assert numbers(said, "frozen models") == pytest.approx([7.6156e9 * 2 / 16 / 2**30] * 4, abs=0.01)
 
 
@@ -82,6 +98,7 @@ def test_the_smallest_change(flags, home, change, run):
     ({"gpus": "8y2"}, "--gpus 8y2 must be a number of GPUs, or GPUs and machines as 8x2"),
     ({"script": "nothing.py"}, "nothing.py is no file"),
     ({"script": str(ROOT / "tools/runs.py")}, "runs.py has no `Run`"),
+    ({"flags": ["--loss", "gspo"]}, "grpo.py has no flag --loss; grpo_variants.py"),
     ({"flags": ["--rollout.tp", "3"]}, "must be multiples of --rollout.tp 3"),
 ])
 def test_mistakes_are_one_line(arguments, message, run):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import sys
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 import grpo
 import ppo
 from common.rollouts.validation import spread_rows
-from common.tracking.console import run_script, summary, without_nested
+from common.tracking.console import refuse_others_flags, run_script, summary, without_nested
+from tests.conftest import ROOT, launch
 
 
 def help_of(monkeypatch, capsys, flag: str, script=grpo) -> str:
@@ -22,7 +24,7 @@ def help_of(monkeypatch, capsys, flag: str, script=grpo) -> str:
 
 def test_help_is_short_and_help_all_is_complete(monkeypatch, capsys):
     short, all_flags = (help_of(monkeypatch, capsys, flag) for flag in ("--help", "--help-all"))
-    for own in ("--loss", "--prompts-per-step", "--train-data", "--help-all"):
+    for own in ("--clip-high", "--prompts-per-step", "--train-data", "--help-all"):
         assert own in short
     assert "--rollout.temperature" in all_flags and "--rollout.temperature" not in short
     assert len(short.splitlines()) < 120 < len(all_flags.splitlines())
@@ -36,6 +38,45 @@ def test_flags_are_read_as_they_are_declared(monkeypatch):
     run_script(given.append, grpo.Args, grpo.__doc__)
     assert type(given[0]) is grpo.Args and given[0].rollout.temperature == 0.5
     assert without_nested(grpo.Args)(model="m", train_data=("d",)).rollout == grpo.Args("m", ("d",)).rollout
+
+
+@pytest.mark.parametrize(("name", "flags", "scripts"), [
+    ("grpo.py", ["--loss", "gspo"], {"grpo_variants.py", "rloo.py", "online_dpo.py", "dpo.py"}),
+    ("mine.py", ["--kl-reward-coef=0.1"], {"grpo_variants.py", "rloo.py", "ppo.py"}),
+    ("grpo.py", ["--gamma", "0.9"], {"rloo.py", "ppo.py"}),
+])
+def test_a_flag_of_another_script_is_one_line_that_names_it(name, flags, scripts, tmp_path):
+    """Of this project's scripts, wherever a fork is; the one with the most flags in common comes first."""
+    script = ROOT / name
+    if name == "mine.py":
+        script = shutil.copy(ROOT / "grpo.py", tmp_path / name)
+    done = launch(str(script), "--model", "m", *flags, check=False)
+    start = f"error: {name} has no flag {flags[0].partition('=')[0]}; "
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(start) and done.stderr.endswith(" have it\n")
+    named = done.stderr.removeprefix(start).removesuffix(" have it\n").replace(" and ", ", ").split(", ")
+    assert len(named) == len(scripts) and {*named} == scripts
+    assert named[0] == "grpo_variants.py" or "grpo_variants.py" not in named
+
+
+@pytest.mark.parametrize("flags", [
+    ["--rollout.tp", "2", "--rollout.loss", "x"],                       # nested: tyro's own
+    ["--no-norm-by-std", "--clip_low", "0.1", "--run-dir=a.b", "--max-staleness-of-milk", "1"],
+    ["--loss", "gspo", "--help"], ["--loss", "gspo", "-h"], ["--"], ["--no-"], ["-loss"],
+])
+def test_other_flags_are_left_to_tyro(flags):
+    refuse_others_flags(grpo.Args, flags, "grpo.py")
+
+
+def test_a_switch_of_another_script_and_a_script_that_cannot_be_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("common.tracking.console.ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("class Args:\n    async_: bool = True\n    both: int = 0\n")
+    (tmp_path / "b.py").write_text("class Args:\n    half =")
+    (tmp_path / "c.py").write_text("class Other:\n    both: int = 0\n")
+    for flag in ("--async", "--no-async", "--both"):
+        with pytest.raises(ValueError, match=f"^mine.py has no flag {flag}; a.py has it$"):
+            refuse_others_flags(grpo.Args, [flag], "x/mine.py")
+    refuse_others_flags(grpo.Args, ["--half"], "mine.py")
 
 
 def test_a_full_disk_is_one_line(monkeypatch, capsys):
