@@ -1,19 +1,18 @@
 """Run a script, your fork perhaps, for three steps on a tiny random model, and show what it does in numbers.
 
-    python -m tools.try_script mine.py --my-flag 0.5                # 15 seconds; flags after the script go to it
+    python -m tools.try_script mine.py --my-flag 0.5                # 20 seconds; flags after the script go to it
 
-The Hugging Face engine samples, in float32. The reward is 1 for texts of odd length: it needs no capable model.
+The Hugging Face engine samples, in float32. The reward is 1 for texts of odd length: it needs no capable model. The
+first step runs again with --run-zero-advantage: where responses were left out, the gradient must be the same.
 """
 
+import importlib
 import json
-import subprocess
+import os
+import runpy
 import sys
 import time
 from pathlib import Path
-
-import pyarrow.parquet as pq
-
-from common.model.memory_plan import TOKENS_ON_CPU
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER = ROOT / "models/SmolLM2-135M-Instruct"
@@ -41,12 +40,19 @@ def make_tiny_model(folder: Path = TINY) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def run_script(script: str, flags: list[str], run_dir: Path) -> None:
-    """Raises CalledProcessError if the script fails; what it prints is shown."""
+def run_script(script: str, flags: list[str], run_dir: Path, output: int | None = None) -> int:
+    """The script's exit code. It runs in a fork of this process, which must have imported and started nothing but
+    modules: so two runs need one import. `output`: a file descriptor for what it prints."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if output is not None:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
     if not (TINY / "config.json").is_file():
         make_tiny_model()
-    command = [
-        sys.executable, script, "--model", str(TINY), "--train-data", str(DATA), "--run-dir", str(run_dir),
+    sys.argv[:] = [
+        script, "--model", str(TINY), "--train-data", str(DATA), "--run-dir", str(run_dir),
         "--total-steps", str(STEPS), "--prompts-per-step", "4", "--samples-per-prompt", "4",
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "12", "--rollout.temperature", "0.7",
         "--rollout.stop-token-ids", *map(str, range(0, 49152, 64)),
@@ -54,7 +60,8 @@ def run_script(script: str, flags: list[str], run_dir: Path) -> None:
         "--reward.function", f"{__file__}:compute_score", "--reward.num-workers", "1", "--log.rollouts-every", "1",
         "--save.resume", "none", "--save.hf", "never", *flags,
     ]
-    subprocess.run(command, check=True, cwd=ROOT)
+    runpy.run_path(script, run_name="__main__")
+    sys.exit(0)
 
 
 def describe(run_dir: Path) -> str:
