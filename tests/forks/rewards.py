@@ -1,12 +1,18 @@
-"""Reward functions for the forks of test_forks.py."""
+"""Reward functions for the forks of test_forks.py. They do not look at the answer."""
 
-TOKENS = 8  # of each response there: no token ends one early
+TOKENS = 8  # of each response to `process`: none ends earlier
+
+
+def by_length(data_source, solution_str, ground_truth, extra_info=None):
+    """Odd lengths win; but to a third of the problems all responses are correct, and to another third none."""
+    return [1.0, 0.0, float(len(solution_str) % 2)][int(ground_truth) % 3]
 
 
 def process(data_source, solution_str, ground_truth, extra_info=None):
-    """Odd lengths win; and a number for each token of the response."""
+    """Also a number for each token of the response."""
     number = sum(map(ord, solution_str))
-    return {"score": float(len(solution_str) % 2), "process": [0.01 * (number * (t + 3) % 17) for t in range(TOKENS)]}
+    numbers = [0.01 * (number * (t + 3) % 17) for t in range(TOKENS)]
+    return {"score": by_length(data_source, solution_str, ground_truth), "process": numbers}
 
 
 def never(data_source, solution_str, ground_truth, extra_info=None):
