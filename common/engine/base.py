@@ -116,7 +116,7 @@ class Engine:
 
         Raises RuntimeError when checksums disagree.
         """
-        assert not self.awake, "wake: the engine is awake already; call sleep() first"
+        self.must_be(False, "awake already: call engine.sleep() first")
         start = time.perf_counter()
         for moments in self.offload.moments:
             moments.to_host()
@@ -161,8 +161,12 @@ class Engine:
 
     def begin(self, stop: Callable[[], bool]) -> None:
         """Before requests are added. `stop`: see `generate`; what the engine's first rank says counts for all."""
-        assert self.awake, "generate: the engine is asleep; call wake(policy) first"
+        self.must_be(True, "asleep: call engine.wake(policy) first")
         self.stop = lambda: self.from_first_rank(stop())
+
+    def must_be(self, awake: bool, otherwise: str) -> None:
+        if self.awake != awake:
+            raise RuntimeError(f"the engine is {otherwise}")
 
     def local_prompts(self, num_prompts: int) -> range:
         """The prompts of a step that this engine samples."""
@@ -173,7 +177,7 @@ class Engine:
 
         The first time, then every `probe_every` times, a few tokens are sampled before, which the trainer then scores.
         Raises RuntimeError if the two disagree (`max_probe_diff`)."""
-        assert self.awake, "sleep: the engine is asleep already"
+        self.must_be(True, "asleep already: call engine.wake(policy) first")
         start = time.perf_counter()
         batch = None if self._sleeps_to_probe else self._sample_probe()
         self._sleeps_to_probe = (self._sleeps_to_probe or self.probe_every) - 1

@@ -4,8 +4,8 @@ TOKENS = 8  # of each response to `process`: none ends earlier
 
 
 def by_length(data_source, solution_str, ground_truth, extra_info=None):
-    """Odd lengths win; but to a third of the problems all responses are correct, and to another third none."""
-    return [1.0, 0.0, float(len(solution_str) % 2)][int(ground_truth) % 3]
+    """Odd lengths win; but to some problems all responses are correct, and to some none."""
+    return [1.0, 0.0, *[float(len(solution_str) % 2)] * 3][int(ground_truth) % 5]
 
 
 def process(data_source, solution_str, ground_truth, extra_info=None):
