@@ -5,7 +5,7 @@ TOKENS = 8  # of each response to `process`: none ends earlier
 
 def by_length(data_source, solution_str, ground_truth, extra_info=None):
     """Odd lengths win; but to some problems all responses are correct, and to some none."""
-    return [1.0, 0.0, *[float(len(solution_str) % 2)] * 3][int(ground_truth) % 5]
+    return [1.0, 0.0, *[float(len(solution_str) % 2)] * 2][int(ground_truth) % 4]
 
 
 def process(data_source, solution_str, ground_truth, extra_info=None):
