@@ -2,8 +2,8 @@
 
     python -m tools.try_script mine.py --my-flag 0.5                # 20 seconds; flags after the script go to it
 
-The Hugging Face engine samples, in float32. The reward is 1 for texts of odd length: it needs no capable model. The
-first step runs again with --run-zero-advantage: where responses were left out, the gradient must be the same.
+The Hugging Face engine samples, in float32. The reward needs no capable model: it is 1 for texts of odd length,
+and in some groups the same for all. The first step runs again with --run-zero-advantage: where responses were left out, the gradient must be the same.
 """
 
 import importlib
@@ -28,6 +28,11 @@ MODULES = ("common.run", "common.correction", "common.losses", "common.engine.hf
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 2)
+
+
+def compute_score_of_some(data_source, solution_str, ground_truth, extra_info=None):
+    """The same, but to some problems all responses are correct and to some none: groups without an advantage."""
+    return [1.0, 0.0, *[float(len(solution_str) % 2)] * 2][int(ground_truth) % 4]
 
 
 def make_tiny_model(folder: Path = TINY) -> None:
@@ -62,7 +67,7 @@ def run_script(script: str, flags: list[str], run_dir: Path, output: int | None 
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "12", "--rollout.temperature", "0.7",
         "--rollout.stop-token-ids", *map(str, range(0, 49152, 64)),
         "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--optim.lr", "1e-3",
-        "--reward.function", f"{__file__}:compute_score", "--reward.num-workers", "1", "--log.rollouts-every", "1",
+        "--reward.function", f"{__file__}:compute_score_of_some", "--reward.num-workers", "1", "--log.rollouts-every", "1",
         "--save.resume", "none", "--save.hf", "never", *flags,
     ]
     runpy.run_path(script, run_name="__main__")

@@ -19,7 +19,8 @@ from tests.forks.rewards import TOKENS
 from tools import try_script
 
 GRPO = (ROOT / "grpo.py").read_text()
-BY_LENGTH, PROCESS, NEVER = (f"{Path(__file__).parent}/rewards.py:{name}" for name in ("by_length", "process", "never"))
+BY_LENGTH = f"{try_script.__file__}:compute_score_of_some"
+PROCESS, NEVER = (f"{Path(__file__).parent}/rewards.py:{name}" for name in ("process", "never"))
 LENGTH, ENTROPY, CLIP, PROCESS_REWARD, REPLAY, SFT = documented()
 UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
 MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]
