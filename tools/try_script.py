@@ -2,8 +2,8 @@
 
     python -m tools.try_script mine.py --my-flag 0.5                # 20 seconds; flags after the script go to it
 
-The Hugging Face engine samples, in float32. The reward needs no capable model: it is 1 for texts of odd length,
-and in some groups the same for all. The first step runs again with --run-zero-advantage: where responses were left out, the gradient must be the same.
+The Hugging Face engine samples, in float32. The reward needs no capable model: it is 1 for texts of odd length, and in
+some groups the same for all. The first step runs again with --run-zero-advantage: the gradient must be the same.
 """
 
 import importlib
@@ -67,8 +67,8 @@ def run_script(script: str, flags: list[str], run_dir: Path, output: int | None 
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "12", "--rollout.temperature", "0.7",
         "--rollout.stop-token-ids", *map(str, range(0, 49152, 64)),
         "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--optim.lr", "1e-3",
-        "--reward.function", f"{__file__}:compute_score_of_some", "--reward.num-workers", "1", "--log.rollouts-every", "1",
-        "--save.resume", "none", "--save.hf", "never", *flags,
+        "--reward.function", f"{__file__}:compute_score_of_some", "--reward.num-workers", "1",
+        "--log.rollouts-every", "1", "--save.resume", "none", "--save.hf", "never", *flags,
     ]
     runpy.run_path(script, run_name="__main__")
     sys.exit(0)
@@ -116,7 +116,7 @@ def describe(run_dir: Path) -> str:
     answers = {
         "reward": course("critic/rewards/mean", ".3f"),
         "gradient norm": course("actor/grad_norm", ".3g"),
-        "advantages": "none were reported" if None in advantages else "{:.3g} mean, {:.3g} to {:.3g}".format(*advantages),
+        "advantages": "{:.3g} mean, {:.3g} to {:.3g}".format(*advantages) if None not in advantages else "not reported",
         "tokens with a gradient": f"{trained}, of {sampled} sampled on all ranks",
         "KL to a reference": f"{last['actor/kl_loss']:.3g}" if "actor/kl_loss" in last else "no term in the loss",
         "old log-probs": f"|ratio - 1| is at most {max(ratios):.2g}" if ratios else "no ratio was reported",
@@ -149,7 +149,8 @@ def compare(run_dir: Path, all_ran: Path) -> str:
         return "not compared: no actor/grad_norm was reported"
     if abs(norms[0] - norms[1]) > SAME * max(norms):
         return f"{FOUND} (gradient norm {norms[0]:.6g}, with --run-zero-advantage {norms[1]:.6g})"
-    return f"the same gradient norm, {norms[0]:.6g}, with --run-zero-advantage; {left_out} responses were left out without it"
+    return (f"the same gradient norm, {norms[0]:.6g}, with --run-zero-advantage; {left_out} responses were left out "
+            f"without it")
 
 
 def main(arguments: list[str]) -> None:
@@ -171,7 +172,8 @@ def main(arguments: list[str]) -> None:
                 log.seek(0)
                 sys.exit(f"{log.read()}\nerror: this is what it says with --run-zero-advantage")
         said = compare(run_dir, all_ran)
-    print(f"\n{describe(run_dir)}\n{'with --run-zero-advantage':28}  {said}\n\n{time.monotonic() - start:.0f} s, {run_dir}")
+    print(f"\n{describe(run_dir)}\n{'with all responses':28}  {said}\n")
+    print(f"{time.monotonic() - start:.0f} s, {run_dir}")
     if said.startswith(FOUND):
         sys.exit(f"error: {said}")
 

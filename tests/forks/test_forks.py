@@ -5,7 +5,7 @@ The numbers are computed again from the recorded rollouts, by other means than t
 import json
 import re
 import signal
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -137,7 +137,7 @@ def test_a_replay_buffer(replayed):
     """The two groups that differ most come back in the next step, with the log-probs that the engine gave them."""
     steps = [rows_of(replayed, step) for step in (1, 2, 3)]
     assert [len(rows) for rows in steps] == [16, 24, 24]
-    for before, rows in zip(steps, steps[1:]):
+    for before, rows in pairwise(steps):
         groups = [[*group] for _, group in groupby(before[:16], key=lambda row: row["group"])]
         spreads = [-np.std([row["score"] for row in group]) for group in groups]
         best = [groups[i] for i in np.argsort(spreads, kind="stable")[:2]]
@@ -204,15 +204,16 @@ def test_a_selection_that_comes_too_late_is_refused(start):
 
 def test_a_mask_of_what_was_left_out_is_refused(start):
     said = said_by(start("sft_left_out", *STOPS, *UNSAVED, check=False))
-    assert re.fullmatch(r"error: token_weights with masks: \d+ responses .* were left out because has_gradient is False "
-                        r"for them, .* let has_gradient be True for the responses of this term in run.to_minibatches, "
+    assert re.fullmatch(r"error: token_weights with masks: \d+ responses .* were left out because has_gradient is "
+                        r"False for them, .* let has_gradient be True for the responses of this term in run.to_minibatches, "
                         r"and give counts_left_out=False here .*", said)
 
 
 def test_a_field_that_would_be_lost_is_refused(start):
     said = said_by(start("undeclared_field", *UNSAVED, check=False))
-    assert said == ("AttributeError: Batch has no field 'mine', and the ranks would not exchange it: write "
-                    "batch.extra['mine'] for a number per token, batch.response_extra['mine'] for a number per response")
+    assert said == ("AttributeError: Batch has no field 'mine', and the ranks would not exchange it: "
+                    "write batch.extra['mine'] for a number per token, "
+                    "batch.response_extra['mine'] for a number per response")
 
 
 def test_fields_of_a_forks_own_reach_the_rank_that_trains(start):

@@ -24,8 +24,8 @@ def flags(tiny_llama, small_train) -> list[str]:
     return [
         "--model", tiny_llama, "--train-data", small_train, *SIZES, "--rollout.engine", "hf", "--policy.compute-dtype",
         "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-3",
-        "--reward.function", f"{try_script.__file__}:compute_score_of_some", "--reward.num-workers", "1", "--save.every", "1",
-        "--log.rollouts-every", "1", *STOPS,
+        "--reward.function", f"{try_script.__file__}:compute_score_of_some", "--reward.num-workers", "1",
+        "--save.every", "1", "--log.rollouts-every", "1", *STOPS,
     ]
 
 

@@ -54,27 +54,37 @@ PHASE = """        with run.phase("ref", minibatches) as phase:
 FINISH = "        run.finish(step, rollout, minibatches, rollout.scores, {}, 1)\n"
 
 MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the error says)
-    "Run without with": (WITH, "run = Run(args, 2, correction)\nif True:", r"call with Run\(args, ...\) as run: .* first"),
+    "Run without with": (WITH, "run = Run(args, 2, correction)\nif True:",
+        r"call with Run\(args, ...\) as run: .* first"),
     "load_trained before start_engine": (
         START + TRAINED, TRAINED + START, r"call run.start_engine\(...\) before the models are loaded"),
     "start_engine forgotten": (START, "", r"call run.start_engine\(...\) before the models are loaded"),
     "load_frozen before load_trained": (TRAINED + FROZEN, FROZEN + TRAINED, r"call run.load_trained\(.*\) first"),
-    "load_trained forgotten": (TRAINED + FROZEN, "    policy = reference = None\n", r"call run.load_trained\(.*\) first"),
+    "load_trained forgotten": (TRAINED + FROZEN, "    policy = reference = None\n",
+        r"call run.load_trained\(.*\) first"),
     "describe before start_engine": (
-        START + TRAINED + FROZEN + DESCRIBE, DESCRIBE + START + TRAINED + FROZEN, r"call run.start_engine\(.*\) .* first"),
+        START + TRAINED + FROZEN + DESCRIBE, DESCRIBE + START + TRAINED + FROZEN,
+        r"call run.start_engine\(.*\) .* first"),
     "load_frozen after resume": (
         FROZEN, "    run.resume()\n" + FROZEN, r"models must be loaded before run.resume\(\) and before for step in"),
     "load_trained in the steps": (STEPS, STEPS + "    " + TRAINED, r"models must be loaded before run.resume\(\)"),
-    "meter before steps": (STEPS, "    run.meter\n" + STEPS, r"run.meter does not exist yet: call for step in run.steps\(\): first"),
-    "metrics before steps": (STEPS, "    run.metrics\n" + STEPS, r"run.metrics does not exist yet: call run.resume\(\) first"),
+    "meter before steps": (STEPS, "    run.meter\n" + STEPS,
+        r"run.meter does not exist yet: call for step in run.steps\(\): first"),
+    "metrics before steps": (STEPS, "    run.metrics\n" + STEPS,
+        r"run.metrics does not exist yet: call run.resume\(\) first"),
     "sample before steps": (
-        STEPS, "    engine.wake(policy)\n    run.sample([0], 2, args.rollout, 0)\n" + STEPS, r"call .*run.steps\(\)|run.resume\(\) first"),
-    "phase before steps": (STEPS, '    with run.phase("x", []):\n        pass\n' + STEPS, r"run.timer does not exist yet: call for step in run.steps\(\): first"),
+        STEPS, "    engine.wake(policy)\n    run.sample([0], 2, args.rollout, 0)\n" + STEPS,
+        r"call .*run.steps\(\)|run.resume\(\) first"),
+    "phase before steps": (STEPS, '    with run.phase("x", []):\n        pass\n' + STEPS,
+        r"run.timer does not exist yet: call for step in run.steps\(\): first"),
     "wake forgotten": (WAKE, "", r"the engine is asleep: call run.metrics \|= engine.wake\(policy\) before run.sample"),
-    "sample before wake": (WAKE + SAMPLE, SAMPLE + WAKE, r"call run.metrics \|= engine.wake\(policy\) before run.sample"),
-    "generate without wake": (WAKE, "        engine.generate([[1]], [0], args.rollout)\n", r"call engine.wake\(policy\) first"),
+    "sample before wake": (WAKE + SAMPLE, SAMPLE + WAKE,
+        r"call run.metrics \|= engine.wake\(policy\) before run.sample"),
+    "generate without wake": (WAKE, "        engine.generate([[1]], [0], args.rollout)\n",
+        r"call engine.wake\(policy\) first"),
     "wake twice": (WAKE, 2 * WAKE, r"the engine is awake already: call engine.sleep\(\) first"),
-    "sleep forgotten": (SLEEP, "", r"the engine is awake in the phase ref: call run.metrics \|= engine.sleep\(\) after"),
+    "sleep forgotten": (SLEEP, "",
+        r"the engine is awake in the phase ref: call run.metrics \|= engine.sleep\(\) after"),
     "sleep twice": (SLEEP, 2 * SLEEP, r"the engine is asleep already: call engine.wake\(policy\) first"),
     "sleep forgotten before finish": (
         PHASE, "        run.metrics |= engine.wake(policy)\n" + PHASE, r"the engine is awake in the phase ref: call"),
@@ -82,12 +92,15 @@ MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the 
         FINISH, "        rollout.select([0])\n" + FINISH, r"call Rollout.cat and Rollout.select before rollout.batch"),
     "done forgotten": (DONE, "", r"call phase.done\(microbatch, logp, entropy, stats\) after each backward"),
     "done and optimizer_step forgotten": (
-        DONE + OPTIMIZER, "", r"update_actor has 1 micro-batches and 0 were reported: .* call phase.done\(.*\) after each"),
-    "optimizer_step forgotten": (OPTIMIZER, "", r"call phase.optimizer_step\(model, optimizer, config, step\) after each"),
+        DONE + OPTIMIZER, "",
+        r"update_actor has 1 micro-batches and 0 were reported: .* call phase.done\(.*\) after each"),
+    "optimizer_step forgotten": (OPTIMIZER, "",
+        r"call phase.optimizer_step\(model, optimizer, config, step\) after each"),
     "optimizer_step twice": (OPTIMIZER, 2 * OPTIMIZER, r"no micro-batch was reported before this optimizer step"),
     "finish forgotten": (FINISH, "", r"step 1 was neither logged nor saved: call run.finish\(...\)"),
     "finish twice": (FINISH, 2 * FINISH, r"step 1 was ended twice: call run.finish\(...\) .* once a step"),
-    "finish after the steps": (FINISH, "    " + FINISH.strip() + "\n", r"step 1 was neither logged nor saved: call run.finish"),
+    "finish after the steps": (FINISH, "    " + FINISH.strip() + "\n",
+        r"step 1 was neither logged nor saved: call run.finish"),
     "finish after the last step": (
         FINISH, FINISH + "    " + FINISH.strip() + "\n", r"step 1 was ended twice: call run.finish\(...\)"),
 }
