@@ -30,6 +30,7 @@ from common.metrics import spread
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
 from common.rollout import scatter_fields
+from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import moments, whiten
 from common.tracking.console import run_script
@@ -86,6 +87,8 @@ class Args(RunArgs):
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
+    advantage_per_step: bool = False
+    """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
 
     critic_optim: OptimConfig = field(default_factory=partial(OptimConfig, lr=1e-5))
 
@@ -98,6 +101,7 @@ def check(args: Args) -> None:
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
     losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
+    check_turns(args.rollout, args.advantage_per_step)
     for name in ("gamma", "lam"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be in [0, 1]")
@@ -194,8 +198,10 @@ def main(args: Args) -> None:
             with run.timer("adv"):
                 # on the CPU, because GAE walks from token to token
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
-                score = rewards.nan_to_num().float()[batch.index]                               # [S] of this rank
-                reward = losses.on_last_token(score, batch.mask, batch.cu_seqlens)              # [T]
+                # a unit has a reward: a response, or each turn of an episode
+                units, values, _ = to_units(batch, rollout, rewards, 1.0, args.advantage_per_step)
+                score = values.nan_to_num().float()[units.index]                                # [U] of this rank
+                reward = losses.on_last_token(score, batch.mask, units.cu_seqlens)              # [T]
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     reward = reward - kl_coef * kl

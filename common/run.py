@@ -191,6 +191,7 @@ class Run(Training):
         """End a step: validate when it is time to, log, save. `rewards` [S]: what the update was made from; `metrics`:
         the script's own; `num_epochs`: passes of the policy's update over `minibatches`; `sampled`: all that was
         sampled for the step, if that is more than `rollout`."""
+        self.check_unfinished(step)
         args = self.args
         results: dict[str, float] | None = {}
         if self.is_validation_due(step):

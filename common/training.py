@@ -291,14 +291,17 @@ class Training:
             line = step_line(self.first_step, self.total_steps, self.metrics | results)
         self.tracker.log(self.first_step, self.metrics | results, line)
 
+    def check_unfinished(self, step: int) -> None:
+        if self.is_finished:
+            raise RuntimeError(f"step {step + 1} was ended twice: call run.finish(...) or run.end_step(...) once a "
+                               f"step, inside {STEPS}")
+
     def end_step(self, step: int, minibatches: list[Minibatch], lengths: np.ndarray, metrics: dict[str, float],
                  results: dict[str, float] | None, num_epochs: int = 1) -> None:
         """Log and save. `minibatches`: what the policy's update ran over `num_epochs` times; `lengths` [S]: tokens of
         the step's sequences; `metrics`: the script's own; `results`: of the validation, {} without one. None: a stop
         signal interrupted validation; the resumed run validates and logs this step."""
-        if self.is_finished:
-            raise RuntimeError(f"step {step + 1} was ended twice: call run.finish(...) or run.end_step(...) once a "
-                               f"step, inside {STEPS}")
+        self.check_unfinished(step)
         self.is_finished = True
         args, done = self.args, step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)

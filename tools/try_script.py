@@ -1,29 +1,38 @@
 """Run a script, your fork perhaps, for three steps on a tiny random model, and show what it does in numbers.
 
-    python -m tools.try_script mine.py --my-flag 0.5                # 15 seconds; flags after the script go to it
+    python -m tools.try_script mine.py --my-flag 0.5                # 20 seconds; flags after the script go to it
 
-The Hugging Face engine samples, in float32. The reward is 1 for texts of odd length: it needs no capable model.
+The Hugging Face engine samples, in float32. The reward needs no capable model: it is 1 for texts of odd length, and in
+some groups the same for all. The first step runs again with --run-zero-advantage: the gradient must be the same.
 """
 
+import importlib
 import json
-import subprocess
+import os
+import runpy
 import sys
 import time
 from pathlib import Path
-
-import pyarrow.parquet as pq
-
-from common.model.memory_plan import TOKENS_ON_CPU
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER = ROOT / "models/SmolLM2-135M-Instruct"
 TINY = ROOT / "models/tiny"
 DATA = ROOT / "data/word_problems/train.parquet"
 STEPS = 3
+SAME = 1e-4  # of two gradient norms in float32
+FOUND = "the loss has a gradient on responses that were left out: let has_gradient be True for them"
+MODULES = ("common.run", "common.correction", "common.losses", "common.engine.hf", "pandas", "torch._dynamo",
+           "transformers.models.llama.modeling_llama")
+"""What takes long to import, for all runs at once."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 2)
+
+
+def compute_score_of_some(data_source, solution_str, ground_truth, extra_info=None):
+    """The same, but to some problems all responses are correct and to some none: groups without an advantage."""
+    return [1.0, 0.0, *[float(len(solution_str) % 2)] * 2][int(ground_truth) % 4]
 
 
 def make_tiny_model(folder: Path = TINY) -> None:
@@ -41,49 +50,76 @@ def make_tiny_model(folder: Path = TINY) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def run_script(script: str, flags: list[str], run_dir: Path) -> None:
-    """Raises CalledProcessError if the script fails; what it prints is shown."""
+def run_script(script: str, flags: list[str], run_dir: Path, output: int | None = None) -> int:
+    """The script's exit code. It runs in a fork of this process, which must have imported and started nothing but
+    modules: so two runs need one import. `output`: a file descriptor for what it prints."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if output is not None:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
     if not (TINY / "config.json").is_file():
         make_tiny_model()
-    command = [
-        sys.executable, script, "--model", str(TINY), "--train-data", str(DATA), "--run-dir", str(run_dir),
+    sys.argv[:] = [
+        script, "--model", str(TINY), "--train-data", str(DATA), "--run-dir", str(run_dir),
         "--total-steps", str(STEPS), "--prompts-per-step", "4", "--samples-per-prompt", "4",
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "12", "--rollout.temperature", "0.7",
         "--rollout.stop-token-ids", *map(str, range(0, 49152, 64)),
         "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--optim.lr", "1e-3",
-        "--reward.function", f"{__file__}:compute_score", "--reward.num-workers", "1", "--log.rollouts-every", "1",
-        "--save.resume", "none", "--save.hf", "never", *flags,
+        "--reward.function", f"{__file__}:compute_score_of_some", "--reward.num-workers", "1",
+        "--log.rollouts-every", "1", "--save.resume", "none", "--save.hf", "never", *flags,
     ]
-    subprocess.run(command, check=True, cwd=ROOT)
+    runpy.run_path(script, run_name="__main__")
+    sys.exit(0)
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(run_dir: Path, step: int) -> list[dict]:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(run_dir / f"rollouts/step_{step:06d}.parquet").to_pylist()
 
 
 def describe(run_dir: Path) -> str:
     """What a reader asks first of a loop, answered by the last step of a run."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    from common.model.memory_plan import TOKENS_ON_CPU
+
+    rows = metrics_of(run_dir)
     last = rows[-1]
     flags = json.loads((run_dir / "config.json").read_text())
-    recorded = pq.read_table(run_dir / f"rollouts/step_{last['step']:06d}.parquet").to_pylist()
+    recorded = rows_of(run_dir, int(last["training/global_step"]))
     ran = [row for row in recorded if row["trained"] is not None]
     trained = sum(sum(row["trained"]) for row in ran)
     sampled = sum(row["response_length"] for row in recorded)
     ended = [row for row in ran if row["finish_reason"] == "stop"]
     cut = [row for row in ran if row["finish_reason"] == "length"]
-    ratios = [abs(ratio - 1) for row in ran for ratio, used in zip(row["ratio"], row["trained"]) if used]
-    differences = [
-        abs(engine - trainer) for row in ran
-        for engine, trainer, used in zip(row["rollout_logp"], row["old_logp"], row["trained"]) if used
-    ]
+
+    def numbers(*names: str) -> list[tuple[float, ...]]:
+        """Of each token that was trained, in the responses that have them all: a fork may not report some."""
+        complete = [row for row in ran if all(row[name] is not None for name in names)]
+        return [values for row in complete
+                for used, *values in zip(row["trained"], *(row[name] for name in names)) if used]
+
+    def course(name: str, form: str) -> str:
+        return " -> ".join(f"{row[name]:{form}}" for row in rows if name in row) or f"no {name} was reported"
+
+    ratios = [abs(ratio - 1) for ratio, in numbers("ratio")]
+    differences = [abs(engine - trainer) for engine, trainer in numbers("rollout_logp", "old_logp")]
     dropped = {name: last.get(name, 0.0) for name in (
         "reward/error_frac", "reward/timeout_frac", "reward/constant_group_frac", "actor/skipped_steps")}
+    advantages = [last.get(f"critic/advantages/{name}") for name in ("mean", "min", "max")]
     updates = flags.get("minibatches_per_step", 1) * flags.get("epochs_per_step", 1)
     answers = {
-        "reward": " -> ".join(f"{row['critic/rewards/mean']:.3f}" for row in rows if "critic/rewards/mean" in row),
-        "gradient norm": " -> ".join(f"{row['actor/grad_norm']:.3g}" for row in rows if "actor/grad_norm" in row),
-        "advantages": f"{last['critic/advantages/mean']:.3g} mean, {last['critic/advantages/min']:.3g} to "
-                      f"{last['critic/advantages/max']:.3g}",
+        "reward": course("critic/rewards/mean", ".3f"),
+        "gradient norm": course("actor/grad_norm", ".3g"),
+        "advantages": "{:.3g} mean, {:.3g} to {:.3g}".format(*advantages) if None not in advantages else "not reported",
         "tokens with a gradient": f"{trained}, of {sampled} sampled on all ranks",
         "KL to a reference": f"{last['actor/kl_loss']:.3g}" if "actor/kl_loss" in last else "no term in the loss",
-        "old log-probs": f"|ratio - 1| is at most {max(ratios, default=0.0):.2g}",
+        "old log-probs": f"|ratio - 1| is at most {max(ratios):.2g}" if ratios else "no ratio was reported",
         "stop tokens trained": f"{sum(row['trained'][-1] for row in ended)} of {len(ended)}",
         "truncated responses trained": f"{sum(any(row['trained']) for row in cut)} of {len(cut)}",
         "left out": ", ".join(f"{name} {value:g}" for name, value in dropped.items()),
@@ -96,17 +132,50 @@ def describe(run_dir: Path) -> str:
     return "\n".join(f"{question:28}  {answer}" for question, answer in answers.items())
 
 
+def can_compare(run_dir: Path) -> bool:
+    """The script has --run-zero-advantage, and this run was without it."""
+    return json.loads((run_dir / "config.json").read_text()).get("run_zero_advantage") is False
+
+
+def compare(run_dir: Path, all_ran: Path) -> str:
+    """The first steps of two runs of the same flags, the second with --run-zero-advantage: what the first one left out
+    must have no gradient. `FOUND` begins the answer if it has one."""
+    pairs = zip(rows_of(run_dir, 1), rows_of(all_ran, 1), strict=True)
+    left_out = sum(row["trained"] is None and other["trained"] is not None for row, other in pairs)
+    norms = [metrics_of(run)[0].get("actor/grad_norm") for run in (run_dir, all_ran)]
+    if not left_out:
+        return "not compared: all responses ran"
+    if None in norms:
+        return "not compared: no actor/grad_norm was reported"
+    if abs(norms[0] - norms[1]) > SAME * max(norms):
+        return f"{FOUND} (gradient norm {norms[0]:.6g}, with --run-zero-advantage {norms[1]:.6g})"
+    return (f"the same gradient norm, {norms[0]:.6g}, with --run-zero-advantage; {left_out} responses were left out "
+            f"without it")
+
+
 def main(arguments: list[str]) -> None:
     if not arguments or not Path(arguments[0]).is_file():
         sys.exit(f"error: {' '.join(arguments[:1]) or 'no script given'}: name a script, such as grpo.py")
     script, *flags = arguments
     run_dir = ROOT / f"runs/try/{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}"
     start = time.monotonic()
-    try:
-        run_script(script, flags, run_dir)
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
-    print(f"\n{describe(run_dir)}\n\n{time.monotonic() - start:.0f} s, {run_dir}")
+    os.chdir(ROOT)
+    for name in MODULES:
+        importlib.import_module(name)
+    if code := run_script(script, flags, run_dir):
+        sys.exit(code)
+    said = "not compared: the script has no --run-zero-advantage, or ran with it"
+    if can_compare(run_dir):
+        all_ran = run_dir.with_name(f"{run_dir.name}-all")
+        with open(run_dir / "with_run_zero_advantage.log", "w+") as log:
+            if run_script(script, [*flags, "--total-steps", "1", "--run-zero-advantage"], all_ran, log.fileno()):
+                log.seek(0)
+                sys.exit(f"{log.read()}\nerror: this is what it says with --run-zero-advantage")
+        said = compare(run_dir, all_ran)
+    print(f"\n{describe(run_dir)}\n{'with all responses':28}  {said}\n")
+    print(f"{time.monotonic() - start:.0f} s, {run_dir}")
+    if said.startswith(FOUND):
+        sys.exit(f"error: {said}")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Engine:
 
         Raises RuntimeError when checksums disagree.
         """
-        assert not self.awake, "wake: the engine is awake already; call sleep() first"
+        self.must_be(False, "awake already: call engine.sleep() first")
         start = time.perf_counter()
         for moments in self.offload.moments:
             moments.to_host()
@@ -161,8 +161,13 @@ class Engine:
 
     def begin(self, stop: Callable[[], bool]) -> None:
         """Call before requests are added. `stop`: see `generate`; the first rank of an engine decides for all."""
-        assert self.awake, "generate: the engine is asleep; call wake(policy) first"
+        self.must_be(True, "asleep: call engine.wake(policy) first")
         self.stop = lambda: self.from_first_rank(stop())
+
+    def must_be(self, awake: bool, otherwise: str) -> None:
+        """Raises RuntimeError, which names the call to make, where calls come in the wrong order."""
+        if self.awake != awake:
+            raise RuntimeError(f"the engine is {otherwise}")
 
     def local_prompts(self, num_prompts: int) -> range:
         """The prompts of a step that this engine samples."""
@@ -173,7 +178,7 @@ class Engine:
 
         On the first and every `probe_every`-th call, the engine first samples a few tokens and the trainer scores them.
         Raises RuntimeError if the two disagree (`max_probe_diff`)."""
-        assert self.awake, "sleep: the engine is asleep already"
+        self.must_be(True, "asleep already: call engine.wake(policy) first")
         start = time.perf_counter()
         batch = None if self._sleeps_to_probe else self._sample_probe()
         self._sleeps_to_probe = (self._sleeps_to_probe or self.probe_every) - 1

@@ -12,8 +12,8 @@ from tests.engine.episode_runs import FILE, runs_of
 from tests.scripts.test_supervised import metrics_of
 
 SCRIPTS = {
-    "grpo": ["--aggregation", "seq-mean-token-mean"],
-    "dapo": ["--max-gen-batches", "4", "--overlong-buffer", "10", "--advantage-per-step"],
+    "grpo": [], "grpo_variants": ["--aggregation", "seq-mean-token-mean", "--advantage-per-step"],
+    "dapo": ["--max-gen-batches", "4", "--overlong-buffer", "10"],
     "rloo": ["--baseline", "reinforce++", "--kl-reward-coef", "0.1"],
     "ppo": ["--advantage-per-step", "--gamma", "0.5"], "online_dpo": [],
 }
@@ -68,8 +68,8 @@ def test_only_the_models_tokens_are_trained(runs, script):
 
 
 def test_turns_have_advantages_of_their_own(runs):
-    """dapo.py --advantage-per-step: by loops, from the recorded rewards of turns."""
-    rows = pq.read_table(runs / "dapo/rollouts/step_000002.parquet").to_pylist()
+    """grpo_variants.py --advantage-per-step: by loops, from the recorded rewards of turns."""
+    rows = pq.read_table(runs / "grpo_variants/rollouts/step_000002.parquet").to_pylist()
     penalty = {row["index"]: row["reward"] - row["score"] for row in rows}
     scores = {row["index"]: json.loads(row["reward_parts"])["turn_scores"] for row in rows}
     groups = {row["index"]: row["group"] for row in rows}

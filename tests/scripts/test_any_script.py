@@ -24,8 +24,8 @@ def flags(tiny_llama, small_train) -> list[str]:
     return [
         "--model", tiny_llama, "--train-data", small_train, *SIZES, "--rollout.engine", "hf", "--policy.compute-dtype",
         "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-3",
-        "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", "--save.every", "1",
-        "--log.rollouts-every", "1", *STOPS,
+        "--reward.function", f"{try_script.__file__}:compute_score_of_some", "--reward.num-workers", "1",
+        "--save.every", "1", "--log.rollouts-every", "1", *STOPS,
     ]
 
 
@@ -62,6 +62,20 @@ def test_the_gradient_does_not_depend_on_the_layout(ranks, more, flags, whole, t
         assert ((weight - theirs[name]).abs() > 1e-4).float().mean() < 0.01, name
 
 
+def test_what_was_left_out_has_no_gradient(flags, whole, tmp_path):
+    """The first step again, with --run-zero-advantage: the same gradient norm. Weights as above."""
+    if not try_script.can_compare(whole):
+        pytest.skip(f"{SCRIPT} has no --run-zero-advantage, or runs with it")
+    launch(SCRIPT, *flags, "--run-zero-advantage", "--run-dir", tmp_path, warm=True)
+    said = try_script.compare(whole, tmp_path)
+    if said.startswith("not compared"):
+        pytest.skip(f"{SCRIPT}: {said}")
+    assert not said.startswith(try_script.FOUND), said
+    theirs = weights_of(whole)
+    for name, weight in weights_of(tmp_path).items():
+        assert ((weight - theirs[name]).abs() > 1e-4).float().mean() < 0.01, name
+
+
 def test_a_killed_run_continues_exactly(flags, whole, tmp_path):
     """kill -9 as the second step is logged, then the same command again: weights and metrics byte for byte."""
     log = tmp_path / "log"
@@ -83,6 +97,8 @@ def test_the_ten_questions_are_answered_in_numbers(whole):
     assert len(answers) == 12
     assert re.fullmatch(r"[1-9]\d*, of [1-9]\d* sampled on all ranks", answers["tokens with a gradient"])
     assert re.fullmatch(r"[1-9]\d* of [1-9]\d*", answers["stop tokens trained"])
+    if answers["old log-probs"] != "no ratio was reported":
+        assert re.fullmatch(r"\|ratio - 1\| is at most [\d.e-]+", answers["old log-probs"])
     assert "at most" in answers["temperature"] and float(answers["temperature"].split()[-2]) < 1e-4
 
 

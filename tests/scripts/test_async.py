@@ -40,8 +40,7 @@ def rows_of(run, step: int) -> list[dict]:
     return pq.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pylist()
 
 
-EPISODES = ["--rollout.episode", f"{FILE}:three_turns", "--rollout.max-response-length", "80", "--rollout.lockstep",
-            "--advantage-per-step"]
+EPISODES = ["--rollout.episode", f"{FILE}:three_turns", "--rollout.max-response-length", "80", "--rollout.lockstep"]
 
 
 @pytest.mark.parametrize("more", [[], EPISODES], ids=["responses", "episodes"])

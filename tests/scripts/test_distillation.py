@@ -1,6 +1,5 @@
 """Distillation on the student's own samples: grpo.py --teacher MODEL --reward-coef 0."""
 
-import dataclasses
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import grpo
+import grpo_variants
 from common.model.loading import read_teacher
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
@@ -34,7 +33,7 @@ def teacher(tiny_llama, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def runs(tiny_llama, teacher, small_train, tmp_path_factory) -> Path:
     flags = [
-        "grpo", "--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
+        "grpo_variants", "--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
         "4", "--total-steps", "5", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-2",
         "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", *STOPS,
@@ -78,15 +77,15 @@ def test_rewards_may_be_mixed_in(runs):
 
 def test_a_teacher_that_cannot_be_one_is_refused(tiny_llama, teacher, tmp_path):
     config = ModelConfig()
-    assert read_teacher(teacher, tiny_llama, config, is_used=True).hidden_size == 32
+    assert read_teacher(teacher, tiny_llama, config).hidden_size == 32
     with pytest.raises(ValueError, match=r"--teacher .* has no effect without a KL: set --kl-loss-coef"):
-        read_teacher(teacher, tiny_llama, config, is_used=False)
+        grpo_variants.check(grpo_variants.Args(model=tiny_llama, train_data=("x",), teacher=teacher))
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(tmp_path)
     AutoConfig.from_pretrained(tiny_llama).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must have the tokens of --model: only one has '<extra>' as 4096"):
-        read_teacher(teacher, str(tmp_path), config, is_used=True)
+        read_teacher(teacher, str(tmp_path), config)
 
 
 def test_the_teachers_size_is_in_the_memory_plan(tiny_llama, tmp_path):
@@ -94,7 +93,7 @@ def test_the_teachers_size_is_in_the_memory_plan(tiny_llama, tmp_path):
     wide = make_tiny_llama(tmp_path, hidden_size=64)
     policy, theirs = (AutoConfig.from_pretrained(path) for path in (tiny_llama, wide))
     count = AutoModelForCausalLM.from_config(theirs).num_parameters()
-    args = grpo.Args(model=tiny_llama, train_data=("x",), teacher=wide)
-    assert MemoryPlan(args, policy, 1, 64, reference=True).resident()["frozen models"] * 2**30 == 2 * count
-    own = MemoryPlan(dataclasses.replace(args, teacher=""), policy, 1, 64, reference=True).resident()["frozen models"]
+    args = grpo_variants.Args(model=tiny_llama, train_data=("x",))
+    assert MemoryPlan(args, policy, 1, 64, frozen=wide).resident()["frozen models"] * 2**30 == 2 * count
+    own = MemoryPlan(args, policy, 1, 64, frozen=tiny_llama).resident()["frozen models"]
     assert 0 < own * 2**30 < 2 * count

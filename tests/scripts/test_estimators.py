@@ -7,12 +7,14 @@ import random
 import pytest
 import torch
 
+import grpo_variants
 import rloo
 from common.batch import Batch
 from common.prompts import Prompt
 from common.rollout import Response, Sample, gather_rollout
 from common.rollouts.scoring import decoupled_rewards
-from common.segments import whiten
+from common.segments import segment_cumsum, whiten
+from common.variants.optimal_baseline import optimal_token_baseline
 
 GROUP = [0, 0, 0, 1, 1, 2, 2]
 MASKS = [[True] * 4, [True, False, True, True, False], [True] * 7, [False, True], [True, True, True], [False, False],
@@ -25,7 +27,7 @@ def make_batch() -> Batch:
     batch = Batch.build([[1] * (1 + i % 3) for i in range(7)], [[2] * len(mask) for mask in MASKS], masks=MASKS)
     T = len(batch.tokens)
     batch.old_logp = torch.where(batch.mask, -2 * torch.rand(T, generator=generator, dtype=torch.float64), torch.nan)
-    batch.sum_p2 = torch.where(batch.mask, torch.rand(T, generator=generator, dtype=torch.float64), torch.nan)
+    batch.extra["sum_p2"] = torch.where(batch.mask, torch.rand(T, generator=generator, dtype=torch.float64), torch.nan)
     batch.returns = torch.where(batch.mask, torch.randn(T, generator=generator, dtype=torch.float64), torch.nan)
     return batch
 
@@ -44,7 +46,7 @@ def token_baselines(batch: Batch) -> dict[tuple[int, int], float]:
         sampled = [t for t in range(a, b) if batch.mask[t]]
         running = 0.0
         for n, t in enumerate(sampled):
-            running += 1 - 2 * math.exp(batch.old_logp[t]) + float(batch.sum_p2[t])
+            running += 1 - 2 * math.exp(batch.old_logp[t]) + float(batch.extra["sum_p2"][t])
             numbers[int(batch.index[i]), n] = float(batch.returns[t]), running
     found = {}
     for i, n in numbers:
@@ -58,10 +60,10 @@ def test_the_optimal_token_baseline(order):
     batch, rollout = make_batch(), make_rollout()
     want = token_baselines(batch)
     batch = batch.select(torch.tensor(order))
-    got = rloo.optimal_token_baseline(batch.returns, batch, rollout)
+    got = optimal_token_baseline(batch.returns, batch, rollout)
     assert (got[~batch.mask] == 0).all()
     of_token = [(int(batch.index[s]), int(n)) for s, n in zip(
-        batch.sequence_ids[batch.mask], (rloo.segment_cumsum(batch.mask.long(), batch.cu_seqlens) - 1)[batch.mask])]
+        batch.sequence_ids[batch.mask], (segment_cumsum(batch.mask.long(), batch.cu_seqlens) - 1)[batch.mask])]
     assert len(of_token) == len(want) == 19
     assert max(abs(x - want[key]) for key, x in zip(of_token, got[batch.mask].tolist())) < 1e-10
     assert max(map(abs, want.values())) > 0.1
@@ -74,8 +76,8 @@ def test_the_optimal_token_baseline(order):
 def test_a_dummy_changes_no_token_baseline():
     batch, rollout = make_batch(), make_rollout()
     joined = Batch.cat([batch, batch.dummy()])
-    got = rloo.optimal_token_baseline(joined.returns, joined, rollout)
-    assert torch.equal(got[:-2], rloo.optimal_token_baseline(batch.returns, batch, rollout)) and (got[-2:] == 0).all()
+    got = optimal_token_baseline(joined.returns, joined, rollout)
+    assert torch.equal(got[:-2], optimal_token_baseline(batch.returns, batch, rollout)) and (got[-2:] == 0).all()
 
 
 def test_gdpo():
@@ -91,9 +93,7 @@ def test_gdpo():
     rollout = make_rollout(extras, scores)
     rewards = decoupled_rewards(rollout, factors)
     assert rewards.isnan().tolist() == [i == 2 for i in range(7)]
-    baseline = rloo.BASELINES["gdpo"]
-    assert baseline.whiten and not baseline.per_token
-    got = baseline.function(rewards, rollout.group, rollout.response_lengths, torch.zeros(3)).nan_to_num()
+    got = grpo_variants.ADVANTAGES["gdpo"](rewards, rollout.group, True)
     want = []
     for i in range(7):
         members = [j for j in range(7) if GROUP[j] == GROUP[i] and not math.isnan(scores[j])]
@@ -123,11 +123,11 @@ def test_a_component_that_is_missing_is_named():
         decoupled_rewards(make_rollout(extras), {"accuracy": 1.0})
 
 
-@pytest.mark.parametrize(("baseline", "components"), [("gdpo", {}), ("rloo", {"form": 1.0})])
-def test_gdpo_needs_components_and_nothing_else_has_them(baseline, components):
-    args = rloo.Args(model="m", train_data=("x",), baseline=baseline, reward_components=components)
-    with pytest.raises(ValueError, match=r"--reward-components .* go with --baseline gdpo, which needs them"):
-        rloo.check(args)
+@pytest.mark.parametrize(("advantage", "components"), [("gdpo", {}), ("group", {"form": 1.0})])
+def test_gdpo_needs_components_and_nothing_else_has_them(advantage, components):
+    args = grpo_variants.Args(model="m", train_data=("x",), advantage=advantage, reward_components=components)
+    with pytest.raises(ValueError, match=r"--reward-components .* go with --advantage gdpo, which needs them"):
+        grpo_variants.check(args)
 
 
 def test_remax_needs_responses_of_one_policy():

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
+import grpo_variants
 from tests.conftest import ROOT, TRAIN, VAL, launch, launch_all, make_tiny_llama
 
 REWARD = ROOT / "tests/scripts/reward_by_length.py"
@@ -162,25 +163,25 @@ def test_passk_advantages_by_hand():
     nan = torch.nan
     rewards = torch.tensor([0.2, 1.0, 0.5, 1, 1, 0, nan, 0, 2, 3, nan, nan], dtype=torch.float64)
     group = torch.arange(4).repeat_interleave(3)
-    got = grpo.passk_advantages(rewards, group, norm_by_std=False)
+    got = grpo_variants.passk_advantages(rewards, group, norm_by_std=False)
     want = [0, 0.5, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0]                       # one scored response has nobody to lead
     assert torch.allclose(got, torch.tensor(want, dtype=torch.float64))
-    normed = grpo.passk_advantages(rewards, group, norm_by_std=True)
+    normed = grpo_variants.passk_advantages(rewards, group, norm_by_std=True)
     assert normed[8] == pytest.approx(2 / (2**0.5 + 1e-6)) and normed[1] == pytest.approx(
         0.5 / (float(torch.tensor([0.2, 1.0, 0.5], dtype=torch.float64).std()) + 1e-6))
 
 
-@pytest.mark.parametrize("name", grpo.ADVANTAGES)
+@pytest.mark.parametrize("name", grpo_variants.ADVANTAGES)
 def test_a_group_is_its_number_and_not_a_position(name):
     """Groups of 2, 3 and 4 responses, in any order: each group as if it were alone."""
     torch.manual_seed(0)
     group = torch.tensor([2, 0, 1, 2, 1, 0, 1, 2, 2])
     rewards = torch.rand(9, dtype=torch.float64)
-    got = grpo.ADVANTAGES[name](rewards, group, True)
+    got = grpo_variants.ADVANTAGES[name](rewards, group, True)
     assert (got != 0).sum() >= 3
     for number in range(3):
         members = group == number
-        alone = grpo.ADVANTAGES[name](rewards[members], torch.zeros(int(members.sum()), dtype=torch.int64), True)
+        alone = grpo_variants.ADVANTAGES[name](rewards[members], torch.zeros(int(members.sum()), dtype=torch.int64), True)
         assert torch.allclose(got[members], alone, atol=1e-12)
 
 
@@ -199,7 +200,7 @@ def test_soft_overlong_piecewise():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--samples-per-prompt", "1"), "--samples-per-prompt 1: a group of one has no baseline, at least 2"),
+        (("--samples-per-prompt", "1"), "--samples-per-prompt 1 must be at least 2: a group of one has no baseline"),
         (("--rollout.max-response-length", "2000"), r"exceed the model's context of 1024 tokens"),
         (("--train-data", "no/such.parquet"), r"no/such.parquet"),
         (("--model", "no/such/folder"), r"no/such/folder"),

@@ -1,4 +1,4 @@
-"""The four scripts as users run them: every variant on tiny models, on one and two ranks, and what they refuse."""
+"""The scripts as users run them: every variant on tiny models, on one and two ranks, and what they refuse."""
 
 import importlib
 import json
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 import dapo
 import rloo
 from common.batch import Batch
+from common.correction import CorrectionConfig, resolve_correction
 from common.model.flops import microbatch_flops
 from tests.conftest import ROOT, launch, launch_all
 from tests.scripts.test_grpo import metrics_of, weights_of
@@ -32,8 +33,9 @@ LOST = ["--reward.function", f"{ROOT / 'tests/scripts/reward_that_is_lost.py'}:c
         "--reward.max-error-frac", "1", *TWO_UPDATES]
 BASELINES = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg", "otb"]
 VARIANTS = {
-    **{f"grpo {loss}": ["--loss", loss, *TWO_UPDATES] for loss in LOSSES},
-    **{f"grpo {name}": ["--aggregation", name] for name in
+    **{f"grpo_variants {loss}": ["--loss", loss, *TWO_UPDATES] for loss in LOSSES},
+    "grpo": [],
+    **{f"grpo_variants {name}": ["--aggregation", name] for name in
        ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")},
     **{f"grpo kl {name}": ["--kl-loss-coef", "0.1", "--kl-estimator", name, *TWO_UPDATES]
        for name in ("k1", "k3", "k3+")},
@@ -45,22 +47,23 @@ VARIANTS = {
     "ppo groups of ranks": ["--policy.sequence-parallel", "RANKS", "--minibatches-per-step", "2", "--total-steps", "2",
                             "--max-tokens-per-gpu", "300"],
     "ppo lora": ["--lora.rank", "2", "--lora.targets", "v_proj"],
-    "grpo passk": ["--advantage", "passk"],
-    "grpo dro": ["--loss", "dro", "--loss-numbers", "beta", "0.5", *TWO_UPDATES],
-    "grpo kl reward": ["--kl-reward-coef", "0.1", *ALL_RECORDED],
+    "grpo_variants passk": ["--advantage", "passk"],
+    "grpo_variants dro": ["--loss", "dro", "--loss-numbers", "beta", "0.5", *TWO_UPDATES],
+    "grpo_variants kl reward": ["--kl-reward-coef", "0.1", *ALL_RECORDED],
     "rloo remax kl": ["--baseline", "remax", "--kl-reward-coef", "0.1", *ALL_RECORDED],
-    "dapo kl": ["--loss", "kl_cov", "--kl-loss-coef", "0.1", "--kl-reward-coef", "0.1", "--max-gen-batches", "2",
-                *TWO_UPDATES],
-    "rloo gspo kl loss": ["--loss", "gspo", "--kl-loss-coef", "0.1", *TWO_UPDATES],
-    "ppo clip cov": ["--loss", "clip_cov", "--minibatches-per-step", "2"],
-    "grpo no std": ["--norm-by-std", "False"],
+    "dapo kl": ["--kl-loss-coef", "0.1", "--max-gen-batches", "2", "--aggregation", "seq-mean-token-mean",
+                "--no-norm-by-std", *TWO_UPDATES],
+    "grpo_variants both kl": ["--loss", "kl_cov", "--kl-loss-coef", "0.1", "--kl-reward-coef", "0.1", *TWO_UPDATES],
+    "grpo_variants gspo kl": ["--loss", "gspo", "--kl-loss-coef", "0.1", *TWO_UPDATES],
+    "rloo kl loss": ["--loss", "ppo", "--kl-loss-coef", "0.1", *TWO_UPDATES],
+    "grpo no std": ["--no-norm-by-std"],
     "grpo entropy": ["--entropy-coef", "10"],
     "grpo epochs": ["--epochs-per-step", "2", "--optim.schedule", "cosine", "--optim.warmup-steps", "1"],
     "grpo checkpointing": ["--policy.gradient-checkpointing", "True"],
     "grpo share prompt": ["--policy.share-prompt", "--max-tokens-per-gpu", "300"],
     "grpo reward model": ["--reward-model.path", "RM", "--reward-model.weight", "0.5"],
     "grpo reward model alone": ["--reward-model.path", "RM", "--reward-model.alone"],
-    "grpo rejection": ["--correction.preset", "decoupled-k3-rs-token-tis", "--correction.rejected-leave-group"],
+    "grpo_variants rejection": ["--correction.preset", "decoupled-k3-rs-token-tis", "--correction.rejected-leave-group"],
     "ppo correction": ["--correction.weights", "sequence", "--correction.batch-normalise", "--kl-reward-coef", "0.1"],
     "dapo bypass": ["--correction.preset", "bypass-ppo-clip-k3-rs", *TWO_UPDATES],
     "rloo bypass": ["--correction.preset", "bypass-pg-geo-rs-token-tis", "--correction.reject-above", "9"],
@@ -81,8 +84,8 @@ VARIANTS = {
     **{f"rloo {name}": ["--baseline", name] for name in BASELINES},
     **{f"rloo {name} kl clip": ["--baseline", name, "--kl-reward-coef", "0.1", "--loss", "ppo", "--gamma", "0.9",
                                 "--clip-low", "0.2", "--clip-high", "0.2", *TWO_UPDATES] for name in BASELINES},
-    "rloo gdpo": ["--baseline", "gdpo", "--reward-components", "length", "1", "parity", "0.5", "--loss", "grpo",
-                  "--reward.function", f"{ROOT / 'tests/scripts/reward_parts.py'}:compute_score"],
+    "grpo_variants gdpo": ["--advantage", "gdpo", "--reward-components", "length", "1", "parity", "0.5",
+                           "--reward.function", f"{ROOT / 'tests/scripts/reward_parts.py'}:compute_score"],
     "grpo lost": ["--run-zero-advantage", *LOST],
     "rloo lost": ["--run-zero-advantage", *LOST],
     "ppo lost": LOST,
@@ -91,9 +94,11 @@ VARIANTS = {
 # What these change is a formula of a token, of a response or of a group, and groups are known on every rank. That
 # aggregations do not depend on ranks is in test_layout.py.
 ON_ONE_RANK = {
-    *(f"grpo {loss}" for loss in ("dr_grpo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce")),
-    *(f"grpo {name}" for name in ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "kl k1", "kl k3",
-                                  "no std", "entropy", "checkpointing", "reward model alone")), "ppo lora",
+    *(f"grpo_variants {name}" for name in (
+        "dr_grpo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce", "token-sum", "seq-mean-token-sum",
+        "seq-mean-token-sum-norm")),
+    *(f"grpo {name}" for name in ("kl k1", "kl k3", "no std", "entropy", "checkpointing", "reward model alone")),
+    "ppo lora",
     *(f"rloo {name}" for name in ("opo", "gpg", "reinforce++-baseline")), "dapo one batch", "dapo overlong",
 }
 ON_TWO_RANKS = [name for name in VARIANTS if name not in ON_ONE_RANK]
@@ -169,16 +174,16 @@ def first(runs, name, key):
 def test_variants_differ_where_their_formulas_do(runs):
     """Guard: a flag that reached nothing would leave the gradient of the plain run."""
     norms = {name: first(runs, name, "actor/grad_norm") for name in VARIANTS if name.startswith("grpo")}
-    same = {name for name in norms if norms[name] == pytest.approx(norms["grpo token-mean"], rel=1e-6)}
-    assert {"grpo token-mean", "grpo checkpointing"} <= same and len(same) < len(norms) / 2
+    same = {name for name in norms if norms[name] == pytest.approx(norms["grpo"], rel=1e-6)}
+    assert {"grpo", "grpo checkpointing", "grpo_variants token-mean"} <= same and len(same) < len(norms) / 2
     # every response has the 6 tokens that are allowed, and there are 12
     for name, factor in (("token-sum", 72), ("seq-mean-token-sum", 6), ("seq-mean-token-sum-norm", 1)):
-        assert norms[f"grpo {name}"] == pytest.approx(factor * norms["grpo token-mean"], rel=1e-4), name
-    for name in ("passk", "no std", "entropy"):
-        assert norms[f"grpo {name}"] != pytest.approx(norms["grpo token-mean"], rel=1e-3), name
-    losses = [norms[f"grpo {loss}"] for loss in LOSSES]
+        assert norms[f"grpo_variants {name}"] == pytest.approx(factor * norms["grpo"], rel=1e-4), name
+    for name in ("grpo_variants passk", "grpo no std", "grpo entropy"):
+        assert norms[name] != pytest.approx(norms["grpo"], rel=1e-3), name
+    losses = [norms[f"grpo_variants {loss}"] for loss in LOSSES]
     assert len({round(norm, 5) for norm in losses}) >= 7
-    assert norms["grpo share prompt"] == pytest.approx(norms["grpo token-mean"], rel=1e-4)
+    assert norms["grpo share prompt"] == pytest.approx(norms["grpo"], rel=1e-4)
 
 
 def test_rloo_is_grpo_without_std_times_n_over_n_minus_1(runs):
@@ -197,7 +202,7 @@ def test_ppo_with_a_critic_of_zeros_is_reinforce_plus_plus(runs):
 
 
 def test_the_reward_models_score_is_added_or_alone(runs):
-    plain, both, alone = (runs[1][f"grpo {name}"][0] for name in ("token-mean", "reward model", "reward model alone"))
+    plain, both, alone = (runs[1][name][0] for name in ("grpo", "grpo reward model", "grpo reward model alone"))
     assert abs(both["reward/model"]) > 1e-3
     assert both["reward/model"] == pytest.approx(alone["reward/model"], abs=1e-5)       # the same responses
     assert alone["critic/rewards/mean"] == pytest.approx(alone["reward/model"], abs=1e-6)
@@ -236,16 +241,16 @@ def test_responses_without_a_reward_run_nowhere(folders, runs, script):
     assert first(runs, f"{script} lost", "reward/error_frac") > 0
 
 
-@pytest.mark.parametrize(("name", "num_epochs"), [("token-mean", 1), ("share prompt", 1), ("epochs", 2)])
+@pytest.mark.parametrize(("name", "num_epochs"), [("grpo", 1), ("grpo share prompt", 1), ("grpo epochs", 2)])
 def test_the_flops_are_those_of_what_ran(folders, runs, tiny_llama, name, num_epochs):
     """A backward costs two forwards. Summed over the ranks; a prompt counts once where its group shares it."""
-    rows = pq.read_table(folders[1] / f"grpo {name}/rollouts/step_000001.parquet").to_pylist()
+    rows = pq.read_table(folders[1] / f"{name}/rollouts/step_000001.parquet").to_pylist()
     ran = [row for row in rows if row["entropy"] is not None]
     batch = Batch.build([[row["group"]] * row["prompt_length"] for row in ran], [[1] * 6 for _ in ran])
     config = LlamaConfig.from_pretrained(tiny_llama)
-    want = 3 * num_epochs * microbatch_flops(batch, config, share_prompt=name == "share prompt")
+    want = 3 * num_epochs * microbatch_flops(batch, config, share_prompt=name == "grpo share prompt")
     for ranks in (1, 2):
-        row = runs[ranks][f"grpo {name}"][0]
+        row = runs[ranks][name][0]
         assert 1e12 * row["perf/update_tflops"] * row["timing_s/update_actor"] * ranks == pytest.approx(want, rel=1e-9)
         assert "perf/mfu/actor" not in row                              # the peak of a CPU is unknown
 
@@ -258,7 +263,7 @@ def recorded(folders, name: str) -> list[tuple[dict, list[float]]]:
 
 def test_the_kl_in_the_reward_of_a_group(folders):
     """A_i = (R_i - mean) / std with R_i = score - 0.1 * the KL of all its tokens."""
-    rows = recorded(folders, "grpo kl reward")
+    rows = recorded(folders, "grpo_variants kl reward")
     rewards = torch.tensor([row["score"] - 0.1 * math.fsum(kl) for row, kl in rows], dtype=torch.float64).view(4, 3)
     assert max(abs(math.fsum(kl)) for _, kl in rows) > 0.01
     want = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
@@ -349,8 +354,9 @@ def test_groups_to_train_by_hand():
     ("grpo", ["--clip-low", "0.3", "--clip-high", "0.2"], "--clip-high 0.2 must be at least --clip-low 0.3"),
     ("grpo", ["--clip-low", "1.5"], r"--clip-low 1.5 must be in \[0, 1\]"),
     ("grpo", ["--clip-dual", "0.5"], "--clip-dual 0.5 must be above 1"),
-    ("grpo", ["--loss", "sapo", "--clip-low", "0.2"], "--clip-low 0.2: the loss sapo has no such bound"),
-    ("grpo", ["--loss", "gspo", "--clip-dual", "3"], "--clip-dual 3.0: the loss gspo has no such bound"),
+    ("grpo_variants", ["--loss", "sapo", "--clip-low", "0.2"], "--clip-low 0.2: the loss sapo has no such bound"),
+    ("grpo_variants", ["--clip-low", "0.3", "--clip-high", "0.2"], "--clip-high 0.2 must be at least --clip-low 0.3"),
+    ("grpo_variants", ["--loss", "gspo", "--clip-dual", "3"], "--clip-dual 3.0: the loss gspo has no such bound"),
     ("ppo", ["--lam", "1.5"], r"--lam 1.5 must be in \[0, 1\]"),
     ("ppo", ["--gamma", "-0.1"], r"--gamma -0.1 must be in \[0, 1\]"),
     ("ppo", ["--critic-model", "/no/critic"], "/no/critic holds no config.json: --critic-model must be"),
@@ -358,13 +364,10 @@ def test_groups_to_train_by_hand():
     ("ppo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--total-steps", "0"], "--total-steps 0 must be at least 1"),
-    ("rloo", ["--samples-per-prompt", "1"], "--samples-per-prompt 1: --baseline rloo needs 2"),
+    ("rloo", ["--samples-per-prompt", "1"], "--samples-per-prompt 1 must be at least 2: a group of one"),
     *((script, ["--advantage-per-step"], "--advantage-per-step needs --rollout.episode: only the turns of an episode")
-      for script in ("grpo", "dapo", "ppo")),
-    ("ppo", ["--correction.reject", "k3", "--correction.reject-above", "1", "--correction.rejected-leave-group"],
-     "--correction.rejected-leave-group: a critic is the baseline here, there are no groups"),
+      for script in ("grpo_variants", "ppo")),
     ("rloo", ["--loss", "ppo", "--clip-low", "1.5"], r"--clip-low 1.5 must be in \[0, 1\]"),
-    ("rloo", ["--clip-low", "0.2"], "--clip-low 0.2: the loss reinforce has no such bound"),
     ("rloo", ["--prompts-per-step", "0"], "--prompts-per-step 0 must be at least 1"),
     ("dapo", ["--overlong-buffer", "7"], "--overlong-buffer 7 must be from 0 to --rollout.max-response-length 6"),
     ("dapo", ["--keep-surplus", "--policy.router-replay", "rollout"], "--keep-surplus with --policy.router-replay"),
@@ -376,6 +379,15 @@ def test_bad_flags_are_refused_before_a_model_is_loaded(tiny_llama, script, flag
     args = tyro.cli(module.Args, args=["--model", tiny_llama, "--train-data", "/no/such.parquet", *BASE, *flags])
     with pytest.raises(ValueError, match=message):
         module.check(args)
+
+
+@pytest.mark.parametrize("script", ["grpo", "dapo", "ppo", "online_dpo"])
+def test_a_correction_without_effect_is_refused(script):
+    """Advantages are computed before the rejection, so that a rejected response cannot leave its group."""
+    leave = CorrectionConfig(reject=("k3",), reject_above=(1.0,), rejected_leave_group=True)
+    with pytest.raises(ValueError, match=r"--correction.rejected-leave-group: .* grpo_variants.py and rloo.py do"):
+        resolve_correction(leave)
+    assert "resolve_correction(args.correction)" in (ROOT / f"{script}.py").read_text()
 
 
 def test_too_few_groups_stop_with_a_clear_message(tiny_llama, small_train, tmp_path):

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import sft
-from common.dataset.conversations import ConversationConfig, load_conversations
+from common.dataset.conversations import ConversationConfig, check_supervised, load_conversations
+from common.metrics import preference_metrics
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.prompts import PromptSampler
@@ -188,7 +189,7 @@ def test_the_losses_of_pairs_are_those_of_the_papers():
 
 def test_what_is_said_of_pairs():
     log_ratio = torch.tensor([1.0, -1, 2, 3, 0, 0, -2, -6], dtype=torch.float64)
-    assert dpo.preference_metrics(log_ratio, 0.5) == {
+    assert preference_metrics(log_ratio, 0.5) == {
         "preference/accuracy": (1 + 0 + 0.5 + 1) / 4, "preference/margin": (2 - 1 + 0 + 4) / 4 / 2,
         "preference/chosen_reward": 1 / 8, "preference/rejected_reward": -4 / 8,
     }
@@ -295,11 +296,11 @@ def test_a_bad_pair_is_named(row, rule):
     ("sft", {"max_length": 5000}, "--data.max-length 5000 exceeds the model's context of 1024 tokens"),
 ])
 def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):
-    module = {"sft": sft, "dpo": dpo}[script]
+    module, check = {"sft": (sft, check_supervised), "dpo": (dpo, dpo.check)}[script]
     args = module.Args(model=tiny_llama, train_data=("x",))
     args.data.max_length = flags.pop("max_length", 512)
     with pytest.raises(ValueError, match=message):
-        module.check(dataclasses.replace(args, **flags))
+        check(dataclasses.replace(args, **flags))
 
 
 def test_two_steps_on_the_135m_model(smollm, tmp_path):

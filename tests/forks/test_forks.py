@@ -1,0 +1,261 @@
+"""Forks of grpo.py: those of docs/forks.md do what it says, and careless ones are right or stop with one line.
+
+The numbers are computed again from the recorded rollouts, by other means than the fork's."""
+
+import json
+import re
+import signal
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.checkpoint.faulty import server
+from tests.conftest import ROOT, STOPS, launch
+from tests.forks.patches import DOCUMENT, apply, careless, documented, num_added
+from tests.forks.rewards import TOKENS
+from tools import try_script
+
+GRPO = (ROOT / "grpo.py").read_text()
+BY_LENGTH = f"{try_script.__file__}:compute_score_of_some"
+PROCESS, NEVER = (f"{Path(__file__).parent}/rewards.py:{name}" for name in ("process", "never"))
+LENGTH, ENTROPY, CLIP, PROCESS_REWARD, REPLAY, SFT = documented()
+UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
+MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]
+
+
+@pytest.fixture(scope="module")
+def start(tiny_llama, small_train, tmp_path_factory):
+    """`start(title or name, *flags)` runs a fork and returns its run folder; with check=False, what it said."""
+    forks = documented() | careless()
+
+    def start(fork: str, *more: str, ranks: int = 1, check: bool = True):
+        folder = tmp_path_factory.mktemp("fork")
+        (folder / "mine.py").write_text(apply(forks[fork], GRPO)[0] if fork else GRPO)
+        flags = ["--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
+                 "4", "--total-steps", "2", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+                 "--data.max-prompt-length", "200", "--rollout.max-response-length", str(TOKENS), "--optim.lr", "1e-3",
+                 "--reward.function", BY_LENGTH, "--reward.num-workers", "1", "--log.rollouts-every", "1"]
+        done = launch(folder / "mine.py", *flags, *more, "--run-dir", folder / "run", ranks=ranks, warm=True,
+                      check=check)
+        return folder / "run" if check else done
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def unchanged(start) -> Path:
+    return start("", *STOPS, *UNSAVED, "--total-steps", "1")
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(run: Path, step: int = 1) -> list[dict]:
+    return pq.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pylist()
+
+
+def said_by(done) -> str:
+    """The line that a script ends with."""
+    assert done.returncode
+    return done.stderr.strip().splitlines()[-1].removeprefix("[rank0]: ")
+
+
+def group_advantages(rows: list[dict]) -> list[float]:
+    found = []
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        scores = [row["score"] for row in group]
+        found += list((np.array(scores) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-6))
+    return found
+
+
+# --------------------------------------------------------------------------- the diffs themselves
+
+@pytest.mark.parametrize("diff", (documented() | careless()).values(), ids=(documented() | careless()).keys())
+def test_the_diffs_fit(diff):
+    assert apply(diff, GRPO)[1] == diff, "grpo.py's lines have moved: python -m tests.forks.patches"
+
+
+def test_a_diff_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="these lines are 0 times in the source"):
+        apply("@@ -1,1 +1,2 @@\n nowhere\n+new\n", GRPO)
+    with pytest.raises(ValueError, match="these lines are 2 times in the source"):
+        apply("@@ -1,1 +1,2 @@\n twice\n+new\n", "twice\ntwice\n")
+
+
+def test_the_lines_are_counted():
+    """The document says how many lines each fork has: beside a flag's two and changed imports, what is added."""
+    numbers = {"One": 1, "Two": 2, "Three": 3, "Four": 4, "Seven": 7, "Ten": 10}
+    texts = re.findall(r"^## .*?\n(\w+) lines?(.*?)\n```", DOCUMENT.read_text(), re.S | re.M)
+    assert len(texts) == len(documented())
+    for (number, text), diff in zip(texts, documented().values()):
+        before = text.partition(":")[0]
+        assert num_added(diff) == numbers[number] + 2 * ("a flag" in before) + ("an import" in before), text
+
+
+# --------------------------------------------------------------------------- the forks of the document
+
+@pytest.fixture(scope="module")
+def moved(start) -> Path:
+    """grpo.py with two large updates from a rollout."""
+    return start("", *MOVED)
+
+
+@pytest.mark.parametrize("title", [LENGTH, ENTROPY, CLIP])
+def test_the_small_forks_run(start, moved, title):
+    """On the same rollout, with another gradient."""
+    run = start(title, *MOVED)
+    assert [row["tokens"] for row in rows_of(run)] == [row["tokens"] for row in rows_of(moved)]
+    assert 0 < metrics_of(run)[0]["actor/grad_norm"] != pytest.approx(metrics_of(moved)[0]["actor/grad_norm"], rel=1e-4)
+
+
+def test_a_process_reward(start):
+    """Each token's advantage is its group's number and the whitened reward-to-go; what has a constant score runs, too.
+    Two ranks compute the same."""
+    flags = ["--reward.function", PROCESS, *UNSAVED]
+    run, on_two = start(PROCESS_REWARD, *flags), start(PROCESS_REWARD, *flags, ranks=2)
+    rows = rows_of(run)
+    assert any(len({row["score"] for row in group}) == 1 for _, group in groupby(rows, key=lambda row: row["group"]))
+    assert all(row["trained"] for row in rows)
+    to_go = np.array([np.cumsum(json.loads(row["reward_parts"])["process"][::-1])[::-1] for row in rows])
+    whitened = (to_go - to_go.mean()) / np.sqrt(to_go.var(ddof=1) + 1e-8)
+    expected = np.array(group_advantages(rows))[:, None] + 0.5 * whitened
+    np.testing.assert_allclose([row["token_advantage"] for row in rows], expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(metrics_of(run), metrics_of(on_two), strict=True):
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def replayed(start) -> Path:
+    return start(REPLAY, *STOPS, "--total-steps", "3", "--save.every", "1")
+
+
+def test_a_replay_buffer(replayed):
+    """The two groups that differ most come back in the next step, with the log-probs that the engine gave them."""
+    steps = [rows_of(replayed, step) for step in (1, 2, 3)]
+    assert [len(rows) for rows in steps] == [16, 24, 24]
+    for before, rows in pairwise(steps):
+        groups = [[*group] for _, group in groupby(before[:16], key=lambda row: row["group"])]
+        spreads = [-np.std([row["score"] for row in group]) for group in groups]
+        best = [groups[i] for i in np.argsort(spreads, kind="stable")[:2]]
+        assert [row["tokens"] for row in rows[16:]] == [row["tokens"] for group in best for row in group]
+        again = [row for row in rows[16:] if row["trained"]]
+        assert again
+        for row in again:
+            assert row["old_logp"] == row["rollout_logp"]
+        assert max(abs(ratio - 1) for row in again for ratio in row["ratio"]) > 1e-3
+        assert all(abs(ratio - 1) < 1e-4 for row in rows[:16] for ratio in row["ratio"] or [])
+    assert [row["prompt_length/mean"] for row in metrics_of(replayed)] == pytest.approx(
+        [np.mean([row["prompt_length"] for row in rows[:16]]) for rows in steps])
+
+
+def test_a_replay_buffer_survives_a_kill(start, replayed, tmp_path):
+    """kill -9 as the second step is logged, then the same command again: metrics byte for byte."""
+    flags = json.loads((replayed / "config.json").read_text())
+    command = [replayed.parent / "mine.py", "--model", flags["model"], "--train-data", *flags["train_data"],
+               "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "3", "--rollout.engine", "hf",
+               "--policy.compute-dtype", "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length",
+               str(TOKENS), "--optim.lr", "1e-3", "--reward.function", BY_LENGTH, "--reward.num-workers", "1",
+               "--log.rollouts-every", "1", *STOPS, "--save.every", "1", "--run-dir", tmp_path / "run"]
+    log = tmp_path / "log"
+    assert server()(log, "log:2:0:kill", *command) == -signal.SIGKILL, log.read_text()
+    assert "resumed after step 1" in launch(*command, warm=True).stdout
+    for ours, theirs in zip(metrics_of(tmp_path / "run"), metrics_of(replayed), strict=True):
+        compared = {name for name in theirs if not re.match(r"timing|perf|sync|sleep|rollout/tokens_per_s", name)}
+        assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
+
+
+def sft_loss(rows: list[dict]) -> float:
+    """The mean of -log p over the tokens of correct responses."""
+    return -np.mean([x for row in rows if row["score"] > 0 for x in row["old_logp"]])
+
+
+def test_a_second_loss_with_a_mask_of_its_own(start, unchanged):
+    """Correct responses run, others without an advantage do not; the mean is over their tokens, on two ranks too."""
+    run = start(SFT, *STOPS, *UNSAVED, ranks=2)
+    for step, numbers in enumerate(metrics_of(run), 1):
+        rows = rows_of(run, step)
+        advantages = group_advantages(rows)
+        assert [row["trained"] is not None for row in rows] == [
+            row["score"] > 0 or abs(x) > 0 for row, x in zip(rows, advantages)]
+        assert numbers["actor/sft_loss"] == pytest.approx(0.1 * sft_loss(rows), rel=1e-4)
+    rows, first = rows_of(unchanged), metrics_of(unchanged)[0]
+    assert any(row["score"] > 0 and row["trained"] is None for row in rows)    # what would be missing
+    assert metrics_of(run)[0]["actor/pg_loss"] == pytest.approx(first["actor/pg_loss"], abs=1e-6)
+    assert metrics_of(run)[0]["actor/grad_norm"] != pytest.approx(first["actor/grad_norm"], rel=1e-3)
+
+
+# --------------------------------------------------------------------------- careless ones
+
+def test_an_advantage_that_comes_too_late_is_refused(start):
+    said = said_by(start("process_after_dealing", "--reward.function", PROCESS, *UNSAVED, check=False))
+    assert re.fullmatch(r"error: advantages were written after \d+ responses of this mini-batch had been left out "
+                        r"because theirs were 0: write rollout.batch.advantage before run.to_minibatches, or give "
+                        r"has_gradient=None to it, then all responses run", said)
+
+
+def test_a_selection_that_comes_too_late_is_refused(start):
+    said = said_by(start("replay_late", *UNSAVED, check=False))
+    assert said == ("error: call Rollout.cat and Rollout.select before rollout.batch is used: its fields would be lost")
+
+
+def test_a_mask_of_what_was_left_out_is_refused(start):
+    said = said_by(start("sft_left_out", *STOPS, *UNSAVED, check=False))
+    assert re.fullmatch(r"error: token_weights with masks: \d+ responses .* were left out because has_gradient is "
+                        r"False for them, .* let has_gradient be True for the responses of this term in run.to_minibatches, "
+                        r"and give counts_left_out=False here .*", said)
+
+
+def test_a_field_that_would_be_lost_is_refused(start):
+    said = said_by(start("undeclared_field", *UNSAVED, check=False))
+    assert said == ("AttributeError: Batch has no field 'mine', and the ranks would not exchange it: "
+                    "write batch.extra['mine'] for a number per token, "
+                    "batch.response_extra['mine'] for a number per response")
+
+
+def test_fields_of_a_forks_own_reach_the_rank_that_trains(start):
+    """The fork compares them there, on both ranks."""
+    run = start("own_field", *STOPS, *UNSAVED, ranks=2)
+    for step, numbers in enumerate(metrics_of(run), 1):
+        assert numbers["mine/responses"] == sum(row["trained"] is not None for row in rows_of(run, step)) > 0
+
+
+@pytest.mark.parametrize("fork", ["process_in_the_loss", "sft_only_those_that_run", SFT, PROCESS_REWARD])
+def test_a_gradient_on_what_was_left_out_is_found(start, fork):
+    """What nothing can see while it runs: the comparison of `make try` and `make test`."""
+    flags = ["--reward.function", PROCESS, *UNSAVED, "--total-steps", "1"]
+    said = try_script.compare(start(fork, *flags), start(fork, *flags, "--run-zero-advantage"))
+    expected = {
+        SFT: r"the same gradient norm, [\d.]+, with --run-zero-advantage; [1-9]\d* responses were left out without it",
+        PROCESS_REWARD: "not compared: all responses ran",
+    }.get(fork, r"the loss has a gradient on responses that were left out: let has_gradient be True for them "
+                r"\(gradient norm [\d.]+, with --run-zero-advantage [\d.]+\)")
+    assert re.fullmatch(expected, said), said
+
+
+def test_an_update_of_its_own_is_right(start, unchanged):
+    """The supervised loss after the policy's update: over the tokens of correct responses, under its own metrics."""
+    run, none = start("sft_update_of_its_own", *STOPS, *UNSAVED, ranks=2), start(
+        "sft_update_of_its_own", *STOPS, *UNSAVED, "--reward.function", NEVER)
+    first, plain, rows = metrics_of(run)[0], metrics_of(unchanged)[0], rows_of(run)
+    assert first["sft/grad_norm"] > 0 and first["sft/entropy"] > 0 and first["sft/lr"] == 1e-3
+    for name in ("entropy", "grad_norm", "pg_loss", "lr"):
+        assert first[f"actor/{name}"] == pytest.approx(plain[f"actor/{name}"], rel=1e-5, abs=1e-7), name
+    # the policy has moved by one step of 1e-3 since these log-probs were sampled
+    expected = -np.mean([x for row in rows if row["score"] > 0 for x in row["rollout_logp"]])
+    assert first["sft/loss"] == pytest.approx(0.1 * expected, rel=0.02)
+    assert [row["sft/loss"] for row in metrics_of(none)] == [0, 0]
+
+
+@pytest.mark.parametrize("fork", ["no_stats", "other_stats"])
+def test_statistics_may_be_absent_or_others(start, fork):
+    """The run ends, it is recorded, and `make try` says what there is."""
+    run = start(fork, *STOPS, *UNSAVED)
+    rows, answers = rows_of(run), try_script.describe(run)
+    assert all(row["ratio"] is None and row["clipped"] is None for row in rows)
+    assert any(row["trained"] for row in rows)
+    assert re.search(r"^old log-probs +no ratio was reported$", answers, re.M)
+    assert ("mine/ratio" in metrics_of(run)[0]) == (fork == "other_stats")
