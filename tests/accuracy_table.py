@@ -38,7 +38,7 @@ def rows():
     yield "gae", "the sum of discounted deltas", both(lambda dtype, seed: (losses.gae_error(dtype, seed),))
     yield "whiten", "two passes of fsum", both(lambda dtype, seed: (losses.whiten_error(dtype, seed),))
     for aggregation in losses.AGGREGATIONS:
-        yield f"set_token_weights {aggregation}", "means of lists", [(), (losses.aggregation_errors(aggregation),)]
+        yield f"token_weights {aggregation}", "means of lists", [(), (losses.aggregation_errors(aggregation),)]
     for level in ("token", "sequence", "geometric"):
         cases = [correction.case_errors(case) for case in correction.CASES if case.startswith(level)]
         found = max(error for case in cases for name, error in case.items() if name.startswith("weight"))

@@ -18,11 +18,13 @@ import pytest
 import torch
 import tyro
 
-from common import correction, losses
+from common import correction
 from common.batch import Batch
 from common.correction import PRESETS, CorrectionConfig, resolve_correction
 from common.metrics import Meter
 from common.parallel import ranks
+from common.variants.losses import LOSSES
+from tests.common.weigh import weigh
 from tests.conftest import launch
 from tests.oracles import policy_loss
 
@@ -198,6 +200,11 @@ def oracle(step: list[Sampled], o: dict) -> tuple[list[list[bool]], list[list[fl
 
 # --------------------------------------------------------------------------- the module, through the script's lines
 
+def resolve(options: dict, loss: str) -> CorrectionConfig:
+    """As in a script that computes advantages after the rejection."""
+    return resolve_correction(make_config(**options), loss, groups_after_rejection=True)
+
+
 def make_batch(ids: list[int]) -> Batch:
     if not ids:
         return make_batch([1]).dummy()
@@ -214,6 +221,16 @@ def old_logp(batch: Batch) -> torch.Tensor:
     return torch.where(batch.mask, logp, math.nan)
 
 
+def denominators(microbatches: list[Batch]) -> tuple[float, ...]:
+    """Of the token mean and of the mean over responses, of all ranks: from one token's weight, 0 without any."""
+    found = []
+    for aggregation in ("token-mean", "seq-mean-token-sum"):
+        weigh(microbatches, aggregation, left_out=torch.zeros(NUM_RESPONSES, dtype=torch.float64))
+        largest = max(float(batch.extra["weight"].max()) for batch in microbatches)
+        found.append(round(1 / largest) if largest else 0)
+    return tuple(found)
+
+
 def correct(layout, config: CorrectionConfig, num_updates: int, ranks: int = 1, rank: int = 0):
     """The script's lines. {response: tokens that remain (all positions), their weights}, rejected, metrics, counts."""
     meter, found, counts = Meter(), {}, []
@@ -226,7 +243,7 @@ def correct(layout, config: CorrectionConfig, num_updates: int, ranks: int = 1, 
     rejected = left.isnan()
     assert torch.equal(left[~rejected], rewards[~rejected])
     for microbatches in minibatches:
-        counts.append(losses.set_token_weights(microbatches, "token-mean"))
+        counts.append(denominators(microbatches))
         for batch in microbatches:
             logp = old_logp(batch).requires_grad_()
             weight = correction.importance_weights(batch, logp, config, meter)
@@ -347,7 +364,7 @@ def errors(case: str, found, rejected, metrics) -> dict[str, float]:
 def case_errors(case: str) -> dict[str, float]:
     """The worst of each over all layouts, old known before the update and not."""
     options, loss = CASES[case]
-    config, worst, weights = resolve_correction(make_config(**options), loss), {}, []
+    config, worst, weights = resolve(options, loss), {}, []
     for layout, num_updates in itertools.product(LAYOUTS.values(), (1, 4)):
         found, rejected, metrics, counts = correct(layout, config, num_updates)
         remaining = [[sum(found[i][0]) for i in ids] for ids in MINIBATCHES]
@@ -433,19 +450,19 @@ def test_log_ratios_are_summed_before_they_are_clamped():
 
 def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
     """Worst errors of weight * loss and of its gradient where logp has moved on from old; token-mean."""
-    config, meter = resolve_correction(make_config(**options), loss), Meter()
+    config, meter = resolve(options, loss), Meter()
     rng = torch.Generator().manual_seed(3)
     batch = make_batch(list(range(NUM_RESPONSES)))
     old, drift = old_logp(batch), 0.2 * torch.randn(len(batch.mask), generator=rng)
     if config.needs_old_logp(True):
         batch.old_logp = old
     correction.reject_and_weight([[batch]], torch.zeros(NUM_RESPONSES), config, meter)
-    losses.set_token_weights([batch], "token-mean")
+    weigh([batch], "token-mean")
     advantage = torch.randn(NUM_RESPONSES, generator=rng)[batch.sequence_ids] * batch.mask
     logp = (old + drift).requires_grad_()
-    out, _ = losses.LOSSES[loss].function(logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
+    out, _ = LOSSES[loss].function(logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
     out = out * correction.importance_weights(batch, logp, config, meter)
-    (out * batch.weight).sum().backward()
+    (out * batch.extra["weight"]).sum().backward()
 
     after = (old + drift).tolist()                                        # bypass: weights of the current policy
     moved = [dataclasses.replace(r, old=after[int(a) + r.prompt : int(b)])
@@ -505,14 +522,14 @@ def work(folder: Path) -> None:
     world = ranks.init()
     results = {}
     for (case, (options, loss)), layout in itertools.product(CASES.items(), ("whole", "mixed")):
-        config = resolve_correction(make_config(**options), loss)
+        config = resolve(options, loss)
         layouts = [mb + [[]] * (len(mb) % 2) for mb in LAYOUTS[layout]]
         results[case, layout] = correct(layouts, config, 4, world.size, world.rank)
     torch.save(results, folder / f"{world.rank}.pt")
     ranks.shutdown()
 
 
-# --------------------------------------------------------------------------- grpo.py
+# --------------------------------------------------------------------------- grpo_variants.py
 
 def test_the_script_rejects_and_normalises(tiny_llama, small_train, tmp_path):
     """bfloat16, so that engine and trainer differ a little; two ranks, two mini-batches, a response a micro-batch."""
@@ -540,7 +557,8 @@ def test_the_script_bypasses(tiny_llama, small_train, tmp_path):
 
 
 def run(model: str, data: str, folder: Path, *flags: str, ranks: int = 0) -> list[dict]:
-    launch("grpo.py", "--model", model, "--train-data", data, "--run-dir", folder, "--data.max-prompt-length", "200",
+    launch("grpo_variants.py", "--model", model, "--train-data", data, "--run-dir", folder,
+           "--data.max-prompt-length", "200",
            "--rollout.engine", "hf", "--policy.compute-dtype", "bfloat16", "--reward.num-workers", "1",
            "--save.hf", "never", "--prompts-per-step", "4", "--samples-per-prompt", "3", "--total-steps", "2",
            "--reward.function", "tests/scripts/reward_by_length.py:compute_score", "--rollout.max-response-length", "6",
@@ -602,13 +620,21 @@ def test_flags_override_the_preset():
     ({"preset": "decoupled-geo-rs", "reject_over": "sum"}, "ppo", "--correction.reject-above inf"),
     ({"batch_normalise": True}, "ppo", "--correction.batch-normalise needs --correction.weights"),
     ({"preset": "bypass-pg-is", "batch_normalise": True}, "reinforce", "without --correction.bypass"),
-    ({"preset": "bypass-pg-is"}, "ppo", "--correction.preset bypass-pg-is does not go with --loss ppo"),
+    ({"preset": "bypass-pg-is"}, "ppo", "--correction.preset bypass-pg-is does not go with the loss ppo"),
     ({"preset": "bypass-ppo-clip"}, "reinforce", "--correction.preset bypass-ppo-clip does not go"),
     ({"bypass": True, "weights": "token"}, "gspo", "--correction.weights token would count p / p_rollout twice"),
 ])
 def test_what_is_refused(flags, loss, said):
     with pytest.raises(ValueError, match=said):
-        resolve_correction(make_config(**flags), loss)
+        resolve(flags, loss)
+
+
+def test_groups_are_left_only_where_their_advantages_follow():
+    """Elsewhere the flag would do nothing."""
+    config = make_config(reject="k1", reject_above=1.0, rejected_leave_group=True)
+    with pytest.raises(ValueError, match=r"--correction.rejected-leave-group: this script .* grpo_variants.py and rl"):
+        resolve_correction(config)
+    assert resolve_correction(config, groups_after_rejection=True).rejected_leave_group
 
 
 if __name__ == "__main__":

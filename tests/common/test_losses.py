@@ -10,19 +10,14 @@ import torch.multiprocessing as mp
 
 import rloo
 from common.batch import Batch
-from common.losses import (
-    LOSSES,
-    gae,
-    kl_estimate,
-    mean_kl,
-    on_last_token,
-    resolve_loss,
-    set_token_weights,
-)
+from common.losses import gae, kl_estimate, mean_kl, on_last_token, token_weights
+from common.rollout import Minibatch
 from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
+from common.variants.losses import LOSSES, resolve_loss
 from common.variants.selection import covariances, select_clip_cov, select_kl_cov
 from ppo import adapt_kl_coef, explained_variance, value_loss
 from tests import oracles
+from tests.common.weigh import weigh
 from tests.oracles import AGGREGATIONS
 
 F64, F32 = torch.float64, torch.float32
@@ -42,7 +37,13 @@ def error(got, want) -> float:
     return float(((got - want).abs() / want.abs().clamp(min=1)).max())
 
 
-def ragged(seed=0, dtype=F64, extreme=True) -> Batch:
+class Inputs(Batch):
+    """A batch with further inputs of the oracles, [T] each, which do not travel."""
+
+    logp = weight = selected = old_value = token_reward = None
+
+
+def ragged(seed=0, dtype=F64, extreme=True) -> Inputs:
     """Prompts and responses: of length 1, all alike in reward, fully masked, with tool output, log ratios up to 50."""
     g = torch.Generator().manual_seed(seed)
     rand = lambda *n: torch.rand(*n, generator=g, dtype=F64)                                       # noqa: E731
@@ -51,7 +52,7 @@ def ragged(seed=0, dtype=F64, extreme=True) -> Batch:
     masks[2][4:8] = [False] * 4                                            # tool output in the middle
     masks[5][0], masks[5][6:9] = False, [False] * 3                        # ... at the beginning and the end
     masks[3] = [False] * 5                                                 # fully masked
-    batch = Batch.build([[5] * n for n in prompts], [[6] * n for n in responses], masks=masks)
+    batch = Inputs.build([[5] * n for n in prompts], [[6] * n for n in responses], masks=masks)
     T = len(batch.tokens)
     logp = -0.05 - 3 * rand(T)
     old = (logp + 0.8 * (rand(T) - 0.5)).clamp(max=-1e-3)
@@ -174,12 +175,13 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_reinforce(name):
     kw = {"selected": none} if keywords(name, batch) else {}
     loss, stats = POLICY_LOSSES[name](logp, batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens,
                                       *CLIPS[name], **kw)
-    set_token_weights([batch], "seq-mean-token-mean")
-    (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
+    weigh([batch], "seq-mean-token-mean")
+    weight = batch.extra["weight"]
+    (grad,) = torch.autograd.grad((loss * weight).sum(), logp)
     advantage = batch.advantage
     if name == "gmpo":                                                     # one advantage a sequence
         advantage = segment_mean(advantage, batch.mask, batch.cu_seqlens)[batch.sequence_ids]
-    want = torch.where(batch.mask, -advantage * batch.weight, 0)
+    want = torch.where(batch.mask, -advantage * weight, 0)
     assert want.abs().max() > 1e-3
     assert error(grad, want) < 1e-12
     assert (stats["actor/ratio"][batch.mask] == 1).all()
@@ -453,43 +455,189 @@ def aggregation_errors(aggregation):
     totals = []
     for cuts in CUTS:
         microbatches = pieces(batch, [list(c) for c in cuts])
-        counts = set_token_weights(microbatches, aggregation, norm)
-        assert counts == (int(batch.mask.sum()), 7)
-        totals.append(sum((b.value.double() * b.weight.double()).sum().item() for b in microbatches))
+        weigh(microbatches, aggregation, norm)
+        totals.append(sum((b.value.double() * b.extra["weight"].double()).sum().item() for b in microbatches))
     return max(abs(total - want) / abs(want) for total in totals)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_set_weights_gives_the_aggregate_for_any_cut(aggregation):
+def test_the_weights_give_the_aggregate_for_any_cut(aggregation):
     assert aggregation_errors(aggregation) < 1e-6                          # weights are float32
 
 
 def test_dr_grpo_is_grpo_without_the_length():
     """seq-mean-token-sum-norm over L is a token sum over S L, so every token weighs the same."""
     batch = ragged(6)
-    set_token_weights([batch], "seq-mean-token-sum-norm", 100.0)
-    assert batch.weight[batch.mask].unique().tolist() == pytest.approx([1 / 700])
+    weigh([batch], "seq-mean-token-sum-norm", 100.0)
+    assert batch.extra["weight"][batch.mask].unique().tolist() == pytest.approx([1 / 700])
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_idle_responses_count_in_the_denominators(aggregation):
+def test_responses_that_were_left_out_count_in_the_denominators(aggregation):
     """Responses that need no forward, left out but named by length, leave the others' weights as they were."""
     batch = ragged(6)
-    norm = 40.0 if aggregation.endswith("norm") else None
     some, rest = pieces(batch, [[6, 1, 3, 0], [2, 7, 4, 5]])
-    set_token_weights([some, rest], aggregation, norm)
-    whole, skipped = some.weight, torch.zeros(8, dtype=torch.float64)
-    lengths = skipped.index_copy(0, rest.index, segment_sum(rest.mask.double(), rest.cu_seqlens))
-    assert set_token_weights([some], aggregation, norm, skipped_lengths=lengths) == (int(batch.mask.sum()), 7)
-    assert torch.equal(some.weight, whole)
+    weigh([some, rest], aggregation, 40.0)
+    whole, left_out = some.extra.pop("weight"), torch.zeros(8, dtype=torch.float64)
+    lengths = left_out.index_copy(0, rest.index, segment_sum(rest.mask.double(), rest.cu_seqlens))
+    weigh([some], aggregation, 40.0, lengths)
+    assert torch.equal(some.extra["weight"], whole)
+    assert (whole > 0).equal(some.mask)
+    weigh([some], aggregation, 40.0)
+    assert torch.equal(some.extra["weight"], whole) == (aggregation == "token-sum")
 
 
-def test_set_weights_with_nothing_to_train_on():
+def test_nothing_to_train_on_has_the_weight_0():
     batch = ragged(6)
     batch.mask = torch.zeros_like(batch.mask)
     for aggregation in AGGREGATIONS:
-        assert set_token_weights([batch], aggregation, 9.0 if aggregation.endswith("norm") else None) == (0, 0)
-        assert (batch.weight == 0).all()
+        weigh([batch], aggregation, 9.0)
+        assert (batch.extra["weight"] == 0).all()
+
+
+# --------------------------------------------------------------------------- weights against a loop
+
+NORM = 40.0
+
+
+def slow_weights(responses, aggregation, left_out=()):
+    """The weight of each token, from the sentences of the papers. `responses`: name -> list of bool, all tokens of the
+    response (of an episode: of all its sequences). `left_out`: lengths of responses that no rank holds."""
+    lengths = [sum(mask) for mask in responses.values()] + [int(n) for n in left_out]
+    tokens, counted = sum(lengths), sum(n > 0 for n in lengths)
+    weights = {}
+    for name, mask in responses.items():
+        weights[name] = []
+        for is_used in mask:
+            weight = 0.0
+            if is_used:
+                if aggregation == "token-mean":
+                    weight = 1 / tokens
+                elif aggregation == "token-sum":
+                    weight = 1.0
+                elif aggregation == "seq-mean-token-sum":
+                    weight = 1 / counted
+                elif aggregation == "seq-mean-token-sum-norm":
+                    weight = 1 / counted / NORM
+                else:
+                    weight = 1 / counted / sum(mask)
+            weights[name].append(weight)
+    return weights
+
+
+def episodes(seed=6) -> Batch:
+    """Eight sequences of six responses: 2 and 5 are episodes of two sequences each, in two places."""
+    batch = pieces(ragged(seed), [list(range(8))])[0]
+    batch.index = torch.tensor([0, 1, 2, 3, 4, 5, 2, 5])
+    return batch
+
+
+def by_response(batches, values) -> dict[int, list]:
+    """[T] of each micro-batch -> response -> the values of all its tokens, sequence by sequence."""
+    rows = {}
+    for batch, x in zip(batches, values, strict=True):
+        for number, index, span in zip(batch.number.tolist(), batch.index.tolist(), oracles.spans(
+                batch.cu_seqlens.tolist())):
+            if index >= 0:                                                 # not a dummy
+                rows[index, number] = [x[t].item() for t in span]
+    return {index: sum((row for (of, _), row in sorted(rows.items()) if of == index), [])
+            for index in sorted({of for of, _ in rows})}
+
+
+def own_masks(batches, seed=0) -> list[torch.Tensor]:
+    """A term on some of the sampled tokens: about half of them, and none of response 4."""
+    found = []
+    for batch in batches:
+        numbers = 31 * batch.number[batch.sequence_ids] + batch.position_ids + seed
+        found.append(batch.mask & (numbers % 2 == 0) & (batch.index[batch.sequence_ids] != 4))
+    return found
+
+
+EPISODE_CUTS = ([range(8)], [[6, 1], [3], [0, 2, 7, 4], [5]], [[i] for i in range(8)])
+LEFT_OUT = {"none": (), "two": (5, 11)}
+
+
+def left_out_lengths(lengths) -> torch.Tensor:
+    """Responses 6, 7 ... that no rank runs."""
+    return torch.tensor([0.0] * 6 + list(lengths), dtype=F64)
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+@pytest.mark.parametrize(("with_masks", "counts_left_out"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_token_weights_match_a_loop(aggregation, with_masks, counts_left_out, left_out):
+    """With or without left-out responses and masks of its own, for any cut, with a dummy among the micro-batches."""
+    batch = episodes()
+    values, sums = torch.arange(len(batch.tokens)).double().sin(), []
+    batch.value = values
+    (used,) = own_masks([batch]) if with_masks else [batch.mask]
+    assert 0 < int(used.sum()) <= int(batch.mask.sum())
+    lengths = LEFT_OUT[left_out] if counts_left_out else ()
+    want = slow_weights(by_response([batch], [used]), aggregation, lengths)
+    for cuts in EPISODE_CUTS:
+        microbatches = [*pieces(batch, [list(cut) for cut in cuts]), batch.dummy()]
+        minibatch = Minibatch(microbatches, left_out_lengths(LEFT_OUT[left_out]))
+        arguments = {"norm_length": NORM} if aggregation.endswith("norm") else {}
+        if with_masks:
+            arguments |= {"masks": own_masks(microbatches), "counts_left_out": counts_left_out}
+        weights = token_weights(minibatch, aggregation, **arguments)
+        assert {weight.dtype for weight in weights} == {F32}
+        assert not weights[-1].any()                                       # the dummy's
+        got = by_response(microbatches, weights)
+        assert got.keys() == want.keys()
+        assert max(abs(a - b) / max(b, 1e-9) for i in want for a, b in zip(got[i], want[i], strict=True)) < 1e-6
+        sums.append(sum((b.value * w.double()).sum().item() for b, w in zip(microbatches, weights)))
+    assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-12)
+
+
+def test_the_mean_over_a_term_depends_on_whether_those_left_out_belong_to_it():
+    """Six responses run, four of them in this term; two were left out: means over four or over six responses."""
+    batch = episodes()
+    minibatch = Minibatch([batch], left_out_lengths((5, 11)))
+    masks = own_masks([batch])
+    responses = len({i for i, row in by_response([batch], masks).items() if any(row)})
+    assert responses == 4                                                  # 3 has no sampled token, 4 no token here
+    tokens = int(masks[0].sum())
+    for counts_left_out, num_responses, num_tokens in ((False, 4, tokens), (True, 6, tokens + 16)):
+        means = {name: token_weights(minibatch, name, masks, counts_left_out=counts_left_out)[0]
+                 for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+        assert means["token-mean"].max().item() == pytest.approx(1 / num_tokens)
+        assert means["seq-mean-token-sum"].max().item() == pytest.approx(1 / num_responses)
+        assert means["seq-mean-token-mean"].double().sum().item() == pytest.approx(4 / num_responses)
+
+
+def test_masks_need_to_know_of_the_responses_that_were_left_out():
+    batch = episodes()
+    minibatch = Minibatch([batch], left_out_lengths((5, 11)))
+    with pytest.raises(ValueError, match=r"(?s)2 responses .*has_gradient is False.*counts_left_out=False"):
+        token_weights(minibatch, "token-mean", [batch.mask])
+    assert torch.equal(token_weights(minibatch, "token-mean")[0],          # the default mask counts them
+                       token_weights(minibatch, "token-mean", [batch.mask], counts_left_out=True)[0])
+    every_ran = Minibatch([batch], left_out_lengths(()))
+    assert torch.equal(token_weights(every_ran, "token-mean", [batch.mask])[0],
+                       token_weights(every_ran, "token-mean")[0])
+
+
+def test_a_mask_on_tokens_that_were_not_sampled_is_refused():
+    """On one token of the prompt, in the second of two micro-batches."""
+    first, second = pieces(episodes(), [[0, 1, 2, 3], [4, 5, 6, 7]])
+    masks = [first.mask.clone(), second.mask.clone()]
+    masks[1][0] = True
+    with pytest.raises(ValueError, match="that the policy did not sample.*combine it with microbatch.mask"):
+        token_weights(Minibatch([first, second], left_out_lengths(())), "token-mean", masks)
+    masks[1][0] = False
+    token_weights(Minibatch([first, second], left_out_lengths(())), "token-mean", masks)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_term_without_tokens_has_the_weight_0(aggregation):
+    microbatches = pieces(episodes(), [[0, 1, 2, 3], [4, 5, 6, 7]])
+    none = [torch.zeros_like(batch.mask) for batch in microbatches]
+    for lengths, counts_left_out in (((), None), ((5,), False), ((5,), True)):
+        minibatch = Minibatch(microbatches, left_out_lengths(lengths))
+        weights = token_weights(minibatch, aggregation, none, norm_length=NORM, counts_left_out=counts_left_out)
+        assert [len(weight) for weight in weights] == [len(batch.tokens) for batch in microbatches]
+        assert not any(weight.any() for weight in weights)
 
 
 def test_segment_helpers():
@@ -603,8 +751,8 @@ def _on_rank(rank, path, folder):
     for name in ("clip_cov", "kl_cov"):
         out[name] = chosen(mine, select(name, mine))
     for aggregation in AGGREGATIONS:
-        set_token_weights(mine, aggregation, 9.0 if aggregation.endswith("norm") else None)
-        out[aggregation] = torch.cat([b.weight for b in mine])
+        weigh(mine, aggregation, 9.0, torch.zeros(8, dtype=F64))
+        out[aggregation] = torch.cat([b.extra["weight"] for b in mine])
     torch.save(out, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -623,5 +771,5 @@ def test_two_ranks_agree_with_one(tmp_path):
         assert ranks[0][name]
         assert ranks[1][name]
     for aggregation in AGGREGATIONS:
-        set_token_weights(whole, aggregation, 9.0 if aggregation.endswith("norm") else None)
-        assert error(torch.cat([r[aggregation] for r in ranks]), whole[0].weight) < 1e-7
+        weigh(whole, aggregation, 9.0)
+        assert error(torch.cat([r[aggregation] for r in ranks]), whole[0].extra["weight"]) < 1e-7

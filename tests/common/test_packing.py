@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.batch import Batch
-from common.losses import set_token_weights
 from common.model.flops import sequence_cost
 from common.packing import Plan, partition, plan_step
 from common.parallel.exchange import exchange, gather_numbers
+from tests.common.weigh import weigh
 from tests.oracles import AGGREGATIONS
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -145,7 +145,7 @@ def test_batch_refuses_shapes_and_mixed_fields():
         Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number, value=torch.zeros(2))
     other = batch.select([0])
     other.old_logp = torch.zeros(3)
-    with pytest.raises(AssertionError, match="an optional field is in some of the batches"):
+    with pytest.raises(ValueError, match="Batch.cat: old_logp is in some of the batches only"):
         Batch.cat([batch, other])
 
 
@@ -165,13 +165,14 @@ def test_dummy_contributes_exactly_zero(aggregation):
     real = Batch.build([[1, 2], [3]], [[4, 5, 6], [7]], rollout_logps=[[-1, -2, -1], [-1]])
     alone, dummy = real.select([0, 1]), real.dummy()
     together = real.select([0, 1])
-    counts = set_token_weights([alone], aggregation, norm_length=8)
-    assert set_token_weights([together, dummy], aggregation, norm_length=8) == counts
-    assert counts == (4, 2)
-    assert torch.equal(alone.weight, together.weight)
-    assert alone.weight.sum() > 0
+    weigh([alone], aggregation, norm_length=8)
+    weigh([together, dummy], aggregation, norm_length=8)
+    weight = alone.extra["weight"]
+    assert torch.equal(weight, together.extra["weight"])
+    total = {"token-mean": 1, "token-sum": 4, "seq-mean-token-sum": 2, "seq-mean-token-sum-norm": 2 / 8}   # 4 tokens,
+    assert weight.sum().item() == pytest.approx(total.get(aggregation, 1))                                 # 2 responses
     logp = head(embed(dummy.tokens)).log_softmax(-1)[torch.arange(2), dummy.tokens]
-    (logp.exp() * dummy.weight).sum().backward()
+    (logp.exp() * dummy.extra["weight"]).sum().backward()
     for parameter in (*embed.parameters(), *head.parameters()):         # a gradient is there, so collectives match
         assert parameter.grad is not None
         assert not parameter.grad.any()
@@ -323,10 +324,10 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> int:
     return len(rooms)
 
 
-def check_plan(plan: Plan, lengths, costs, num_minibatches, world_size, budget, trained=None) -> None:
-    trained = [True] * len(lengths) if trained is None else trained
+def check_plan(plan: Plan, lengths, costs, num_minibatches, world_size, budget, runs=None) -> None:
+    runs = [True] * len(lengths) if runs is None else runs
     seen, sizes = [], []
-    for minibatch, idle in zip(plan.minibatches, plan.idle, strict=True):
+    for minibatch, left_out in zip(plan.minibatches, plan.left_out, strict=True):
         of_rank = [[] for _ in range(world_size)]
         for microbatch in minibatch:
             assert len(microbatch) == world_size                        # so: as many micro-batches on every rank
@@ -348,11 +349,11 @@ def check_plan(plan: Plan, lengths, costs, num_minibatches, world_size, budget, 
         loads = [math.fsum(costs[i] for i in share) for share in flat]
         members = list(itertools.chain.from_iterable(flat))
         assert max(loads) - min(loads) <= max((costs[i] for i in members), default=0) * (1 + 1e-12)
-        assert not any(trained[i] for i in idle.tolist())
-        assert all(trained[i] for i in members)
-        assert all(plan.rank[i] == -1 for i in idle.tolist())
-        seen += members + idle.tolist()
-        sizes.append(len(members) + len(idle))
+        assert not any(runs[i] for i in left_out.tolist())
+        assert all(runs[i] for i in members)
+        assert all(plan.rank[i] == -1 for i in left_out.tolist())
+        seen += members + left_out.tolist()
+        sizes.append(len(members) + len(left_out))
     assert sorted(seen) == list(range(len(lengths)))                    # none lost, none doubled
     assert len(plan.minibatches) == num_minibatches
     assert max(sizes) - min(sizes) <= 1
@@ -367,13 +368,13 @@ def check_plan(plan: Plan, lengths, costs, num_minibatches, world_size, budget, 
 @example([(50, 3.0)] + [(1, 1.0)] * 3, 1, 1, 20, 0, -1)                     # alone, and the three short ones together
 @example([(5, 1.0)], 1, 6, 5, 0, -1)                                        # five ranks of dummies
 @example([(5, 1.0), (4, 1.0)], 2, 2, 9, 0, 0)                               # nothing to train on
-def test_plan_properties(items, num_minibatches, world_size, budget, seed, trained):
+def test_plan_properties(items, num_minibatches, world_size, budget, seed, runs):
     lengths, costs = [n for n, _ in items], [cost for _, cost in items]
     num_minibatches = min(num_minibatches, len(items))
-    trained = [bool(trained >> i & 1) for i in range(len(items))]
-    arguments = (num_minibatches, world_size, budget, seed, trained)
+    runs = [bool(runs >> i & 1) for i in range(len(items))]
+    arguments = (num_minibatches, world_size, budget, seed, runs)
     plan = plan_step(np.array(lengths), np.array(costs), *arguments)
-    check_plan(plan, lengths, costs, num_minibatches, world_size, budget, trained)
+    check_plan(plan, lengths, costs, num_minibatches, world_size, budget, runs)
     again = plan_step(np.array(lengths), np.array(costs), *arguments)
     assert plan.rank.tolist() == again.rank.tolist()
     every = [[share.tolist() for share in itertools.chain(*itertools.chain(*p.minibatches))] for p in (plan, again)]

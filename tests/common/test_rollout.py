@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-import dapo
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.batch import Batch
+from common.correction import measure
+from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.losses import token_weights
 from common.metrics import Meter
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
-from common.rollout import Response, Rollout, Sample, check_skipped, gather_rollout, to_minibatches
+from common.rollout import Response, Rollout, Sample, gather_rollout, scatter_fields, to_minibatches
 from common.rollouts import scoring
 from common.rollouts.scoring import responses_from_state, responses_to_state
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
@@ -51,7 +53,7 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.group.tolist() == [0, 0, 1, 1] and len(rollout) == 4
     assert rollout.response_lengths.tolist() == [1, 2, 3, 4] and rollout.prompt_lengths.tolist() == [3, 3, 4, 4]
     assert rollout.truncated.tolist() == [False, False, True, False]
-    assert rollout.in_loss.tolist() == [True, False, True, True]
+    assert rollout.has_score.tolist() == [True, False, True, True]
     assert rollout.lengths.tolist() == [4, 5, 7, 8]
 
 
@@ -131,7 +133,7 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
     pending = scoring.PendingRollout(None, judge, make_samples([0.0] * 4), SamplingConfig())
     meter = Meter()
-    assert pending.collect(meter).in_loss.tolist() == [False] * 3 + [True]
+    assert pending.collect(meter).has_score.tolist() == [False] * 3 + [True]
     assert meter.reduce()["reward/error_frac"] == 2 / 4 and meter.reduce()["reward/timeout_frac"] == 1 / 4
     assert meter.sums.keys() - {"reward/timeout_frac", "reward/error_frac"} == {f"reward/{n}" for n in names[:64]}
     lost_elsewhere = 2
@@ -139,17 +141,25 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
         pending.collect(Meter())
 
 
+def deal(rollout, world, has_gradient=None, num_minibatches=1, in_loss=None, **more):
+    """Mini-batches of the responses that have a score."""
+    in_loss = rollout.has_score if in_loss is None else in_loss
+    return to_minibatches(rollout, in_loss, LLAMA, world, num_minibatches=num_minibatches, seed=0,
+                          has_gradient=has_gradient, **{"max_tokens": 99} | more)
+
+
 def test_responses_that_run_nowhere_count_if_they_are_in_the_loss(world):
     """Responses of 1 to 8 tokens in two mini-batches: 2 and 7 have no score, 3 and 8 have one and need not run."""
     scores = torch.tensor([1, torch.nan, 1, 1, 1, 1, torch.nan, 1])
     rollout = gather_rollout(make_samples(scores.tolist(), rows=[0, 1, 2, 3]))
-    in_update = rollout.in_loss & torch.tensor([1, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
-    minibatches = to_minibatches(rollout, in_update, LLAMA, world, num_minibatches=2, max_tokens=99, seed=0)
+    has_gradient = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
+    minibatches = deal(rollout, world, has_gradient, num_minibatches=2)
     ran = [int(batch.mask.sum()) for minibatch in minibatches for batch in minibatch]
     assert sum(ran) == 1 + 4 + 5 + 6
-    skipped = torch.stack([minibatch.skipped_lengths for minibatch in minibatches])        # [mini-batch, S]
-    assert skipped.sum(0).tolist() == [0, 0, 3, 0, 0, 0, 0, 8]
-    assert min(len(minibatch.skipped_lengths) for minibatch in minibatches) > 0
+    left_out = torch.stack([minibatch.left_out_lengths for minibatch in minibatches])      # [mini-batch, S]
+    assert left_out.sum(0).tolist() == [0, 0, 3, 0, 0, 0, 0, 8]
+    assert [len(minibatch.left_out_lengths) for minibatch in minibatches] == [8, 8]
+    assert sum(minibatch.num_left_out for minibatch in minibatches) == 2
 
 
 def test_groups_are_joined_taken_and_numbered_anew(world):
@@ -159,11 +169,11 @@ def test_groups_are_joined_taken_and_numbered_anew(world):
     assert both.scores.tolist() == [*range(1, 9)] and both.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert by_index(both) == {i: (i // 2, i + 1) for i in range(8)}
     assert by_index(second) == {i: (i // 2, i + 5) for i in range(4)}           # the argument stays as it was
-    taken = dapo.take_groups(both, [3, 0])
+    taken = both.select([3, 0])
     assert taken.scores.tolist() == [7, 8, 1, 2] and taken.group.tolist() == [0, 0, 1, 1]
     assert by_index(taken) == {0: (0, 7), 1: (0, 8), 2: (1, 1), 3: (1, 2)}
     assert taken.response_lengths.tolist() == [3, 4, 1, 2]
-    nothing = dapo.take_groups(both, [])
+    nothing = both.select([])
     assert nothing.samples == [] and len(nothing) == 0
     assert nothing.cat(first).scores.tolist() == first.scores.tolist()
 
@@ -172,7 +182,7 @@ def test_groups_may_differ_in_size(world):
     samples = make_samples([1, 2, 3, 4, 5], rows=[0, 1, 2])
     for sample, group in zip(samples, [0, 0, 0, 1, 2]):
         sample.group = group
-    taken = dapo.take_groups(gather_rollout(samples), [2, 0])
+    taken = gather_rollout(samples).select([2, 0])
     assert taken.scores.tolist() == [5, 1, 2, 3] and taken.group.tolist() == [0, 1, 1, 1]
 
 
@@ -199,21 +209,299 @@ def test_group_statistics_by_hand():
     assert is_constant(x[:0], group[:0]).tolist() == []
 
 
-def test_responses_without_an_advantage_may_be_skipped_and_no_others(world):
+def test_only_responses_without_an_advantage_are_left_out(world):
     """Groups of rewards 1 1 and 0 1, and one of which one response is lost: the equal ones run nowhere."""
     rollout = gather_rollout(make_samples([1, 1, 0, 1, float("nan"), 1]))
     advantages = (rollout.scores - group_mean(rollout.scores, rollout.group)).nan_to_num()
-    in_update = rollout.in_loss & (advantages != 0)
     assert advantages.tolist() == [0, 0, -0.5, 0.5, 0, 0]
-    assert in_update.nonzero()[:, 0].tolist() == [2, 3]
-    check_skipped(advantages, in_update, rollout)
+    rollout.batch.advantage = rollout.batch.to_tokens(advantages)
+    has_gradient = rollout.any_token(rollout.batch.advantage != 0)
+    assert has_gradient.nonzero()[:, 0].tolist() == [2, 3]
+    (minibatch,) = deal(rollout, world, has_gradient)
+    assert minibatch.left_out_lengths.tolist() == [1, 2, 0, 0, 0, 6]
+    (every,) = deal(rollout, world)
+    assert not every.left_out_lengths.any() and every.num_left_out == 0
     fork = (rollout.scores - 0.5).nan_to_num()                             # constant groups have an advantage, too
-    message = "response 0 was left out of the update, .* now has the advantage 0.5: --run-zero-advantage runs all"
-    with pytest.raises(ValueError, match=message):
-        check_skipped(fork, in_update, rollout)
-    check_skipped(fork, rollout.in_loss, rollout)                          # all run
-    rollout.in_loss[[0, 1, 5]] = False
-    check_skipped(fork, in_update, rollout)                                # those skipped count in no denominator
+    rollout.batch.advantage = rollout.batch.to_tokens(fork)
+    with pytest.raises(ValueError, match=r"response 0 has an advantage, but has_gradient is False for it, .* any_token"):
+        deal(rollout, world, has_gradient)
+    deal(rollout, world)                                                   # all run
+    in_loss = rollout.has_score.clone()
+    in_loss[[0, 1, 5]] = False
+    (minibatch,) = deal(rollout, world, has_gradient, in_loss=in_loss)     # those count in no denominator
+    assert not minibatch.left_out_lengths.any()
+    rollout.batch.advantage = (~rollout.batch.mask).float()                # on prompts, where nothing reads it
+    deal(rollout, world, torch.zeros(6, dtype=torch.bool))
+
+
+ADVANTAGES = torch.tensor([0, 0, -0.5, 0.5, 0, 1.0])
+
+
+def dealt(world, every: bool = False):
+    """Six responses in two mini-batches; 0, 1 and 4 are left out unless `every` one runs."""
+    rollout = gather_rollout(make_samples([1.0] * 6))
+    rollout.batch.advantage = rollout.batch.to_tokens(ADVANTAGES)
+    return deal(rollout, world, None if every else ADVANTAGES != 0, num_minibatches=2, max_tokens=12)
+
+
+def assigned(microbatch):
+    microbatch.advantage = microbatch.advantage.clone()
+
+
+def in_place(microbatch):
+    microbatch.advantage += 1
+
+
+@pytest.mark.parametrize("write", [assigned, in_place])
+def test_advantages_must_not_be_written_after_responses_were_left_out(world, write):
+    """In either mini-batch, and in the last micro-batch of several."""
+    for number in range(2):
+        minibatches = dealt(world)
+        assert len(minibatches[number].microbatches) > 0 < minibatches[number].num_left_out
+        for minibatch in minibatches:
+            token_weights(minibatch, "token-mean")                         # nothing was written
+        write(minibatches[number].microbatches[-1])
+        token_weights(minibatches[1 - number], "token-mean")
+        message = r"written after \d responses of this mini-batch had been left out .* before run.to_minibatches"
+        with pytest.raises(ValueError, match=message):
+            token_weights(minibatches[number], "token-mean")
+    minibatches = dealt(world, every=True)
+    for microbatch in itertools.chain(*minibatches):
+        write(microbatch)
+    for minibatch in minibatches:
+        token_weights(minibatch, "token-mean")
+
+
+def test_advantages_that_are_scattered_must_be_0_for_those_left_out(world):
+    """`scatter_fields` is given those of all responses, and refuses where it is not."""
+    def scattered(minibatches, advantages, whole=None):
+        batch = Batch.cat(list(itertools.chain(*minibatches)))
+        scatter_fields(minibatches, advantages, advantage=batch.to_tokens(ADVANTAGES if whole is None else whole))
+        return batch
+
+    minibatches = dealt(world)
+    batch = scattered(minibatches, ADVANTAGES, 2 * ADVANTAGES)
+    assert torch.equal(Batch.cat(list(itertools.chain(*minibatches))).advantage, 2 * batch.advantage)
+    for minibatch in minibatches:
+        token_weights(minibatch, "token-mean")                             # these are the ones that were dealt now
+    fork = ADVANTAGES + torch.tensor([0, 0, 0, 0, 0.25, 0])
+    with pytest.raises(ValueError, match=r"response 4 was left out .* now has the advantage 0.25: --run-zero-advantage"):
+        scattered(dealt(world), fork, fork)
+    minibatches = dealt(world)
+    with pytest.raises(ValueError, match="advantages were written after"):
+        scattered(minibatches, None)
+    scattered(dealt(world, every=True), fork, fork)                        # all run
+    minibatches = dealt(world)
+    scatter_fields(minibatches, value=Batch.cat(list(itertools.chain(*minibatches))).mask.float())
+    assert all(torch.equal(b.value, b.mask.float()) for b in itertools.chain(*minibatches))
+
+
+# --------------------------------------------------------------------------- a script's own fields
+
+def with_own_fields(batch: Batch) -> Batch:
+    """Numbers that say where they stand: [T], [T, 3] and [S]."""
+    index = batch.index[batch.sequence_ids]                                # [T]
+    batch.extra["place"] = (100 * index + batch.position_ids).double()
+    batch.extra["three"] = torch.stack([index, batch.position_ids, batch.tokens], dim=1)
+    batch.response_extra["seven"] = 7 * batch.index.to(torch.int32)
+    return batch
+
+
+def check_own_fields(batch: Batch) -> list[int]:
+    """Returns the responses; everything of a dummy is 0."""
+    assert {"place", "three"} == batch.extra.keys() and batch.response_extra.keys() == {"seven"}
+    place, three, seven = batch.extra["place"], batch.extra["three"], batch.response_extra["seven"]
+    assert (place.dtype, three.dtype, seven.dtype) == (torch.float64, torch.int64, torch.int32)
+    tokens, at = batch.tokens.tolist(), batch.cu_seqlens.tolist()
+    for n, index in enumerate(batch.index.tolist()):
+        assert seven[n] == (7 * index if index >= 0 else 0)
+        for position, t in enumerate(range(at[n], at[n + 1])):
+            assert place[t] == (100 * index + position if index >= 0 else 0)
+            assert three[t].tolist() == ([index, position, tokens[t]] if index >= 0 else [0, 0, 0])
+    return batch.index.tolist()
+
+
+def test_own_fields_travel_with_the_responses(world):
+    rollout = gather_rollout(make_samples([1.0] * 6))
+    batch = with_own_fields(rollout.batch)
+    assert check_own_fields(batch) == [*range(6)]
+    assert check_own_fields(batch.select([4, 0, 4])) == [4, 0, 4]
+    assert check_own_fields(batch.select([])) == []
+    assert check_own_fields(batch.dummy()) == [-1]
+    assert check_own_fields(batch.microbatch(np.array([5, 2]))) == [5, 2]
+    assert check_own_fields(batch.microbatch(np.array([], dtype=np.int64))) == [-1]
+    assert check_own_fields(batch.to("cpu")) == check_own_fields(replace(batch)) == [*range(6)]
+    both = Batch.cat([batch.select([3, 1]), batch.dummy(), batch.select([0])])
+    assert check_own_fields(both) == [3, 1, -1, 0] and check_own_fields(both.sort()) == [0, 1, 3]
+    minibatches = deal(rollout, world, torch.tensor([1, 1, 0, 1, 1, 1]) > 0, num_minibatches=2, max_tokens=9)
+    found = [check_own_fields(microbatch) for microbatch in itertools.chain(*minibatches)]
+    assert sorted(itertools.chain(*found)) == [0, 1, 3, 4, 5] and len(found) > 2
+    with pytest.raises(ValueError, match=r"extra.place, extra.three, response_extra.seven is in some of the batches"):
+        Batch.cat([batch, gather_rollout(make_samples([1.0] * 2)).batch])
+    with pytest.raises(ValueError, match=r"Batch.extra.place has shape \[2\], must be \[\d+\]: one per token"):
+        replace(batch, extra={"place": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"Batch.response_extra.seven has shape \[2\], must be \[6\]: one per resp"):
+        replace(batch, response_extra={"seven": torch.zeros(2)})
+
+
+def test_a_field_that_would_be_lost_is_refused(world):
+    batch = gather_rollout(make_samples([1.0] * 2)).batch
+    with pytest.raises(AttributeError, match=r"no field 'entropy'.*batch.extra\['entropy'\].*batch.response_extra\['"):
+        batch.entropy = torch.zeros(len(batch.tokens))
+    with pytest.raises(AttributeError, match="no field 'weight'"):
+        batch.weight = torch.zeros(len(batch.tokens))
+    batch.old_logp = torch.zeros(len(batch.tokens))                        # a field
+    assert not hasattr(batch, "entropy")
+
+
+# --------------------------------------------------------------------------- groups
+
+def records(rollout: Rollout) -> list[dict]:
+    """A dict for each response, with what all ranks know, its sample's and its part of the flat batch."""
+    batch, rows = rollout.batch, []
+    for i in range(len(rollout)):
+        rows.append({name: values[i].item() for name, values in rollout.tensors().items()})
+        (sample,) = [s for s in rollout.samples if s.index == i]
+        spans = [slice(*batch.cu_seqlens[n : n + 2].tolist()) for n in (batch.index == i).nonzero()[:, 0]]
+        rows[i] |= {"sample": sample, "tokens": [batch.tokens[span].tolist() for span in spans],
+                    "logp": [batch.rollout_logp[span].tolist() for span in spans]}
+        assert (sample.index, sample.group) == (i, rows[i]["group"])
+    return rows
+
+
+def random_rollout(seed: int) -> Rollout:
+    """Groups of one to four responses, some of several sequences, in no order, each with tokens of its own."""
+    rng = np.random.default_rng(seed)
+    group = rng.permutation(np.repeat(np.arange(5), rng.integers(1, 5, 5))).tolist()
+    samples = []
+    for i, of_group in enumerate(group):
+        parts = [Response([100 * seed + 10 * i + n] * (i % 3 + 1), [-float(i)] * (i % 3 + 1),
+                          "length" if i % 4 == 0 else "stop") for n in range(1 + i % 2)]
+        parts[-1].earlier = parts[:-1]
+        samples.append(Sample(i, of_group, of_group, DATA[of_group], parts[-1], score=float(rng.random()), step=i % 3))
+    return gather_rollout([samples[i] for i in rng.permutation(len(samples))])
+
+
+def slow_select(rows: list[dict], groups) -> list[dict]:
+    """Group by group, in the order of their numbers before."""
+    found = []
+    for new, old in enumerate(groups):
+        for row in rows:
+            if row["group"] == old:
+                found.append(row | {"group": new, "sample": replace(row["sample"], index=len(found), group=new)})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_select_then_cat_is_a_loop_over_responses(world, seed):
+    first, second = random_rollout(seed), random_rollout(seed + 10)
+    first.batch, second.batch                                              # cached before  # noqa: B018
+    groups = np.random.default_rng(seed).permutation(5)[: seed % 4 + 1].tolist()
+    rows, others = slow_select(records(first), groups), slow_select(records(second), [4, 0, 2])
+    taken = first.select(groups)
+    assert records(taken) == rows
+    both = taken.cat(second.select([4, 0, 2]))
+    joined = [row | {"group": row["group"] + len(groups), "sample": replace(
+        row["sample"], index=row["sample"].index + len(rows), group=row["group"] + len(groups))} for row in others]
+    assert records(both) == rows + joined
+    assert records(both.select([len(groups), 0])) == slow_select(rows + joined, [len(groups), 0])
+    assert both.step.tolist() == [s.step for s in sorted(both.samples, key=lambda s: s.index)]
+
+
+def test_groups_are_selected_before_own_fields_are_written(world):
+    """After it they would be lost; `advantage` is written anew anyway."""
+    rollout, other = random_rollout(0), random_rollout(1)
+    rollout.batch.advantage = torch.zeros(len(rollout.batch.tokens))
+    assert rollout.select([0]).batch.advantage is None
+    for own in ("extra", "response_extra"):
+        written = random_rollout(0)
+        length = len(written.batch.tokens) if own == "extra" else len(written.batch)
+        getattr(written.batch, own)["entropy"] = torch.zeros(length)
+        for change in (lambda w: w.select([0]), lambda w: w.cat(other), lambda w: other.cat(w)):
+            with pytest.raises(ValueError, match=r"would lose the fields \['entropy'\] of rollout.batch: write them af"):
+                change(written)
+
+
+# --------------------------------------------------------------------------- per token and per response
+
+def test_any_token_is_of_the_whole_response(world):
+    """Responses of one and of two sequences: true where a token of any of them is."""
+    rollout = random_rollout(3)
+    batch = rollout.batch
+    assert len(batch) > len(rollout)
+    owner = batch.index[batch.sequence_ids].tolist()
+    for seed in range(20):
+        is_true = torch.rand(len(owner), generator=torch.Generator().manual_seed(seed)) < 0.07
+        want = [any(flag for flag, i in zip(is_true.tolist(), owner) if i == index) for index in range(len(rollout))]
+        got = rollout.any_token(is_true)
+        assert got.dtype == torch.bool and got.tolist() == want
+    assert not rollout.any_token(torch.zeros(len(owner), dtype=torch.bool)).any()
+
+
+def test_numbers_for_each_token_stand_on_the_response(world):
+    """0 on prompts, and for a response without a score, which need not have any."""
+    extras = [{"parts": [float(10 * i + t) for t in range(i + 1)]} for i in range(4)]
+    extras[2] = {}
+    samples = make_samples([1.0, 0.5, float("nan"), 0.0], extras=extras)
+    rollout = gather_rollout([samples[i] for i in (3, 0, 2, 1)])
+    got, want = rollout.token_numbers("parts"), []
+    for i, sample in enumerate(samples):
+        want += [0.0] * len(sample.prompt.tokens) + (extras[i].get("parts") or [0.0] * (i + 1))
+    assert got.tolist() == want and got.dtype == torch.float32
+    assert got[rollout.batch.mask].tolist() == [0, 10, 11, 0, 0, 0, 30, 31, 32, 33]
+
+
+@pytest.mark.parametrize(("numbers", "found"), [
+    ([1.0] * 5, "a list of 5"), ([1.0] * 3, "a list of 3"), (None, "None"), (0.5, "0.5"), ("1 2", "'1 2'")])
+def test_numbers_of_another_length_name_the_row(world, numbers, found):
+    extras = [{"parts": [0.0] * (i + 1)} for i in range(4)]
+    extras[3] = {"parts": numbers} if numbers is not None else {}
+    rollout = gather_rollout(make_samples([1.0] * 4, rows=[4, 5], extras=extras))
+    with pytest.raises(ValueError, match=f"row 5 of --train-data: .* parts = {found}, must be a list of 4 numbers"):
+        rollout.token_numbers("parts")
+
+
+def test_numbers_for_the_tokens_of_an_episode_of_several_sequences_are_refused(world):
+    samples = make_samples([1.0, 1.0], extras=[{"parts": [0.0]}, {"parts": [0.0, 0.0]}])
+    samples[1].response.earlier = [Response([3], [-1.0], "stop")]
+    with pytest.raises(ValueError, match="an episode must be one sequence, this one has 2"):
+        gather_rollout(samples).token_numbers("parts")
+
+
+# --------------------------------------------------------------------------- the engine's log-probs
+
+class SampledBefore(Engine):
+    def __init__(self, policy):
+        """An engine that holds the policy's weights, and compares tokens instead of probing in each sleep."""
+        self._policy, self._version, self.probe_every, self._sleeps_to_probe = policy, policy.version, 3, 2
+        self.config = RolloutConfig(max_probe_diff=0.05)
+
+
+@pytest.mark.parametrize("stale_first", [False, True])
+def test_only_tokens_of_this_step_are_compared_with_the_engine(world, stale_first):
+    """Log-probs of stale responses differ because the weights did."""
+    policy = SimpleNamespace(version=4)
+    samples = make_samples([1.0] * 4)
+    for sample in samples:
+        sample.step = 6 if (sample.index < 2) == stale_first else 7
+    rollout = gather_rollout(samples)
+
+    def check(step, is_off):
+        """Before the update of this step; responses where `is_off` is true have other log-probs than the engine's."""
+        meter, engine = Meter(), SampledBefore(policy)
+        (minibatch,) = deal(rollout, world, step=step)
+        for batch in minibatch:
+            measure(meter, batch, batch.rollout_logp - 2.0 * batch.to_tokens(torch.tensor(is_off)))
+        engine.check_sampled(policy, meter)
+        return engine._sleeps_to_probe
+
+    stale = [sample.step == 6 for sample in samples]
+    assert check(7, stale) == 2                                            # as it was: tokens were compared
+    with pytest.raises(RuntimeError, match="the tokens of this step"):
+        check(7, [not is_stale for is_stale in stale])
+    with pytest.raises(RuntimeError, match="the tokens of this step"):
+        check(6, stale)
+    assert check(8, [True] * 4) == 0                                       # nothing to compare: the next sleep probes
 
 
 def test_constant_groups_are_those_without_two_different_scores():
@@ -222,7 +510,7 @@ def test_constant_groups_are_those_without_two_different_scores():
     scores = torch.tensor([1, 1, 0, 1, lost, 1, lost, lost], dtype=torch.float64)
     group = torch.tensor([0, 0, 1, 1, 2, 2, 5, 5])                         # numbers of groups that are absent
     ones, flags = torch.ones(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
-    sampled = Rollout([], scores, group, ones, ones, ones, ones, ~flags, in_loss=flags)
+    sampled = Rollout([], scores, group, group, ones, ones, ones, ones, ~flags)
     assert rollout_metrics(sampled, 8, 1.0, 9, 9)["reward/constant_group_frac"] == 0.75
 
 

@@ -12,6 +12,7 @@ from common.batch import Batch
 from common.checkpoint.manager import MAX_CHECKS, Checkpoints
 from common.metrics import Meter, Timer
 from common.optim import OptimConfig
+from common.tracking.phase import Phase
 from common.training import Training
 
 
@@ -36,8 +37,8 @@ def events_of(minibatches):
     training.tracker = SimpleNamespace(progress=progress)
     training.checkpoints = Looks()
     training.checkpoints.events = events
-    with training.phase("ref", minibatches) as microbatches:
-        for microbatch in microbatches:
+    with training.phase("ref", minibatches) as phase:
+        for microbatch in phase:
             events.append(microbatch)
     return events
 
@@ -57,31 +58,56 @@ def test_the_looks_for_a_signal_are_bounded(count):
     assert max(b - a for a, b in itertools.pairwise([0, *looks, count])) <= -(-count // MAX_CHECKS)
 
 
+def update_of(minibatches, name="update_actor") -> Phase:
+    """A phase of a run of which nothing exists but what a phase asks for."""
+    run = SimpleNamespace(
+        meter=Meter(), metrics={}, total_steps=1, world=SimpleNamespace(size=1), before_update=lambda model: None,
+        policy=SimpleNamespace(router_changed=None), checkpoints=Looks())
+    run.checkpoints.events = []
+    return Phase(run, name, minibatches, advance=lambda: None)
+
+
 def test_a_broken_gradient_names_the_response_whose_output_is_not_finite(monkeypatch):
-    monkeypatch.setattr("common.training.optimizer_step", lambda *_: math.nan)
-    training = Training(SimpleNamespace())
-    training.meter, training.metrics = Meter(), {}
-    training.total_steps, training.world = 1, SimpleNamespace(size=1)
+    monkeypatch.setattr("common.tracking.phase.optimizer_step", lambda *_: math.nan)
     batch = Batch.build([[1]], [[2, 3]], index=[7])
-    training.outputs = [(batch, torch.zeros(3))]
-    training.optimizer_step("actor", None, None, OptimConfig(), 0)      # it was the backward pass: counted alone
-    assert training.meter.reduce()["actor/skipped_steps"] == 1
-    training.outputs.append((batch, torch.tensor([0.0, -1.0, math.nan])))
+    phase = update_of([[batch], [batch]])
+    phase.done(batch, torch.zeros(3))
+    phase.optimizer_step(None, None, OptimConfig(), 0)                  # it was the backward pass: counted alone
+    assert phase.run.meter.reduce()["actor/skipped_steps"] == 1
+    phase.done(batch, torch.tensor([0.0, -1.0, math.nan]))
     with pytest.raises(ValueError, match="the output of the actor is nan for response 7 at its token 2: "):
-        training.optimizer_step("actor", None, None, OptimConfig(), 0)
+        phase.optimizer_step(None, None, OptimConfig(), 0)
 
 
 def test_a_microbatch_keeps_what_the_last_pass_said():
     """For the recorded rollouts, without the graph."""
-    training = Training(SimpleNamespace())
-    training.meter = Meter()
-    training.policy = SimpleNamespace(router_changed=None)
-    training.advance = training.check = lambda: None
-    training.outputs = []
-    microbatch = SimpleNamespace(mask=torch.tensor([True, False]))
+    microbatch = Batch.build([[1]], [[2]])
+    phase = update_of([[microbatch], [microbatch]])
     for entropy in ([1.0, 2.0], [6.0, 7.0]):
         logp = torch.zeros(2, requires_grad=True) - 1
-        training.microbatch_done(microbatch, {"actor/ratio": logp.exp().detach()}, logp, torch.tensor(entropy))
+        phase.done(microbatch, logp, torch.tensor(entropy), {"actor/ratio": logp.exp()})
     assert microbatch.last_pass["entropy"].tolist() == [6.0, 7.0] and microbatch.last_pass["logp"].tolist() == [-1, -1]
     assert microbatch.last_pass.keys() == {"actor/ratio", "entropy", "logp"}
     assert not any(values.requires_grad for values in microbatch.last_pass.values())
+    assert phase.run.meter.reduce() == pytest.approx({"actor/ratio": math.exp(-1), "actor/entropy": (2 + 7) / 2})
+    critic = update_of([[microbatch]], "update_critic")
+    critic.done(microbatch, torch.zeros(2))
+    assert microbatch.last_pass["logp"].tolist() == [-1, -1]            # the critic's values are not kept
+
+
+def test_an_update_in_which_a_call_was_forgotten_is_refused(monkeypatch):
+    monkeypatch.setattr("common.tracking.phase.optimizer_step", lambda *_: 1.0)
+    batch = Batch.build([[1]], [[2]])
+    phase = update_of([[batch], [batch]])
+    with pytest.raises(RuntimeError, match="no micro-batch was reported before this optimizer step: call phase.done"):
+        phase.optimizer_step(None, None, OptimConfig(), 0)
+    phase.done(batch, torch.zeros(2))
+    with pytest.raises(RuntimeError, match="gradients of 1 micro-batches of the phase update_actor were not used"):
+        phase.check_complete()
+    phase.optimizer_step(None, None, OptimConfig(), 0)
+    with pytest.raises(RuntimeError, match="update_actor has 2 micro-batches and 1 were reported"):
+        phase.check_complete()
+    phase.done(batch, torch.zeros(2))
+    phase.optimizer_step(None, None, OptimConfig(), 0)
+    phase.check_complete()
+    assert phase.run.meter.reduce()["actor/grad_norm"] == 1.0 and phase.run.metrics.keys() == {"actor/lr"}

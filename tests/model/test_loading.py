@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from common.model import stored
-from common.model.loading import load_policy, load_reference
+from common.model.loading import load_frozen, load_policy
 from common.model.policy import ModelConfig
 from common.model.stored import Experts
 from common.run import RunArgs
@@ -119,18 +119,18 @@ def test_the_reference_is_copied_from_a_policy_as_it_was_loaded(tiny_llama, worl
     args = RunArgs(model=str(folder), train_data=(), policy=FLOAT32)
     policy = load_policy(str(folder), FLOAT32, world)
     (folder / "model.safetensors").rename(folder / "moved")
-    reference = load_reference("", args, {"policy": policy}, world)
+    reference = load_frozen(str(folder), args, policy, world)
     wanted = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).state_dict()
     for weights in (reference.full_tensors(None), policy.full_tensors(None)):
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights)
     assert not any(p.requires_grad for p in reference.parameters())
     policy.version += 1
     with pytest.raises(ValueError, match=r"model lacks model.safetensors: weights must be safetensors"):
-        load_reference("", args, {"policy": policy}, world)
+        load_frozen(str(folder), args, policy, world)
     with torch.no_grad():
         next(policy.parameters()).add_(1.0)
     (folder / "moved").rename(folder / "model.safetensors")
-    reference = load_reference("", args, {"policy": policy}, world)
+    reference = load_frozen(str(folder), args, policy, world)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in reference.full_tensors(None))
 
 

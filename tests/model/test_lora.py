@@ -5,6 +5,7 @@ without a second model, checkpoints of adapters alone. tests/parallel/test_layou
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from common.checkpoint.manager import Checkpoints
 from common.checkpoint.state import tensors_of
 from common.engine.base import RolloutConfig
 from common.engine.make import make_engine
-from common.model.loading import load_critic, load_policy, load_reference, read_config
-from common.model.lora import LoRAConfig, LoRALinear
+from common.model.loading import load_critic, load_frozen, load_policy, read_config
+from common.model.lora import LoRAConfig, LoRALinear, Reference
 from common.model.memory_plan import GIB, Model
 from common.model.optimizers import make_optimizer
-from common.model.policy import ModelConfig
+from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
@@ -113,18 +114,19 @@ def test_trainer_engine_and_export_have_the_same_numbers(config, tiny_llama, wor
     assert all(torch.equal(held[name], tensor) for name, tensor in exported.items())
 
 
-def test_the_reference_is_the_policy_without_adapters(tiny_llama, world):
+def test_the_reference_is_the_policy_without_adapters(tiny_llama, world, tmp_path):
     args = RunArgs(model=tiny_llama, train_data=(), policy=BF16, lora=RANK4)
     policy, batch = adapted(tiny_llama, world, BF16), make_batch(VOCAB)
-    models = {"policy": policy}
-    reference = load_reference("", args, models, world)
+    reference = load_frozen(tiny_llama, args, policy, world)
     before = policy.score(batch, 0.7)
     frozen = load_policy(tiny_llama, BF16, world, frozen=True).score(batch, 0.7)
     assert torch.equal(reference.score(batch, 0.7), frozen)
     assert torch.equal(policy.score(batch, 0.7), before) and (before - frozen).abs().max() > 0.1
-    assert models == {"policy": policy}                                 # no second model
-    teacher = load_reference(tiny_llama, args, models, world)
-    assert teacher is models["reference"] and not any(p.requires_grad for p in teacher.parameters())
+    assert isinstance(reference, Reference) and reference.policy is policy      # no second model
+    other = str(shutil.copytree(tiny_llama, tmp_path / "teacher"))
+    teacher = load_frozen(other, args, policy, world)
+    assert isinstance(teacher, Policy) and not any(p.requires_grad for p in teacher.parameters())
+    assert torch.equal(teacher.score(batch, 0.7), frozen)
 
 
 def test_a_critic_with_adapters_trains_them_and_its_head(tiny_llama, world):
@@ -286,7 +288,7 @@ def test_wrong_flags_are_refused(flags, rule):
 def test_what_stays_by_hand(llama):
     """Weights in bfloat16, adapters in float32 with their moments and gradients; no memory for the reference."""
     adapters = 3 * 4 * (2 * (64 + 64) + 2 * (64 + 16) + 3 * (64 + 208))             # A and B: 4 (in + out)
-    plan = plan_of(llama, lora=RANK4, reference=True)
+    plan = plan_of(llama, lora=RANK4, frozen="policy")
     want = {"weights": (2 * ALL + 4 * adapters) / GIB, "moments": 8 * adapters / GIB, "frozen models": 0}
     assert plan.resident() == pytest.approx(want)
     update = plan.update(96)

@@ -28,11 +28,11 @@ FAMILIES = {
 
 
 def plan_of(config, ranks=1, longest=96, **flags) -> MemoryPlan:
-    names = ("reference", "critic")
+    names = ("frozen", "critic")
     others = {name: flags.pop(name) for name in names if name in flags}
     flags = {"rollout": RolloutConfig(max_response_length=32)} | flags
     args = ppo.Args if "critic" in others else RunArgs
-    return MemoryPlan(args(model="", train_data=(), **flags), config, ranks, longest, **others)
+    return MemoryPlan(args(model="policy", train_data=(), **flags), config, ranks, longest, **others)
 
 
 # --------------------------------------------------------------------------- what autograd keeps
@@ -60,7 +60,7 @@ ALL = 2 * 53 * 64 + 3 * LAYER + 64
 def test_what_stays_by_hand(llama):
     alone = plan_of(llama).resident()
     assert alone == {"weights": 4 * ALL / GIB, "moments": 8 * ALL / GIB, "frozen models": 0}
-    reference = plan_of(llama, reference=True).resident()
+    reference = plan_of(llama, frozen="policy").resident()
     assert reference["frozen models"] == 2 * ALL / GIB
     shard = plan_of(llama, ranks=8).resident()["weights"] * GIB / 4     # 53 rows: 7 on the first of 8 ranks
     assert shard == 2 * 7 * 64 + (3 * LAYER + 64) / 8
@@ -93,15 +93,15 @@ def test_each_copy_of_the_model_is_sharded_over_its_own_ranks(llama):
 
 
 def test_what_stays_beside_the_engine_by_hand(llama):
-    def beside(ranks=1, reference=False, **offload):
-        plan = plan_of(llama, ranks, offload=OffloadConfig(**offload), reference=reference)
+    def beside(ranks=1, frozen="", **offload):
+        plan = plan_of(llama, ranks, offload=OffloadConfig(**offload), frozen=frozen)
         return sum(plan.beside_engine().values()) * GIB
 
     assert beside() == pytest.approx(ALL * 12)
-    assert beside(reference=True) == pytest.approx(ALL * 14)
+    assert beside(frozen="policy") == pytest.approx(ALL * 14)
     assert beside(optimizer=True) == pytest.approx(ALL * 4)
-    assert beside(params=True, reference=True) == pytest.approx(ALL * 8)
-    assert beside(params=True, optimizer=True, reference=True) == 0
+    assert beside(params=True, frozen="policy") == pytest.approx(ALL * 8)
+    assert beside(params=True, optimizer=True, frozen="policy") == 0
 
 
 def test_a_tied_embedding_and_a_critic(llama, tmp_path):
@@ -163,7 +163,7 @@ def test_a_longest_sequence_that_does_not_fit_is_refused(llama, gpu):
 
 def test_supervised_training_is_planned_without_an_engine(llama, gpu):
     """The same update, without CUDA graphs and without what follows from rollouts."""
-    sampled = plan_of(llama, reference=True)
+    sampled = plan_of(llama, frozen="policy")
     plan = MemoryPlan(sft.Args(model="", train_data=()), llama, 1, 96)
     assert plan.resident() == plan_of(llama).resident() != sampled.resident()
     assert plan.update_gb(500) == pytest.approx(plan_of(llama).update_gb(500) - 1.5) and plan.reserved_gb == 4

@@ -114,9 +114,8 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     timer.seconds |= {"gen": 2.0, "reward": 0.5, "update_actor": 4.0, "adv": 0.1}
     scores = torch.tensor([1.0, 0.0, 0.5, torch.nan], dtype=torch.float64)
     rollout = Rollout(
-        [], scores, torch.arange(4) // GROUP, prompt_lengths, response_lengths, other_lengths=torch.zeros(4),
-        num_sequences=torch.ones(4), truncated=torch.tensor([False, False, True, False]),
-        in_loss=torch.ones(4, dtype=torch.bool),
+        [], scores, torch.arange(4) // GROUP, torch.zeros(4, dtype=torch.int64), prompt_lengths, response_lengths,
+        other_lengths=torch.zeros(4), num_sequences=torch.ones(4), truncated=torch.tensor([False, False, True, False]),
     )
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
     found = step_metrics(meter, timer, world, rollout.lengths, minibatches, update_flops=8e9, peak_flops=5e9)
