@@ -181,7 +181,8 @@ def test_a_group_is_its_number_and_not_a_position(name):
     assert (got != 0).sum() >= 3
     for number in range(3):
         members = group == number
-        alone = grpo_variants.ADVANTAGES[name](rewards[members], torch.zeros(int(members.sum()), dtype=torch.int64), True)
+        one_group = torch.zeros(int(members.sum()), dtype=torch.int64)
+        alone = grpo_variants.ADVANTAGES[name](rewards[members], one_group, True)
         assert torch.allclose(got[members], alone, atol=1e-12)
 
 

@@ -378,7 +378,7 @@ def code_lines(text: str) -> int:
 
 
 def test_what_counts_as_a_line_of_code():
-    free = '"""Module."""\n\n# a comment\nclass A:\n    """Class,\n    two lines."""\n\n    x: int  # why\n    """X."""\n'
+    free = '"""Module."""\n\n# a comment\nclass A:\n    """Class,\n    two lines."""\n\n    x: int  # why\n    ""\n'
     assert code_lines(free) == 2                                        # class A, x: int
     assert code_lines("a = 1; b = 2\n") == 1
     assert code_lines("f(\n    1,\n\n    # why\n    2,\n)\n") == 4
