@@ -205,8 +205,8 @@ def test_a_selection_that_comes_too_late_is_refused(start):
 def test_a_mask_of_what_was_left_out_is_refused(start):
     said = said_by(start("sft_left_out", *STOPS, *UNSAVED, check=False))
     assert re.fullmatch(r"error: token_weights with masks: \d+ responses .* were left out because has_gradient is "
-                        r"False for them, .* let has_gradient be True for the responses of this term in run.to_minibatches, "
-                        r"and give counts_left_out=False here .*", said)
+                        r"False for them, .* let has_gradient be True for the responses of this term in "
+                        r"run.to_minibatches, and give counts_left_out=False here .*", said)
 
 
 def test_a_field_that_would_be_lost_is_refused(start):
