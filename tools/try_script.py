@@ -31,8 +31,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def compute_score_of_some(data_source, solution_str, ground_truth, extra_info=None):
-    """The same, but to some problems all responses are correct and to some none: groups without an advantage."""
-    return [1.0, 0.0, *[float(len(solution_str) % 2)] * 2][int(ground_truth) % 4]
+    """The same, but to some problems all responses are correct and to some none: groups without an advantage.
+    The first four problems of the order that seed 0 gives have some of each."""
+    return {1: 1.0, 2: 0.0}.get(int(ground_truth) % 6, float(len(solution_str) % 2))
 
 
 def make_tiny_model(folder: Path = TINY) -> None:
