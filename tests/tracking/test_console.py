@@ -22,7 +22,7 @@ def help_of(monkeypatch, capsys, flag: str, script=grpo) -> str:
 
 def test_help_is_short_and_help_all_is_complete(monkeypatch, capsys):
     short, all_flags = (help_of(monkeypatch, capsys, flag) for flag in ("--help", "--help-all"))
-    for own in ("--loss", "--prompts-per-step", "--train-data", "--help-all"):
+    for own in ("--clip-low", "--prompts-per-step", "--train-data", "--help-all"):
         assert own in short
     assert "--rollout.temperature" in all_flags and "--rollout.temperature" not in short
     assert len(short.splitlines()) < 120 < len(all_flags.splitlines())
