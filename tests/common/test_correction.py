@@ -226,15 +226,15 @@ def denominators(microbatches: list[Batch]) -> tuple[float, ...]:
     found = []
     for aggregation in ("token-mean", "seq-mean-token-sum"):
         weigh(microbatches, aggregation, left_out=torch.zeros(NUM_RESPONSES, dtype=torch.float64))
-        largest = max(float(batch.extra["weight"].max()) for batch in microbatches)
+        largest = max(ranks.all_gather_objects(max(float(batch.extra["weight"].max()) for batch in microbatches)))
         found.append(round(1 / largest) if largest else 0)
     return tuple(found)
 
 
-def correct(layout, config: CorrectionConfig, num_updates: int, ranks: int = 1, rank: int = 0):
+def correct(layout, config: CorrectionConfig, num_updates: int, size: int = 1, rank: int = 0):
     """The script's lines. {response: tokens that remain (all positions), their weights}, rejected, metrics, counts."""
     meter, found, counts = Meter(), {}, []
-    minibatches = [[make_batch(ids) for ids in microbatches[rank::ranks]] for microbatches in layout]
+    minibatches = [[make_batch(ids) for ids in microbatches[rank::size]] for microbatches in layout]
     if config.needs_old_logp(num_updates > 1):
         for batch in itertools.chain(*minibatches):
             batch.old_logp = old_logp(batch)

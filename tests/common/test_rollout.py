@@ -223,7 +223,7 @@ def test_only_responses_without_an_advantage_are_left_out(world):
     assert not every.left_out_lengths.any() and every.num_left_out == 0
     fork = (rollout.scores - 0.5).nan_to_num()                             # constant groups have an advantage, too
     rollout.batch.advantage = rollout.batch.to_tokens(fork)
-    with pytest.raises(ValueError, match=r"response 0 has an advantage, but has_gradient is False for it, .* any_token"):
+    with pytest.raises(ValueError, match=r"response 0 has an advantage, but has_gradient is False for it, so the"):
         deal(rollout, world, has_gradient)
     deal(rollout, world)                                                   # all run
     in_loss = rollout.has_score.clone()
@@ -234,11 +234,11 @@ def test_only_responses_without_an_advantage_are_left_out(world):
     deal(rollout, world, torch.zeros(6, dtype=torch.bool))
 
 
-ADVANTAGES = torch.tensor([0, 0, -0.5, 0.5, 0, 1.0])
+ADVANTAGES = torch.tensor([0, 1.0, 0, 0.5, 0, -0.5])
 
 
 def dealt(world, every: bool = False):
-    """Six responses in two mini-batches; 0, 1 and 4 are left out unless `every` one runs."""
+    """Six responses in two mini-batches; 0, 2 and 4 are left out unless `every` one runs."""
     rollout = gather_rollout(make_samples([1.0] * 6))
     rollout.batch.advantage = rollout.batch.to_tokens(ADVANTAGES)
     return deal(rollout, world, None if every else ADVANTAGES != 0, num_minibatches=2, max_tokens=12)
@@ -257,7 +257,7 @@ def test_advantages_must_not_be_written_after_responses_were_left_out(world, wri
     """In either mini-batch, and in the last micro-batch of several."""
     for number in range(2):
         minibatches = dealt(world)
-        assert len(minibatches[number].microbatches) > 0 < minibatches[number].num_left_out
+        assert minibatches[number].num_left_out == 1 + number and len(minibatches[0]) == 2
         for minibatch in minibatches:
             token_weights(minibatch, "token-mean")                         # nothing was written
         write(minibatches[number].microbatches[-1])
@@ -285,7 +285,7 @@ def test_advantages_that_are_scattered_must_be_0_for_those_left_out(world):
     for minibatch in minibatches:
         token_weights(minibatch, "token-mean")                             # these are the ones that were dealt now
     fork = ADVANTAGES + torch.tensor([0, 0, 0, 0, 0.25, 0])
-    with pytest.raises(ValueError, match=r"response 4 was left out .* now has the advantage 0.25: --run-zero-advantage"):
+    with pytest.raises(ValueError, match=r"response 4 was left out .* now has the advantage 0.25: --run-zero-adv"):
         scattered(dealt(world), fork, fork)
     minibatches = dealt(world)
     with pytest.raises(ValueError, match="advantages were written after"):
@@ -418,7 +418,7 @@ def test_groups_are_selected_before_own_fields_are_written(world):
         length = len(written.batch.tokens) if own == "extra" else len(written.batch)
         getattr(written.batch, own)["entropy"] = torch.zeros(length)
         for change in (lambda w: w.select([0]), lambda w: w.cat(other), lambda w: other.cat(w)):
-            with pytest.raises(ValueError, match=r"would lose the fields \['entropy'\] of rollout.batch: write them af"):
+            with pytest.raises(ValueError, match=r"would lose the fields \['entropy'\] of rollout.batch: write them"):
                 change(written)
 
 

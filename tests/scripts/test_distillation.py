@@ -34,7 +34,8 @@ def teacher(tiny_llama, tmp_path_factory) -> str:
 def runs(tiny_llama, teacher, small_train, tmp_path_factory) -> Path:
     flags = [
         "grpo_variants", "--model", tiny_llama, "--train-data", small_train,
-        "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "5", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+        "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "5",
+        "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-2",
         "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "1", *STOPS,
         "--kl-loss-coef", "1", "--kl-estimator", "k1+",
