@@ -540,7 +540,7 @@ def by_response(batches, values) -> dict[int, list]:
                 batch.cu_seqlens.tolist())):
             if index >= 0:                                                 # not a dummy
                 rows[index, number] = [x[t].item() for t in span]
-    return {index: sum((row for (of, _), row in sorted(rows.items()) if of == index), [])
+    return {index: [x for (of, _), row in sorted(rows.items()) if of == index for x in row]
             for index in sorted({of for of, _ in rows})}
 
 
@@ -623,7 +623,7 @@ def test_a_mask_on_tokens_that_were_not_sampled_is_refused():
     first, second = pieces(episodes(), [[0, 1, 2, 3], [4, 5, 6, 7]])
     masks = [first.mask.clone(), second.mask.clone()]
     masks[1][0] = True
-    with pytest.raises(ValueError, match="that the policy did not sample.*combine it with microbatch.mask"):
+    with pytest.raises(ValueError, match=r"that the policy did not sample.*combine it with microbatch.mask"):
         token_weights(Minibatch([first, second], left_out_lengths(())), "token-mean", masks)
     masks[1][0] = False
     token_weights(Minibatch([first, second], left_out_lengths(())), "token-mean", masks)

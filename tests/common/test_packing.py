@@ -145,7 +145,7 @@ def test_batch_refuses_shapes_and_mixed_fields():
         Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number, value=torch.zeros(2))
     other = batch.select([0])
     other.old_logp = torch.zeros(3)
-    with pytest.raises(ValueError, match="Batch.cat: old_logp is in some of the batches only"):
+    with pytest.raises(ValueError, match=r"Batch.cat: old_logp is in some of the batches only"):
         Batch.cat([batch, other])
 
 

@@ -99,7 +99,7 @@ def test_an_update_in_which_a_call_was_forgotten_is_refused(monkeypatch):
     monkeypatch.setattr("common.tracking.phase.optimizer_step", lambda *_: 1.0)
     batch = Batch.build([[1]], [[2]])
     phase = update_of([[batch], [batch]])
-    with pytest.raises(RuntimeError, match="no micro-batch was reported before this optimizer step: call phase.done"):
+    with pytest.raises(RuntimeError, match=r"no micro-batch was reported before this optimizer step: call phase.done"):
         phase.optimizer_step(None, None, OptimConfig(), 0)
     phase.done(batch, torch.zeros(2))
     with pytest.raises(RuntimeError, match="gradients of 1 micro-batches of the phase update_actor were not used"):

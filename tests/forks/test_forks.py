@@ -199,7 +199,8 @@ def test_an_advantage_that_comes_too_late_is_refused(start):
 
 def test_a_selection_that_comes_too_late_is_refused(start):
     said = said_by(start("replay_late", *UNSAVED, check=False))
-    assert said == ("error: call Rollout.cat and Rollout.select before rollout.batch is used: its fields would be lost")
+    assert said == ("error: Rollout.cat and select would lose the fields ['mine'] of rollout.batch: write them "
+                    "afterwards")
 
 
 def test_a_mask_of_what_was_left_out_is_refused(start):

@@ -88,8 +88,9 @@ MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the 
     "sleep twice": (SLEEP, 2 * SLEEP, r"the engine is asleep already: call engine.wake\(policy\) first"),
     "sleep forgotten before finish": (
         PHASE, "        run.metrics |= engine.wake(policy)\n" + PHASE, r"the engine is awake in the phase ref: call"),
-    "select after the batch was used": (
-        FINISH, "        rollout.select([0])\n" + FINISH, r"call Rollout.cat and Rollout.select before rollout.batch"),
+    "select after a field was written": (
+        FINISH, "        rollout.batch.extra['x'] = rollout.batch.mask\n        rollout.select([0])\n" + FINISH,
+        r"would lose the fields \['x'\] of rollout.batch: write them afterwards"),
     "done forgotten": (DONE, "", r"call phase.done\(microbatch, logp, entropy, stats\) after each backward"),
     "done and optimizer_step forgotten": (
         DONE + OPTIMIZER, "",
