@@ -83,7 +83,7 @@ def main(args: Args) -> None:
         timer.seconds |= {"gen": 4.0, "update_actor": 5.0}
         batch = minibatches[0][0]
         logp = torch.randn(len(batch.tokens)) - 2
-        _, stats = losses.ppo(logp, logp, batch.advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
+        _, stats = variants.ppo(logp, logp, batch.advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
 
         def meters() -> None:
             for _ in minibatches[0]:

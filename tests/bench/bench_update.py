@@ -108,12 +108,12 @@ def main(args: Args) -> None:
 
     def update(microbatches: list[Batch]) -> float:
         start = time.perf_counter()
-        losses.set_token_weights(microbatches, "token-mean")
+        weigh(microbatches, "token-mean")
         for b in microbatches:
             b.advantage = b.mask.float()
             logp, _ = policy(b, 1.0)
-            loss, _ = losses.ppo(logp, logp.detach(), b.advantage, b.mask, b.cu_seqlens, 0.2, 0.2)
-            (loss * b.weight).sum().backward()
+            loss, _ = variants.ppo(logp, logp.detach(), b.advantage, b.mask, b.cu_seqlens, 0.2, 0.2)
+            (loss * b.extra["weight"]).sum().backward()
         optimizer_step(policy, optimizer, 0.0, OptimConfig())
         return time.perf_counter() - start
 

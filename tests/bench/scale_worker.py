@@ -114,12 +114,12 @@ def main(job: dict) -> None:
         return prompts, [r.tokens for r in responses], seconds[1:]
 
     def backward(microbatches: list[Batch]) -> None:
-        losses.set_token_weights(microbatches, "token-mean")
+        weigh(microbatches, "token-mean", left_out=torch.zeros(NUM_RESPONSES, dtype=torch.float64))
         for b in microbatches:
             b.advantage = b.mask.float()
             logp, _ = policy(b, 1.0)
-            loss, _ = losses.ppo(logp, logp.detach(), b.advantage, b.mask, b.cu_seqlens, 0.2, 0.2)
-            (world.size * (loss * b.weight).sum()).backward()
+            loss, _ = variants.ppo(logp, logp.detach(), b.advantage, b.mask, b.cu_seqlens, 0.2, 0.2)
+            (world.size * (loss * b.extra["weight"]).sum()).backward()
 
     def step() -> None:
         optimizer_step(policy, optimizer, 0.0, OptimConfig())

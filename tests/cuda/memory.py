@@ -40,6 +40,7 @@ from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from common.rollout import Response
 from common.run import RunArgs
+from tests.common.weigh import weigh
 from tests.conftest import launch
 from tests.cuda.shapes import MODELS
 
@@ -127,10 +128,11 @@ def peaks_of(cases: list[Case], device: str, warm: bool = False) -> list[dict[st
 def plan_of(case: Case) -> MemoryPlan:
     """What is calculated for the same step."""
     rollout = RolloutConfig(max_response_length=case.response_length)
-    args = RunArgs(model="", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload,
+    args = RunArgs(model="model", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload,
                    optim=OptimConfig(kind=case.kind))
     config = AutoConfig.for_model(**case.model)
-    return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length, case.reference)
+    return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length,
+                      frozen=args.model if case.reference else "")
 
 
 def _jobs(case: Case) -> list[Case]:
@@ -253,13 +255,13 @@ def score(microbatches: list[Batch], policy: Policy, reference: Policy | None, c
 
 
 def update(case: Case, world: ranks.World, microbatches: list[Batch], trained: list, optimizers: list, watch) -> None:
-    losses.set_token_weights(microbatches, "token-mean")
+    weigh(microbatches, "token-mean")
     for model, optimizer in zip(trained, optimizers):
         for one in microbatches:
             with watch("forward"):
                 loss, stats = loss_of(case, model, one)                # noqa: RUF059  a script keeps them, too
             with watch("backward"):
-                (world.size * (loss * one.weight).sum()).backward()
+                (world.size * (loss * one.extra["weight"]).sum()).backward()
         with watch("optimizer"):
             optimizer_step(model, optimizer, 1e-6, OptimConfig())
 
@@ -268,8 +270,7 @@ def loss_of(case: Case, model: Policy | Critic, one: Batch) -> tuple[torch.Tenso
     if isinstance(model, Critic):
         return ppo.value_loss(model(one), one.value, one.returns, one.mask)
     logp, entropy = model(one, 1.0, case.entropy)
-    bounds = losses.LOSSES["grpo"].bounds
-    loss, stats = losses.ppo(logp, one.old_logp, one.advantage, one.mask, one.cu_seqlens, **bounds)
+    loss, stats = ppo.clipped_loss(logp, one.old_logp, one.advantage, ppo.Args("", ()))
     if case.reference:
         loss = loss + 0.01 * losses.kl_estimate(logp, one.ref_logp, "k3")
     return loss - 0.01 * entropy if case.entropy else loss, stats

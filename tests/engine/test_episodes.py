@@ -159,7 +159,7 @@ def test_dropped_episodes_leave_their_group(run, tokenizer):
     metrics = {}
     samples = run("endless", [make_prompt(tokenizer, 0)], max_turns=2, drop=("turns", "error"), metrics=metrics)
     rollout = gather_rollout(samples)
-    assert rollout.in_loss.tolist() == [False] and rollout.scores.isnan().all()
+    assert rollout.has_score.tolist() == [False] and rollout.scores.isnan().all()
     assert metrics["episode/turns_frac"] == 1 and metrics["episode/dropped_frac"] == 1
     (kept,) = run("endless", [make_prompt(tokenizer, 0)], max_turns=2, drop=("length",))
     assert kept.score == 1.0
@@ -263,7 +263,7 @@ def test_a_rewritten_history_makes_sequences_of_one_response(run, tokenizer, pol
     for sample in rollout.samples:
         assert sum(part.num_sampled for _, part in sample.sequences) == int(rollout.response_lengths[sample.index])
     minibatches = to_minibatches(
-        rollout, rollout.in_loss, read_config(policy_path(policy), FLOAT32), world, num_minibatches=2, max_tokens=150,
+        rollout, rollout.has_score, read_config(policy_path(policy), FLOAT32), world, num_minibatches=2, max_tokens=150,
         seed=0,
     )
     batches = [batch for minibatch in minibatches for batch in minibatch]

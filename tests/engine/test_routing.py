@@ -57,7 +57,7 @@ def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
     samples[3].response = Response([], [], "stop")                      # of an episode that ended before its first turn
     told[3] = torch.full_like(told[3][:4], -1)
     gathered = gather_rollout(samples)
-    [minibatch] = to_minibatches(gathered, gathered.in_loss, hf_config, world, num_minibatches=1, max_tokens=40, seed=0)
+    [minibatch] = to_minibatches(gathered, gathered.has_score, hf_config, world, num_minibatches=1, max_tokens=40, seed=0)
     for batch in minibatch:
         own = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number)
         assert torch.equal(policy.score(batch, 1.0), policy.score(own, 1.0))

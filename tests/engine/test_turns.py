@@ -90,7 +90,7 @@ def advantages(samples: list[Sample], world, num_minibatches: int, max_tokens: i
     """As the scripts compute them, of this rank's tokens: (number of the sequence, place) -> advantage; and the
     rewards as PPO has them."""
     rollout = gather_rollout(samples)
-    minibatches = to_minibatches(rollout, rollout.in_loss, CONFIG, world, num_minibatches=num_minibatches,
+    minibatches = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=num_minibatches,
                                  max_tokens=max_tokens, seed=seed)
     batch = Batch.cat([*chain(*minibatches)])
     batch.mask = batch.mask & (batch.tokens != REJECTED)                # as --correction.reject-over token does
@@ -165,7 +165,7 @@ def test_with_one_turn_each_it_is_the_usual_advantage(world):
         sample.score = float(sample.index % 3)
         sample.extras = {"turn_scores": [sample.score]}
     rollout = gather_rollout(samples)
-    (minibatch,) = to_minibatches(rollout, rollout.in_loss, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
     _, rewards, group = to_units(Batch.cat([*minibatch]), rollout, rollout.scores, 1.0, True)
     for function in (group_advantages, passk_advantages):
         assert torch.equal(function(rewards, group, True), function(rollout.scores, rollout.group, True))

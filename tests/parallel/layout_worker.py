@@ -25,6 +25,8 @@ from common.packing import plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
 from common.parallel.ranks import make_groups
+from common.variants.losses import ppo
+from tests.common.weigh import weigh as weigh_globally
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
@@ -49,7 +51,7 @@ class Step:
 
 
 def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: list[int], budget: int, aggregation: str,
-             skip: bool = False, episodes: bool = False, weigh=losses.set_token_weights,
+             skip: bool = False, episodes: bool = False, weigh=weigh_globally,
              ) -> tuple[dict[str, Tensor], int, int]:
     """The full gradient, the number of micro-batches on each rank, and the dummies on all of them.
 
@@ -76,7 +78,7 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
     groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
-    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, trained=trained,
+    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, runs=trained,
                      groups=groups, prompt_lengths=prompt_lengths.numpy(), responses=response_of.numpy(),
                      group_size=world.group_size)
     batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.number.numpy()])))
@@ -85,12 +87,12 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     for microbatch in microbatches:
         microbatch.advantage = advantages.float()[microbatch.number][microbatch.sequence_ids] * microbatch.mask # [T]
 
-    loss_fn = partial(losses.ppo, clip_low=step.clip_low, clip_high=step.clip_high, clip_dual=step.clip_dual)
+    loss_fn = partial(ppo, clip_low=step.clip_low, clip_high=step.clip_high, clip_dual=step.clip_dual)
     for parameter in policy.parameters():
         parameter.grad = None
-    idle = plan.idle[0]
+    left_out = plan.left_out[0]
     skipped = torch.zeros(1 + int(response_of[-1]), dtype=torch.float64)                                    # [S]
-    weigh(microbatches, aggregation, step.norm_length, skipped.index_add(0, response_of[idle], num_sampled[idle]))
+    weigh(microbatches, aggregation, step.norm_length, skipped.index_add(0, response_of[left_out], num_sampled[left_out]))
     for microbatch in microbatches:
         logp, entropy = policy(microbatch, step.temperature, step.entropy_coef != 0)
         loss, _ = loss_fn(logp, microbatch.old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens)
@@ -98,7 +100,7 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
             loss = loss + step.kl_coef * losses.kl_estimate(logp, microbatch.old_logp, "k3")
         if step.entropy_coef:
             loss = loss - step.entropy_coef * entropy
-        (world.size * (loss * microbatch.weight).sum()).backward()
+        (world.size * (loss * microbatch.extra["weight"]).sum()).backward()
     trained = [(name, parameter) for name, parameter in policy.lm.named_parameters() if parameter.requires_grad]
     full = {name: parameter.grad.full_tensor().clone() for name, parameter in trained}
     num_dummies = sum(len(share) == 0 for shares in plan.minibatches[0] for share in shares)
@@ -109,7 +111,7 @@ def weigh_locally(microbatches, *options):
     """The bug of this field: every rank divides by what it has itself."""
     all_sum, losses.all_sum = losses.all_sum, lambda values: torch.as_tensor(values, dtype=torch.float64)
     try:
-        losses.set_token_weights(microbatches, *options)
+        weigh_globally(microbatches, *options)
     finally:
         losses.all_sum = all_sum
 
@@ -117,8 +119,8 @@ def weigh_locally(microbatches, *options):
 def weigh_each(microbatches, *options):
     """Its sibling: every micro-batch is divided by what it has itself, then averaged."""
     for microbatch in microbatches:
-        losses.set_token_weights([microbatch], *options)
-        microbatch.weight /= len(microbatches)
+        weigh_globally([microbatch], *options)
+        microbatch.extra["weight"] /= len(microbatches)
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:
@@ -197,13 +199,13 @@ def main(folder: Path) -> None:
     configs = {variant: ModelConfig(compute_dtype="float32", **flags) for variant, flags in configs.items()}
     policies = {variant: load_policy(todo["model"], config, world) for variant, config in configs.items()}
     hf_config, policy = read_config(todo["model"], configs[""]), policies[""]
-    wrong = {"": losses.set_token_weights, "local": weigh_locally, "each": weigh_each}
+    wrong = {"": weigh_globally, "local": weigh_locally, "each": weigh_each}
     results = {}
     for name, budget, order, aggregation, variant in todo["layouts"]:
         step = todo["steps"][name]
         results[name, budget, tuple(order), aggregation, variant] = gradient(
             policies.get(variant, policy), world, hf_config, step, order, budget, aggregation, variant == "skip",
-            variant == "episodes", wrong.get(variant, losses.set_token_weights),
+            variant == "episodes", wrong.get(variant, weigh_globally),
         )
     found = {"gradients": results, "weights": weights(policy)}
     found |= clipped_step(policy, world)

@@ -8,10 +8,10 @@ from unittest import mock
 
 import torch
 
-from common import losses
 from common.model.loading import load_policy, read_config
 from common.parallel import ranks
 from common.parallel.exchange import exchange, routing_of
+from tests.common.weigh import weigh
 from tests.parallel import layout_worker
 from tests.parallel.expert_worker import Case, place
 from tests.parallel.layout_worker import Step, gradient
@@ -48,7 +48,7 @@ def run(case: Case, folder: str, step: Step, world: ranks.World, budget: int = 2
             for parameter in policy.parameters():
                 local = parameter.to_local()
                 local.add_(0.05 * (1000 * local).sin())
-        losses.set_token_weights(batches, *options)
+        weigh(batches, *options)
 
     def send(batch, destination):
         routing = [told(step, number) for number in batch.number.tolist()]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common.batch import Batch
-from common.losses import set_token_weights
 from common.packing import plan_step
 from common.parallel.exchange import exchange, gather_numbers
+from tests.common.weigh import weigh
 
 FIELDS = ("tokens", "mask", "index", "rollout_logp", "value", "routing", "cu_seqlens")
 
@@ -98,7 +98,7 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
 
     def loss(model, batch):
         logp = model(batch.tokens).log_softmax(-1).gather(1, batch.tokens[:, None])[:, 0]
-        return (logp * batch.weight).sum()
+        return (logp * batch.extra["weight"]).sum()
 
     def make_model():
         torch.manual_seed(0)
@@ -109,7 +109,8 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
     arrived = exchange(whole if rank == 0 else Batch.build([], []), plan.rank if rank == 0 else [])
     batch = arrived.microbatch(plan.minibatches[0][0][rank])
     assert (batch.index.tolist() == [-1]) == (rank != plan.rank[0])
-    assert set_token_weights([batch], "token-mean") == (3, 1)                     # a dummy is in no denominator
+    weigh([batch], "token-mean", left_out=torch.zeros(1, dtype=torch.float64))
+    assert batch.extra["weight"].sum() == pytest.approx((rank == plan.rank[0]) * 1.0)   # a dummy has no weight
     model = make_model()
     for layer in model:
         fully_shard(layer)
@@ -117,7 +118,7 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
     (world_size * loss(model, batch)).backward()
 
     alone = make_model()
-    whole.weight = whole.mask / 3
+    whole.extra["weight"] = whole.mask / 3
     loss(alone, whole).backward()
     for sharded, plain in zip(model.parameters(), alone.parameters()):
         assert torch.equal(sharded.grad.full_tensor(), plain.grad)

@@ -28,7 +28,7 @@ def step_gradient(model: str, rows: str, world: ranks.World, share_prompt: bool,
     ]
     rollout = gather_rollout(samples)
     (minibatch,) = to_minibatches(
-        rollout, rollout.in_loss, read_config(model, config), world, num_minibatches=1, max_tokens=max_tokens, seed=0,
+        rollout, rollout.has_score, read_config(model, config), world, num_minibatches=1, max_tokens=max_tokens, seed=0,
         share_prompt=share_prompt,
     )
     for microbatch in minibatch:
