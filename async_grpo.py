@@ -28,7 +28,7 @@ from common.engine.make import check_sizes
 from common.engine.remote import Bridge, receive_weights
 from common.metrics import Meter, spread
 from common.parallel.ranks import SAMPLERS, all_max
-from common.rollouts.scoring import RemoteRollout, responses_to_state, start_rollout
+from common.rollouts.scoring import RemoteRollout, RolloutSource, responses_to_state, start_rollout
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std
 from common.tracking.console import run_script
@@ -123,9 +123,9 @@ def sample(run: Run, bridge: Bridge) -> None:
             bridge.send(receive_weights(engine, bridge))
             continue
         start = time.perf_counter()
-        *asked, with_greedy = asked
-        data = run.val_set if with_greedy else run.train_set    # only validation has greedy responses
-        pending = start_rollout(engine, run.scoring, data, *asked, stop=bridge.has_message, with_greedy=with_greedy)
+        request = asked[0]
+        data = run.val_set if request.with_greedy else run.train_set    # only validation has greedy responses
+        pending = start_rollout(RolloutSource(engine, run.scoring, data, bridge.has_message), request)
         gen_s = time.perf_counter() - start
         if all_max([bridge.has_message()]).item():
             continue                                            # the trainers have ended: nobody wants this rollout
@@ -236,7 +236,7 @@ def main(args: Args) -> None:
             metrics |= spread("critic/advantages", advantages)
             wait(run, step, ahead)                                        # a checkpoint has what was made ahead of it
             run.script_state["ahead"] = [pending.made for pending in ahead]
-            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step)
+            run.finish(step, rollout, minibatches, rewards, metrics)
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def main(args: Args) -> None:
                 "rollout/score_all_groups": float(sampled.scores.nanmean()),
             }
             run.script_state["surplus"] = responses_to_state(surplus)
-            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step, sampled)
+            run.finish(step, rollout, minibatches, rewards, metrics, sampled)
 
 
 if __name__ == "__main__":

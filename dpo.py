@@ -26,6 +26,7 @@ from common.dataset.conversations import (
     ConversationConfig,
     ConversationSet,
     Piece,
+    RowParser,
     check_supervised,
     load_conversations,
     pieces_of,
@@ -159,7 +160,7 @@ def main(args: Args) -> None:
         }
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
-            config=args.data, columns=columns, parse=parse, per_row=2,
+            config=args.data, parser=RowParser(columns, parse, per_row=2),
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)

@@ -163,7 +163,7 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= spread("critic/advantages", advantages)
-            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step)
+            run.finish(step, rollout, minibatches, rewards, metrics)
 
 
 if __name__ == "__main__":

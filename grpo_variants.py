@@ -211,10 +211,7 @@ def main(args: Args) -> None:
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = settings.function(
-                            logp, old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens,
-                            **settings.arguments(microbatch),
-                        )
+                        loss, stats = settings.of(logp, old_logp, microbatch)
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:
@@ -230,7 +227,7 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= spread("critic/advantages", advantages)
-            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step)
+            run.finish(step, rollout, minibatches, rewards, metrics)
 
 
 if __name__ == "__main__":

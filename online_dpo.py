@@ -221,7 +221,7 @@ def main(args: Args) -> None:
                     theirs.to_local().copy_(ours.to_local().detach())
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= spread("critic/advantages", advantages)
-            run.finish(step, rollout, minibatches, rewards, metrics, args.epochs_per_step, sampled)
+            run.finish(step, rollout, minibatches, rewards, metrics, sampled)
 
 
 if __name__ == "__main__":

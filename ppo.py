@@ -254,7 +254,7 @@ def main(args: Args) -> None:
             if args.kl_controller == "adaptive" and args.kl_reward_coef:
                 kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, P * G)
             run.script_state["kl_coef"] = kl_coef
-            run.finish(step, rollout, minibatches, rewards, metrics, actor_epochs)
+            run.finish(step, rollout, minibatches, rewards, metrics)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from common import losses
 from common.dataset.conversations import (
     ConversationConfig,
     Piece,
+    RowParser,
     check_supervised,
     load_conversations,
     pieces_of,
@@ -97,7 +98,7 @@ def main(args: Args) -> None:
         }
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
-            config=args.data, columns=columns, parse=parse,
+            config=args.data, parser=RowParser(columns, parse),
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)

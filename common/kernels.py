@@ -6,6 +6,7 @@ rounding them to bfloat16 moves a log-prob by up to 0.06 at |z| = 20.
 """
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,24 +15,30 @@ CPU_TILE = (512, 4096)        # tokens x vocabulary: 8 MB of logits stay in the 
 CUDA_TILE_BYTES = 256 << 20
 
 
+class Head(NamedTuple):
+    """An output head: logits = cap(hidden @ weight.T * logit_scale). `cap(x) = softcap * tanh(x / softcap)` (Gemma),
+    the identity where `softcap` is None."""
+
+    weight: Tensor                                                                      # [V, H]
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
 def linear_logp(
     hidden: Tensor,                                                                     # [N, H]
-    weight: Tensor,                                                                     # [V, H]
+    head: Head,
     targets: Tensor,                                                                    # [N]
     temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     with_entropy_grad: bool = False,
     with_sum_p2: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log softmax(z)[target] and the entropy of softmax(z), z = cap(hidden @ weight.T * logit_scale) / temperature; and
-    `with_sum_p2` the sum of p^2 over the vocabulary, p = softmax(z), without a gradient.
+    """log softmax(z)[target] and the entropy of softmax(z), z = logits / temperature; and `with_sum_p2` the sum of p^2
+    over the vocabulary, p = softmax(z), without a gradient.
 
-    `cap(x) = softcap * tanh(x / softcap)` (Gemma), the identity where `softcap` is None. Results are float32 [N],
-    float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`.
+    Results are float32 [N], float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`.
     """
-    settings = (temperature, softcap, logit_scale, with_entropy_grad, with_sum_p2)
-    return _LinearLogp.apply(hidden, weight, targets, *settings, tile_shape(hidden, weight))
+    settings = (temperature, head.softcap, head.logit_scale, with_entropy_grad, with_sum_p2)
+    return _LinearLogp.apply(hidden, head.weight, targets, *settings, tile_shape(hidden, head.weight))
 
 
 def tile_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:

@@ -51,35 +51,49 @@ class Plan:
     left_out: list[np.ndarray]                      # [mini-batch] -> its responses that no rank runs
 
 
-def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, world_size: int, max_tokens: int,
-              seed: int, runs: np.ndarray | None = None, groups: np.ndarray | None = None,
-              prompt_lengths: np.ndarray | None = None, responses: np.ndarray | None = None, group_size: int = 1,
-              ) -> Plan:
+@dataclass
+class Sequences:
+    """The sequences of a step, [N] each, by their numbers."""
+
+    lengths: np.ndarray                             # int64, tokens of prompt and response, above 0
+    costs: np.ndarray                               # float64, FLOPs, at least 0
+    runs: np.ndarray | None = None                  # bool, False: it counts, and no rank runs it; None: all run
+    responses: np.ndarray | None = None             # int64, the response that it belongs to; None: one each
+    groups: np.ndarray | None = None                # int64, its prompt's group, if prompts are shared
+    prompt_lengths: np.ndarray | None = None        # int64, tokens of the prompt, if prompts are shared
+
+    def __post_init__(self):
+        self.lengths = np.asarray(self.lengths, dtype=np.int64)
+        self.costs = np.asarray(self.costs, dtype=np.float64)
+        self.runs = np.ones(len(self.lengths), dtype=bool) if self.runs is None else np.asarray(self.runs, dtype=bool)
+        self.responses = np.arange(len(self.lengths)) if self.responses is None else np.asarray(self.responses)
+        assert self.lengths.shape == self.costs.shape == self.runs.shape == self.responses.shape
+        assert (self.lengths > 0).all() and (self.costs >= 0).all() and np.isfinite(self.costs).all()
+
+
+def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_tokens: int, seed: int,
+              group_size: int = 1) -> Plan:
     """Assign a step's responses to mini-batches, ranks and micro-batches; the result depends only on the arguments.
 
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one (the caller checks that they do
     not). In each, cost is balanced over ranks, and all ranks get the same number of micro-batches, the smallest number
     found that keeps to `max_tokens`. Only a sequence that is longer than that exceeds it, alone in its micro-batch. The
-    i-th micro-batch of a rank is its i-th most expensive, because all ranks wait for the slowest rank. With `groups`
-    and `prompt_lengths` [S], a group's responses stay together if they fit, and their prompt is counted once
-    (--policy.share-prompt). Responses where `runs` [S] is False keep their place in a mini-batch, but no rank runs
-    them (rank -1). With `responses` [N], every [S] here is [N], one entry a sequence, and a response's sequences are in
-    the same mini-batch. `group_size` consecutive ranks run a micro-batch together, of `group_size` times `max_tokens`;
-    each brings some responses (--policy.sequence-parallel)."""
+    i-th micro-batch of a rank is its i-th most expensive, because all ranks wait for the slowest rank. With
+    `sequences.groups`, a group's responses stay together if they fit, and their prompt is counted once
+    (--policy.share-prompt). Sequences that do not run keep their place in a mini-batch; their rank is -1. A response's
+    sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch together, of `group_size`
+    times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
     max_tokens *= group_size
-    lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
-    responses = np.arange(len(lengths)) if responses is None else np.asarray(responses)
-    num_responses = int(responses.max()) + 1
-    assert lengths.shape == costs.shape == responses.shape and 1 <= num_minibatches <= num_responses
-    assert (lengths > 0).all() and (costs >= 0).all() and np.isfinite(costs).all()
-    runs = np.ones(len(lengths), dtype=bool) if runs is None else np.asarray(runs, dtype=bool)
+    lengths, costs, runs = sequences.lengths, sequences.costs, sequences.runs
+    num_responses = int(sequences.responses.max()) + 1
+    assert 1 <= num_minibatches <= num_responses
     rank_of = np.full(len(lengths), -1, dtype=np.int64)
     minibatches, left_out = [], []
     for dealt in np.array_split(np.random.default_rng(seed).permutation(num_responses), num_minibatches):
-        members = np.flatnonzero(np.isin(responses, dealt))
+        members = np.flatnonzero(np.isin(sequences.responses, dealt))
         left_out.append(members[~runs[members]])
         members = members[runs[members]]
-        units = _units(members, lengths, groups, prompt_lengths, max_tokens)                    # what stays together
+        units = _units(members, sequences, max_tokens)                                          # what stays together
         tokens = np.array([count for count, _ in units], dtype=np.int64)
         cost = np.array([costs[unit].sum() * count / lengths[unit].sum() for count, unit in units])
         shares = partition(cost, world_size // group_size)                                      # [group] -> units
@@ -94,21 +108,21 @@ def plan_step(lengths: np.ndarray, costs: np.ndarray, num_minibatches: int, worl
             of_groups = [np.sort(np.concatenate([members[:0], *(units[number][1] for number in share[items])]))
                          for share, items in zip(shares, row)]
             of_ranks = [group[part] for group in of_groups for part in partition(costs[group], group_size)]
-            for rank, sequences in enumerate(of_ranks):
-                rank_of[sequences] = rank
+            for rank, members_of_rank in enumerate(of_ranks):
+                rank_of[members_of_rank] = rank
             minibatches[-1].append(of_ranks)
     return Plan(rank_of, minibatches, left_out)
 
 
-def _units(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray | None, prompt_lengths: np.ndarray | None,
-           max_tokens: int) -> list[tuple[int, np.ndarray]]:
+def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[tuple[int, np.ndarray]]:
     """The (tokens, responses) that stay together: single responses, or the responses of a group that fit together."""
+    lengths, groups = sequences.lengths, sequences.groups
     if groups is None:
         return [(int(lengths[i]), members[n : n + 1]) for n, i in enumerate(members)]
     units: list[tuple[int, list[int]]] = []
     last = None
     for i in members[np.argsort(groups[members], kind="stable")]:
-        own = int(lengths[i] - prompt_lengths[i])
+        own = int(lengths[i] - sequences.prompt_lengths[i])
         if groups[i] == last and units[-1][0] + own <= max_tokens:
             units[-1] = (units[-1][0] + own, [*units[-1][1], i])
         else:

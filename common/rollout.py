@@ -20,66 +20,13 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.layout.response import Response
 from common.model.flops import sequence_cost
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 from common.parallel.exchange import exchange, gather_numbers, routing_of
 from common.parallel.ranks import World, all_sum
 from common.prompts import Prompt
 from common.segments import segment_sum
-
-
-@dataclass
-class Response:
-    tokens: list[int]
-    """What the engine sampled, including the stop token."""
-    logp: list[float]
-    """The log-prob of each token under the distribution it was sampled from: after temperature, top_k, top_p."""
-    finish_reason: str
-    """stop: it ended with a stop token or text. length: it was truncated at max_tokens. Empty: it has not ended."""
-
-    # of episodes alone
-    mask: list[bool] | None = None
-    """False on tokens of users or tools. None: the model sampled all tokens."""
-    prompt: list[int] | None = None
-    """The tokens before the response, if they are not the tokens of the row's prompt."""
-    earlier: list["Response"] = field(default_factory=list)
-    """Further sequences of the same episode, whose history was rewritten; they are trained like this sequence. For an
-    episode that has not ended: the model's replies so far, each with the tokens between it and the previous reply."""
-    num_turns: int = 1
-    end_reason: str = ""
-    """Why the episode ended: done (its function returned), length, turns, timeout or error."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation."""
-    tools: dict[str, float] = field(default_factory=dict)
-    """Number of tool_calls and of tool_errors, and tool_s, the seconds that the episode's own code ran."""
-
-    # of --rollout.in-flight alone
-    versions: list[int] = field(default_factory=list)
-    """The step in which the policy sampled each token."""
-    routing: Tensor | None = field(default=None, compare=False)
-    """Experts of all tokens but the last (--policy.router-replay rollout): [prompt + response - 1, layers, k]."""
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.tokens) if self.mask is None else sum(self.mask)
-
-    @property
-    def num_sampled_in_all(self) -> int:
-        return self.num_sampled + sum(sequence.num_sampled for sequence in self.earlier)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it."""
-        return vars(self) | {"earlier": [sequence.to_dict() for sequence in self.earlier]}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "Response":
-        return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
-
-    def extend(self, part: "Response", finish_reason: str) -> None:
-        """Append tokens that were sampled later."""
-        self.tokens = self.tokens + part.tokens
-        self.logp = self.logp + part.logp
-        self.finish_reason, self.routing = finish_reason, part.routing
 
 
 @dataclass
@@ -269,16 +216,27 @@ class Minibatch:
                 )
 
 
-def to_minibatches(rollout: Rollout, in_loss: Tensor, hf_config, world: World, *, num_minibatches: int,
-                   max_tokens: int, seed: int, step: int = -1, has_gradient: Tensor | None = None,
-                   share_prompt: bool = False) -> list[Minibatch]:
+@dataclass
+class Layout:
+    """How a step's responses are laid out over mini-batches, ranks, and micro-batches."""
+
+    hf_config: Any  # of the policy: costs follow from its sizes
+    world: World
+    num_minibatches: int
+    max_tokens: int  # the budget of a micro-batch on one rank
+    seed: int  # of the order in which responses come into mini-batches
+    share_prompt: bool = False  # groups stay together where they fit
+
+
+def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int = -1,
+                   has_gradient: Tensor | None = None) -> list[Minibatch]:
     """Send every response to the rank that trains on it, with the fields of `rollout.batch`.
 
     `in_loss` [S] bool: responses whose tokens are in the loss and in its denominators; no others run. `has_gradient`
     [S] bool: responses on which some term of the loss has a gradient; those in the loss without one are left out: they
-    do not run through the model and only count in the denominators. None: all in the loss run. `max_tokens`: budget of
-    a micro-batch. `step`: responses that were sampled in another step are not `fresh`. `share_prompt`: groups stay
-    together where they fit. Raises ValueError for a response that has an advantage and would be left out."""
+    do not run through the model and only count in the denominators. None: all in the loss run. `step`: responses that
+    were sampled in another step are not `fresh`. Raises ValueError for a response that has an advantage and would be
+    left out."""
     runs = in_loss if has_gradient is None else in_loss & has_gradient                              # [S]
     batch = replace(rollout.batch, known={})
     if has_gradient is not None:
@@ -296,10 +254,13 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, hf_config, world: World, *
     index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences
     index, lengths = index.long(), lengths.long().numpy()
     sequence_runs = runs[index].numpy()
+    world, share_prompt = layout.world, layout.share_prompt
+    sequences = Sequences(
+        lengths, sequence_cost(lengths, layout.hf_config), sequence_runs, index.numpy(),
+        rollout.group[index].numpy() if share_prompt else None, prompt_lengths.numpy(),
+    )
     plan = plan_step(
-        lengths, sequence_cost(lengths, hf_config), num_minibatches, world.size, max_tokens, seed, runs=sequence_runs,
-        responses=index.numpy(), groups=rollout.group[index].numpy() if share_prompt else None,
-        prompt_lengths=prompt_lengths.numpy(), group_size=world.group_size,
+        sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size
     )
     batch = batch.select(torch.from_numpy(np.flatnonzero(sequence_runs[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])

@@ -7,13 +7,15 @@ nothing of what is optimised: the loop, its phases and every formula are in the 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 
 from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
-from common.engine.base import Engine, RolloutConfig
+from common.engine.base import Engine, EngineSetup, RolloutConfig, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.lora import Reference
@@ -22,11 +24,11 @@ from common.model.policy import PackedModel, Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import print_on_main, seed_of
 from common.prompts import DataConfig
-from common.rollout import Minibatch, Rollout, to_minibatches
+from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
-from common.rollouts.record import write_step, write_validation
-from common.rollouts.scoring import PendingRollout, Scoring, start_rollout
+from common.rollouts.record import Recorder, write_step, write_validation
+from common.rollouts.scoring import PendingRollout, RolloutRequest, RolloutSource, Scoring, start_rollout
 from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.phase import Phase
 from common.tracking.step import rollout_metrics
@@ -59,6 +61,7 @@ class Run(Training):
 
     # from entering the block on
     scoring: Scoring
+    recorder: Recorder
     # from start_engine on
     engine: Engine
 
@@ -85,6 +88,7 @@ class Run(Training):
             self.tokenizer, args.reward, args.reward_model, sources, args.rollout.episode, self.world.samples
         )
         self.closing.callback(self.scoring.close)
+        self.recorder = Recorder(args.log, Path(args.run_dir), self.tokenizer)
         self.scoring.episodes = start_episodes(
             args.rollout, self.tokenizer, args.data, stop_tokens(args.model, self.tokenizer), self.max_sequence_length,
             self.world,
@@ -101,11 +105,11 @@ class Run(Training):
             beside_engine_gb = sum(self.plan.beside_engine().values())
         print_on_main(self.world, f"engine {args.rollout.engine}")
         self.watchdog.phase("start of the engine")
-        self.engine = make_engine(
+        self.engine = make_engine(EngineSetup(
             args.model, self.hf_config, args.rollout, args.policy, self.world,
             [prompt.tokens for prompt in self.train_set[:4]], stop_tokens(args.model, self.tokenizer),
             self.max_sequence_length, args.seed, beside_engine_gb,
-        )
+        ))
         self.closing.callback(self.engine.close)
         if args.reward_model.path and self.world.samples:
             self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
@@ -145,14 +149,14 @@ class Run(Training):
         if not self.engine.awake:
             raise RuntimeError("the engine is asleep: call run.metrics |= engine.wake(policy) before run.sample")
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
-        arguments = (self.engine, self.scoring, self.train_set, rows, num_samples, sampling, (self.args.seed, *seed),
-                     self.checkpoints.stopping)
+        source = RolloutSource(self.engine, self.scoring, self.train_set, self.checkpoints.stopping)
+        request = RolloutRequest(rows, num_samples, sampling, (self.args.seed, *seed))
         with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:
             # a checkpoint may hold what is in flight, which is dropped if --rollout.in-flight is 1 now
             if sampling.in_flight > 1 or self.script_state.get("in_flight"):
-                pending = continue_rollout(*arguments, self.script_state, self.sampler, self.meter)
+                pending = continue_rollout(source, request, self.script_state, self.sampler, self.meter)
             else:
-                pending = start_rollout(*arguments)
+                pending = start_rollout(source, request)
         pending.step = self.step
         return pending
 
@@ -168,12 +172,11 @@ class Run(Training):
                        has_gradient: Tensor | None = None) -> list[Minibatch]:
         """Send every response of `in_loss` to the rank that trains on it; see `rollout.to_minibatches`. Who runs
         through the model is decided here, once a step: with --run-zero-advantage all, else by `has_gradient`."""
-        return to_minibatches(
-            rollout, in_loss, self.hf_config, self.world, num_minibatches=num_minibatches, max_tokens=max_tokens,
-            seed=seed_of(self.args.seed, step, "minibatches"), step=step,
-            has_gradient=None if self.args.run_zero_advantage else has_gradient,
-            share_prompt=self.args.policy.share_prompt,
+        seed = seed_of(self.args.seed, step, "minibatches")
+        layout = Layout(
+            self.hf_config, self.world, num_minibatches, max_tokens, seed, self.args.policy.share_prompt
         )
+        return to_minibatches(rollout, in_loss, layout, step, None if self.args.run_zero_advantage else has_gradient)
 
     def phase(self, name: str, minibatches: list[Minibatch]) -> AbstractContextManager[Phase]:
         """As Training's. The engine must sleep: it holds the memory that the models need."""
@@ -187,35 +190,33 @@ class Run(Training):
         self.engine.check_sampled(model, self.meter)
 
     def finish(self, step: int, rollout: Rollout, minibatches: list[Minibatch], rewards: Tensor,
-               metrics: dict[str, float], num_epochs: int, sampled: Rollout | None = None) -> None:
+               metrics: dict[str, float], sampled: Rollout | None = None) -> None:
         """End a step: validate when it is time to, log, save. `rewards` [S]: what the update was made from; `metrics`:
-        the script's own; `num_epochs`: passes of the policy's update over `minibatches`; `sampled`: all that was
-        sampled for the step, if that is more than `rollout`."""
+        the script's own; `sampled`: all that was sampled for the step, if that is more than `rollout`."""
         self.check_unfinished(step)
         args = self.args
         results: dict[str, float] | None = {}
         if self.is_validation_due(step):
             with self.timer("testing"):
                 results = self._validate(step + 1)
-        write_step(args.log, self.tracker.run_dir, step + 1, self.tokenizer, rollout, minibatches, rewards)
+        write_step(self.recorder, step + 1, rollout, minibatches, rewards)
         metrics = rollout_metrics(
             sampled or rollout, self.num_sampled_tokens, self.timer.seconds["gen"], args.data.max_prompt_length,
             args.rollout.max_response_length,
         ) | metrics
         self.num_sampled_tokens = 0.0
-        self.end_step(step, minibatches, rollout.lengths, metrics, results, num_epochs)
+        self.end_step(step, minibatches, rollout.lengths, metrics, results)
 
     def _validate(self, step: int) -> dict[str, float] | None:
         """Validation results after `step`; None after a stop signal. The engine sleeps before and after."""
         args = self.args
         rows = spread_rows(len(self.val_set), args.eval_prompts)
         num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
+        source = RolloutSource(self.engine, self.scoring, self.val_set, lambda: bool(self.watchdog.signal))
+        sampling = validation_sampling(args.rollout, args.eval_temperature)
+        request = RolloutRequest(rows, args.eval_n, sampling, (args.seed, "val"))
         with self.tracker.progress("validation", num_responses) as self.scoring.advance:
             self.engine.wake(self.policy)
-            metrics = evaluate(
-                self.engine, self.scoring, self.val_set, rows, args.rollout, args.eval_n, args.eval_temperature,
-                (args.seed, "val"), stop=lambda: bool(self.watchdog.signal),
-                record=lambda samples: write_validation(args.log, self.tracker.run_dir, step, self.tokenizer, samples),
-            )
+            metrics = evaluate(source, request, partial(write_validation, self.recorder, step))
             self.engine.sleep()
         return metrics

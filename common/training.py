@@ -36,7 +36,7 @@ from common.rollout import Minibatch
 from common.tracking.console import batch_line, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.phase import Phase
-from common.tracking.step import peak_flops, step_metrics
+from common.tracking.step import Flops, peak_flops, step_metrics
 
 
 @dataclass
@@ -73,11 +73,11 @@ class TrainArgs:
 BEGIN = "with Run(args, ...) as run: (with Training(args) as run: in scripts that do not sample)"
 LOAD, STEPS = "run.load_trained(args.model, args.optim)", "for step in run.steps():"
 CALL_FIRST = {
-    **dict.fromkeys(("watchdog", "world", "hf_config", "tokenizer", "scoring"), BEGIN),
+    **dict.fromkeys(("watchdog", "world", "hf_config", "tokenizer", "scoring", "recorder"), BEGIN),
     **dict.fromkeys(("train_set", "val_set", "sampler", "total_steps"), f"{BEGIN}, or run.load_data(...)"),
     **dict.fromkeys(("plan", "max_tokens", "engine"), "run.start_engine(max_tokens) or run.plan_memory(max_tokens)"),
     **dict.fromkeys(("hf_files", "checkpoints", "tracker", "first_step", "metrics", "is_validated"), "run.resume()"),
-    **dict.fromkeys(("timer", "meter", "step", "peak_flops"), STEPS),
+    **dict.fromkeys(("timer", "meter", "step", "peak_flops", "updated_microbatches"), STEPS),
     "policy": LOAD,
 }
 """Attribute -> what makes it. Whoever reads it before gets this call in the error."""
@@ -114,6 +114,7 @@ class Training:
     timer: Timer
     meter: Meter
     peak_flops: float | None
+    updated_microbatches: int  # that the policy's updates ran over, each pass counted
 
     def __init__(self, args: TrainArgs):
         self.args = args
@@ -207,7 +208,7 @@ class Training:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
         samples a step, mini-batches, epochs."""
         args, kernels = self.args, (self.world.device, self.hf_config, self.args.policy)
-        line = batch_line(*sizes, self.max_tokens, self.max_sequence_length, self.world.size)
+        line = batch_line(sizes, self.max_tokens, self.max_sequence_length, self.world.size)
         print_on_main(
             self.world, f"batch  {line}\ntrain  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
             f"runs   {args.policy.compute_dtype} on {self.world.device.type}, attention {choose_attention(*kernels)}, "
@@ -252,6 +253,7 @@ class Training:
             self.meter = Meter()
             self.metrics = self.checkpoints.timer.metrics()
             self.is_finished = False
+            self.updated_microbatches = 0
             yield step
             if not self.is_finished:
                 raise RuntimeError(f"step {step + 1} was neither logged nor saved: call run.finish(...) (in "
@@ -272,6 +274,8 @@ class Training:
             phase = Phase(self, name, minibatches, advance)
             yield phase
             phase.check_complete()
+        if name == "update_actor":
+            self.updated_microbatches += num_microbatches
 
     def before_update(self, model: PackedModel) -> None:
         """Before each optimizer step of `model`."""
@@ -297,17 +301,17 @@ class Training:
                                f"step, inside {STEPS}")
 
     def end_step(self, step: int, minibatches: list[Minibatch], lengths: np.ndarray, metrics: dict[str, float],
-                 results: dict[str, float] | None, num_epochs: int = 1) -> None:
-        """Log and save. `minibatches`: what the policy's update ran over `num_epochs` times; `lengths` [S]: tokens of
+                 results: dict[str, float] | None) -> None:
+        """Log and save. `minibatches`: what the policy's update ran over; `lengths` [S]: tokens of
         the step's sequences; `metrics`: the script's own; `results`: of the validation, {} without one. None: a stop
         signal interrupted validation; the resumed run validates and logs this step."""
         self.check_unfinished(step)
         self.is_finished = True
         args, done = self.args, step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
+        flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
         self.metrics |= step_metrics(
-            self.meter, self.timer, self.world, lengths, minibatches, update_flops=flops * num_epochs,
-            peak_flops=self.peak_flops,
+            self.meter, self.timer, self.world, lengths, minibatches, Flops(flops, self.peak_flops)
         )
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}

@@ -92,7 +92,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, cont
     for case in cases:
         left_s = total_s - (time.monotonic() - start)
         limits = sandbox.Limits(min(timeout_s, max(0.1, left_s)), memory_mb)
-        verdict = judge(program, *case, limits, sandbox_fusion_url, isolated)
+        verdict = judge(program, case, limits, sandbox_fusion_url, isolated)
         passed += verdict == "passed"
         if verdict != "passed":
             pred = verdict if pred == "passed" else pred
@@ -103,9 +103,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, cont
             "case_timeout": pred == "timeout"}
 
 
-def judge(program: str, kind: str, given: str, wanted: object, limits: sandbox.Limits, url: str | None,
-          isolated: bool) -> str:
-    """"passed" or what went wrong in one case. RuntimeError where there is no verdict."""
+def judge(program: str, case: tuple[str, str, object], limits: sandbox.Limits, url: str | None, isolated: bool) -> str:
+    """"passed" or what went wrong in one case of `cases_of`. RuntimeError where there is no verdict."""
+    kind, given, wanted = case
     kind, _, name = kind.partition(" ")
     role = {"stdin": "run", "call": "serve", "assert": "judge"}[kind]
     main = f"{HARNESS}\n\nmain({role!r}, {program!r})\n"

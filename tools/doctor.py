@@ -151,7 +151,7 @@ class Doctor:
         """Norms change their sign: all of the model changes, and the same again takes it back, bit by bit."""
         from transformers import AutoTokenizer
 
-        from common.engine.base import RolloutConfig, SamplingConfig
+        from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
         from common.engine.make import check_rollout, make_engine, stop_tokens
         from common.model.loading import load_policy, read_config
         from common.model.policy import ModelConfig
@@ -164,8 +164,8 @@ class Doctor:
         longest = check_rollout(config, hf_config, self.world, 64)
         tokenizer = AutoTokenizer.from_pretrained(model)
         prompts = [tokenizer(text)["input_ids"][:64] for text in PROMPTS]
-        engine = make_engine(model, hf_config, config, policy_config, self.world, prompts,
-                             stop_tokens(model, tokenizer), longest, 0)
+        engine = make_engine(EngineSetup(model, hf_config, config, policy_config, self.world, prompts,
+                             stop_tokens(model, tokenizer), longest, 0))
         engine.probe_every = 1
         policy = load_policy(model, policy_config, self.world)
         said = []

@@ -13,10 +13,10 @@ import torch
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.dataset.store import Loaded, load_rows, template_arguments
+from common.dataset.store import Loaded, RowFormat, load_rows, template_arguments
 from common.model.flops import sequence_cost
 from common.model.loading import read_config
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 from common.parallel.ranks import World
 from common.prompts import TemplateConfig
 from common.rollout import Minibatch
@@ -70,7 +70,7 @@ class ConversationSet:
         numbers = self.sequences(rows)
         lengths = self.lengths[numbers]
         costs = sequence_cost(lengths, hf_config)
-        plan = plan_step(lengths, costs, 1, world.size, max_tokens, seed=0, group_size=world.group_size)
+        plan = plan_step(Sequences(lengths, costs), 1, world.size, max_tokens, seed=0, group_size=world.group_size)
         mine = np.flatnonzero(plan.rank == world.rank).tolist()
         tokens, masks = ([array[numbers[i]].as_py() for i in mine] for array in (self.tokens, self.mask))
         first, rest, masks = [x[:1] for x in tokens], [x[1:] for x in tokens], [x[1:] for x in masks]
@@ -79,17 +79,25 @@ class ConversationSet:
                          torch.zeros(len(numbers), dtype=torch.float64))
 
 
+@dataclass
+class RowParser:
+    """How a row of the files becomes conversations."""
+
+    columns: dict[str, str]  # to read: our name -> the name in the files
+    parse: Callable[[dict[str, Any], Any, dict[str, Any] | None], list[list[Piece]]]
+    """A row, the tokenizer and the arguments of the chat template (None: plain) -> the pieces of its conversations."""
+    per_row: int = 1  # conversations
+
+
 def load_conversations(
-    files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig, columns: dict[str, str],
-    parse: Callable[[dict[str, Any], Any, dict[str, Any] | None], list[list[Piece]]], per_row: int = 1,
+    files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig, parser: RowParser,
 ) -> ConversationSet:
-    """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `columns`: our name -> the name in the
-    files. `parse`: a row, the tokenizer and the arguments of the chat template (None: plain) -> the pieces of `per_row`
-    conversations. `stops`: ids that end an answer. Raises ValueError as `load_prompts` does."""
+    """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `stops`: ids that end an answer. Raises
+    ValueError as `load_prompts` does."""
     template = template_arguments(tokenizer, config)
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, list]]:
-        encoded = [encode(pieces, tokenizer, template, stops) for pieces in parse(row, tokenizer, template)]
+        encoded = [encode(pieces, tokenizer, template, stops) for pieces in parser.parse(row, tokenizer, template)]
         if any(len(tokens) > config.max_length for tokens, _ in encoded):
             encoded = [(tokens[: config.max_length], mask[: config.max_length]) for tokens, mask in encoded]
             if config.on_long_row == "filter" or not all(any(mask) for _, mask in encoded):
@@ -99,7 +107,8 @@ def load_conversations(
         return [{"tokens": tokens, "mask": mask} for tokens, mask in encoded]
 
     limit = "--data.max-length", config.max_length
-    return ConversationSet(*load_rows(files, config, *limit, SCHEMA, columns, encode_row), per_row)
+    form = RowFormat(config, limit, SCHEMA, parser.columns, encode_row)
+    return ConversationSet(*load_rows(files, form), parser.per_row)
 
 
 def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],

@@ -139,10 +139,23 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
     named = "prompt", "data_source", "reward_model", "ground_truth", "extra_info"
     columns = {name: vars(config)[f"{name}_column"] for name in named}
     limit = "--data.max-prompt-length", config.max_prompt_length
-    return PromptSet(*load_rows(files, config, *limit, SCHEMA, columns, encode_row, all_columns), config, tokenizer)
+    form = RowFormat(config, limit, SCHEMA, columns, encode_row, all_columns)
+    return PromptSet(*load_rows(files, form), config, tokenizer)
 
 
-def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
+@dataclass
+class RowFormat:
+    """How rows of data files become rows that are stored."""
+
+    config: TemplateConfig
+    limit: tuple[str, int]  # a flag and its value, the longest length in tokens
+    schema: pa.Schema
+    columns: dict[str, str]  # to read: our name -> the files' name
+    encode: Callable[[dict[str, Any], Loaded], list[dict[str, Any]]]  # a row -> stored rows; [] if it is left out
+    all_columns: bool = False  # read the others, too
+
+
+def load_rows(files: Sequence[str], form: RowFormat) -> tuple[pa.Table, Loaded]:
     """The rows that `store_rows` writes, mapped to memory: only indexing reads a row. In a process group, where all
     ranks must call this, each node's first rank writes; the others wait and get the same rows or the same error."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -150,7 +163,7 @@ def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
     with tempfile.TemporaryDirectory("-prompts") as folder:  # it stays empty where another rank writes
         def work() -> tuple[str, Loaded]:
             try:
-                return f"{folder}/rows.arrow", store_rows(f"{folder}/rows.arrow", *arguments)
+                return f"{folder}/rows.arrow", store_rows(f"{folder}/rows.arrow", files, form)
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
@@ -163,32 +176,32 @@ def load_rows(*arguments: Any) -> tuple[pa.Table, Loaded]:
     return table, loaded
 
 
-def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: str, limit: int, schema: pa.Schema,
-               columns: dict[str, str], encode: Callable[[dict[str, Any], Loaded], list[dict[str, Any]]],
-               all_columns: bool = False) -> Loaded:
-    """Stream `files` into the Arrow file `path`, each row as `encode` returns it (None: left out). Raises ValueError
-    for a row that breaks a rule, unless such rows are skipped, and if no row is left. `limit`: the longest length, and
-    its `flag`; `columns`: those to read, our name -> the files' name; `all_columns`: the others, too."""
+def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
+    """Stream `files` into the Arrow file `path`. Raises ValueError for a row that breaks a rule, unless such rows are
+    skipped, and if no row is left."""
+    config: TemplateConfig = form.config
+    flag, limit = form.limit
     if limit < 1:
         raise ValueError(f"{flag} {limit} must be at least 1")
-    columns = columns | {"images": "images", "videos": "videos"}
+    columns = form.columns | {"images": "images", "videos": "videos"}
     loaded = Loaded(find_files(files))
     bad = loaded.bad_rows
     data_hash = hashlib.sha256()
-    with open(path, "wb") as arrow, pa.ipc.new_stream(arrow, schema) as stream:
+    with open(path, "wb") as arrow, pa.ipc.new_stream(arrow, form.schema) as stream:
         for file in loaded.files:
-            rows = enumerate(read_rows(file, [] if all_columns else columns.values()))
+            rows = enumerate(read_rows(file, [] if form.all_columns else columns.values()))
             while batch := list(islice(rows, BATCH_ROWS)):
                 kept: list[dict[str, Any]] = []
                 for number, row in batch:
                     try:
                         found = row_of(row)
                         renamed = {ours: found[name] for ours, name in columns.items() if name in found}
-                        found = flatten_contents((found if all_columns else {}) | renamed)
-                        if found.get("videos") or (found["images"] and (all_columns or "images" not in schema.names)):
+                        found = flatten_contents((found if form.all_columns else {}) | renamed)
+                        no_images = form.all_columns or "images" not in form.schema.names
+                        if found.get("videos") or (found["images"] and no_images):
                             raise ValueError("images or videos is not empty; nothing here reads videos, and images do "
                                              "not go with sft.py, dpo.py and --rollout.episode")
-                        kept += encode(found, loaded)
+                        kept += form.encode(found, loaded)
                     except ValueError as error:
                         if config.on_bad_row == "error":
                             raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
@@ -196,7 +209,7 @@ def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: st
                         bad.append({"file": file, "row": number, "rule": str(error)})
                 loaded.num_rows += len(batch)
                 data_hash.update(repr(kept).encode())
-                stream.write_batch(pa.RecordBatch.from_pylist(kept, schema))
+                stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
     if loaded.num_rows == loaded.num_filtered + len(bad):
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "

@@ -7,20 +7,21 @@ the compute dtype.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.dataset.images import Images
 from common.engine.sync import Checksum, check_difference, checksum
+from common.layout.response import Response
 from common.metrics import Meter
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, PackedModel, Policy
 from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
-from common.rollout import Response
 from envs.runtime.conversation import EpisodeConfig
 
 
@@ -82,19 +83,47 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutCon
     return replace(config, temperature=temperature, top_p=config.val_top_p, top_k=config.val_top_k, drop=())
 
 
+@dataclass
+class Request:
+    """A response to sample. An unfinished one is continued, with its tokens as part of the prompt."""
+
+    prompt: Sequence[int]
+    seed: int | None  # None: greedy
+    images: Images | None = None
+    response: Response = field(default_factory=Response)  # as an earlier call left it
+
+
+@dataclass
+class EngineSetup:
+    """What an engine is started with."""
+
+    model: str  # folder or hub name; vLLM reads config and tokenizer from it
+    hf_config: PretrainedConfig
+    config: RolloutConfig
+    model_config: ModelConfig
+    world: World
+    probe: Sequence[Sequence[int]]  # a few prompts on which engine and trainer are compared after some syncs
+    stop_token_ids: list[int]
+    max_model_len: int  # tokens of prompt and response
+    seed: int
+    trainer_gb: float = 0.0  # GiB that the trainer keeps on each GPU while the engine is awake
+
+
 class Engine:
     """The parts that both engines share: which prompts an engine samples, the order of calls, checks after a sync."""
 
-    def __init__(self, config: RolloutConfig, model_config: ModelConfig, world: World, probe: Sequence[Sequence[int]]):
-        """`probe`: a few prompts on which engine and trainer are compared after some syncs."""
+    def __init__(self, setup: EngineSetup):
+        config: RolloutConfig = setup.config
+        world = setup.world
         self.config = config
         self.world = world
-        self.dtype = getattr(torch, model_config.compute_dtype)
+        self.dtype = getattr(torch, setup.model_config.compute_dtype)
+        self.stop_token_ids = setup.stop_token_ids
         self.num_engines = (world.num_samplers or world.size) // config.tp
         self.engine_rank = world.rank // config.tp
         """The number of this rank's engine."""
         self.tp_rank = world.rank % config.tp
-        self.probe = [list(prompt) for prompt in probe]
+        self.probe = [list(prompt) for prompt in setup.probe]
         self.name_of: Callable[[str], str] = lambda weight: weight  # the engine's name of a weight of the trainer's
         self.awake = False
         self.offload = Offload(OffloadConfig(), [], [])
@@ -134,23 +163,27 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: SamplingConfig,
         on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
-        begun: Sequence[Response] = (), images: Sequence[Images | None] = (),
     ) -> list[Response]:
-        """One response per prompt (token ids), in order; greedy if the seed is None. All ranks of an engine pass the
-        same prompts and seeds.
+        """One response per prompt (token ids), in order; greedy if the seed is None. See `complete`."""
+        requests = [Request(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return self.complete(requests, sampling, on_finish, stop)
+
+    def complete(
+        self, requests: Sequence[Request], sampling: SamplingConfig, on_finish: Callable[[int, Response], Any],
+        stop: Callable[[], bool],
+    ) -> list[Response]:
+        """The response of each request, in order. All ranks of an engine pass the same requests.
 
         A prompt equal to the one before it is not computed again. `on_finish(i, response)` is called when response i
-        ends. Once `stop()` is true, responses may be unfinished. `begun`: responses that earlier calls returned; an
-        unfinished one is continued, with its tokens as part of the prompt. `images`: of each prompt, if any has some.
-        """
+        ends. Once `stop()` is true, responses may be unfinished."""
         self.begin(stop)
-        responses = [*begun] or [Response([], [], "") for _ in prompts]
-        images = images or [None] * len(responses)
-        for i, (prompt, seed, response) in enumerate(zip(prompts, seeds, responses, strict=True)):
-            if not response.finish_reason:
-                count = len(response.tokens)
+        responses = [request.response for request in requests]
+        for i, request in enumerate(requests):
+            if not request.response.finish_reason:
+                count = len(request.response.tokens)
                 limited = replace(sampling, max_response_length=sampling.max_response_length - count)
-                self.add(i, [*prompt, *response.tokens], seed_of(seed, count) if count else seed, limited, images[i])
+                prompt = [*request.prompt, *request.response.tokens]
+                self.add(i, prompt, seed_of(request.seed, count) if count else request.seed, limited, request.images)
         while self.has_unfinished() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)

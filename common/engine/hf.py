@@ -12,23 +12,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from common.dataset.images import Images
-from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, checksum
-from common.model.policy import ModelConfig, saved_buffers
+from common.layout.response import Response
+from common.model.policy import saved_buffers
 from common.model.router_replay import routers_of
 from common.model.vision import auto_class
-from common.parallel.ranks import World
-from common.rollout import Response
 
 ROWS = 8
 """Number of rows of a block. A row without a response computes a result that is not used."""
 
 
-class Request(NamedTuple):
+class Unfinished(NamedTuple):
     """A response, while it is not complete."""
 
     number: int
@@ -42,15 +41,12 @@ class Request(NamedTuple):
 class HFEngine(Engine):
     """transformers' own model and sampling in the trainer's process."""
 
-    def __init__(
-        self, hf_config: PretrainedConfig, config: RolloutConfig, model_config: ModelConfig, world: World,
-        probe: Sequence[Sequence[int]], stop_token_ids: list[int],
-    ):
-        super().__init__(config, model_config, world, probe)
-        self.stop_token_ids = stop_token_ids
-        with torch.device(world.device):
-            self.model = auto_class(hf_config).from_config(
-                copy.deepcopy(hf_config),  # from_config changes it
+    def __init__(self, setup: EngineSetup):
+        super().__init__(setup)
+        model_config = setup.model_config
+        with torch.device(self.world.device):
+            self.model = auto_class(setup.hf_config).from_config(
+                copy.deepcopy(setup.hf_config),  # from_config changes it
                 dtype=self.dtype,
                 attn_implementation="eager",  # the only one that has soft caps and attention sinks in every family
                 trust_remote_code=model_config.trust_remote_code,
@@ -58,8 +54,8 @@ class HFEngine(Engine):
         self.model.eval().requires_grad_(False)
         self.model.generation_config = GenerationConfig()  # config.json may have other end tokens
         self.routers = routers_of(self.model) if model_config.router_replay == "rollout" else []
-        self.waiting: list[Request] = []
-        self.block: list[Request] = []
+        self.waiting: list[Unfinished] = []
+        self.block: list[Unfinished] = []
         """The first waiting requests that can be sampled together."""
 
     @torch.no_grad()
@@ -75,7 +71,7 @@ class HFEngine(Engine):
         generator = None
         if seed is not None and sampling.temperature:
             generator = torch.Generator(self.world.device).manual_seed(seed)
-        self.waiting.append(Request(request, list(prompt), images, sampling, generator, Response([], [], "")))
+        self.waiting.append(Unfinished(request, list(prompt), images, sampling, generator, Response()))
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting)

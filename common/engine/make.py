@@ -2,18 +2,16 @@
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, is_torchvision_available
 
-from common.engine.base import Engine, RolloutConfig
+from common.engine.base import Engine, EngineSetup, RolloutConfig
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
-from common.model.policy import ModelConfig
 from common.model.vision import FAMILIES
 from common.parallel.ranks import World, print_on_main
 
@@ -117,17 +115,11 @@ def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibat
         )
 
 
-def make_engine(
-    model: str, hf_config: PretrainedConfig, config: RolloutConfig, model_config: ModelConfig, world: World,
-    probe: Sequence[Sequence[int]], stop_token_ids: list[int], max_model_len: int, seed: int, trainer_gb: float = 0.0,
-) -> Engine:
-    """Start the engine that `config.engine` names. `model`: a folder or hub name; vLLM reads config and tokenizer from
-    it. `trainer_gb`: GiB that the trainer keeps on each GPU while the engine is awake (`MemoryPlan.beside_engine`)."""
-    if not world.samples:
-        return RemoteEngine(config, model_config, world, probe)
-    if config.engine == "hf":
-        return HFEngine(hf_config, config, model_config, world, probe, stop_token_ids)
-    return VLLMEngine(model, config, model_config, world, probe, stop_token_ids, max_model_len, seed, trainer_gb)
+def make_engine(setup: EngineSetup) -> Engine:
+    """Start the engine that `config.engine` names; on ranks that do not sample, what stands for the samplers'."""
+    if not setup.world.samples:
+        return RemoteEngine(setup)
+    return HFEngine(setup) if setup.config.engine == "hf" else VLLMEngine(setup)
 
 
 def stop_tokens(model: str, tokenizer: Any) -> list[int]:

@@ -17,40 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from common.dataset.images import Images, decode
-from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
+from common.layout.response import Response
 from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
 from common.model.policy import ModelConfig
-from common.parallel.ranks import World, all_names, seed_of
-from common.rollout import Response
+from common.parallel.ranks import all_names, seed_of
 from rewards import json_object
 
 
 class VLLMEngine(Engine):
     """vLLM's engine core in this process, with its `external_launcher` on the trainer's process group."""
 
-    def __init__(
-        self, model: str, config: RolloutConfig, model_config: ModelConfig, world: World,
-        probe: Sequence[Sequence[int]], stop_token_ids: list[int], max_model_len: int, seed: int, trainer_gb: float,
-    ):
-        super().__init__(config, model_config, world, probe)
-        self.stop_token_ids = stop_token_ids
-        self.on_cpu = world.device.type == "cpu"
+    def __init__(self, setup: EngineSetup):
+        super().__init__(setup)
+        config: RolloutConfig = setup.config
+        model_config: ModelConfig = setup.model_config
+        self.on_cpu = self.world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is imported otherwise, and never used with seeds
         options: dict[str, Any] = {
-            "model": model,
+            "model": setup.model,
             "load_format": "dummy",  # weights come from the trainer, all of them, before the first use
             "dtype": model_config.compute_dtype,
             "trust_remote_code": model_config.trust_remote_code,
             "tensor_parallel_size": config.tp,
             "distributed_executor_backend": "external_launcher",
-            "max_model_len": max_model_len,
+            "max_model_len": setup.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "logprobs_mode": "processed_logprobs",
-            "seed": seed_of(seed, self.engine_rank),
+            "seed": seed_of(setup.seed, self.engine_rank),
             "limit_mm_per_prompt": {"video": 0},
             "mm_hasher_algorithm": "sha256",  # part of Python
             "enable_return_routed_experts": model_config.router_replay == "rollout",
@@ -63,13 +61,13 @@ class VLLMEngine(Engine):
                 "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30),
                 # whole prompts only: the CPU build cannot rewind a response's generator after a partial prefill
                 "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_model_len, 2048),
+                "max_num_batched_tokens": max(setup.max_model_len, 2048),
             }
         else:
             reserved_gb = RESERVED_GB if config.enforce_eager else RESERVED_GB + GRAPHS_GB
             options |= {
                 "enforce_eager": config.enforce_eager,
-                "gpu_memory_utilization": config.gpu_memory_utilization or gpu_share(trainer_gb, reserved_gb),
+                "gpu_memory_utilization": config.gpu_memory_utilization or gpu_share(setup.trainer_gb, reserved_gb),
                 "enable_sleep_mode": True,
             }
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # CPUs have no Triton

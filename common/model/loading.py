@@ -94,27 +94,44 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
 
 
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
-                like: Policy | None = None, dtype: torch.dtype = torch.float32) -> Policy:
-    """The causal LM of a Hugging Face folder, sharded. `like`: a policy of the same folder, unchanged since it was
-    loaded, whose shards are copied; nothing is read.
+                dtype: torch.dtype = torch.float32) -> Policy:
+    """The causal LM of a Hugging Face folder, sharded.
 
     Trained weights have `dtype`. Frozen weights have the compute dtype: nothing is accumulated in them."""
+    policy = _empty_policy(path, config, world, frozen, lora, dtype)
+    _read_in_turns(path, policy.lm, weights_of(policy.lm, path, open_folder(path)) | new_adapters(policy.lm), world)
+    _check_policy(policy, path, config, world)
+    return policy
+
+
+def copy_frozen(policy: Policy, path: str, config: ModelConfig, world: World) -> Policy:
+    """A frozen policy with the shards of `policy`, which was loaded from the same folder. Nothing is read."""
+    copied = _empty_policy(path, config, world, frozen=True)
+    for own, theirs in zip(kept_tensors(copied.lm).values(), kept_tensors(policy.lm).values(), strict=True):
+        own.detach().copy_(theirs.detach())
+    _check_policy(copied, path, config, world)
+    return copied
+
+
+def _empty_policy(path: str, config: ModelConfig, world: World, frozen: bool, lora: LoRAConfig = NO_ADAPTERS,
+                  dtype: torch.dtype = torch.float32) -> Policy:
     hf_config = read_config(path, config)
-    lm = _build(auto_class(hf_config), path, hf_config, config, world, frozen, lora, dtype)
+    stored = getattr(torch, config.compute_dtype) if frozen or lora.rank else dtype
+    lm = _build(auto_class(hf_config), path, hf_config, config, world, stored)
+    if lora.rank:
+        add_adapters(lm, lora, dtype)
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
     if config.router_replay != "none" and not frozen:
         policy.routers = routers_of(lm)
     shard(policy, lm, config, world, frozen)
-    if like is None:
-        weights = weights_of(lm, path, open_folder(path)) | new_adapters(lm)
-        _read_in_turns(path, lm, weights, world)
-    else:
-        for own, theirs in zip(kept_tensors(lm).values(), kept_tensors(like.lm).values(), strict=True):
-            own.detach().copy_(theirs.detach())
-    check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
+
+
+def _check_policy(policy: Policy, path: str, config: ModelConfig, world: World) -> None:
+    score = partial(policy.score, temperature=1.0)
+    check_packing(score, path, read_config(path, config), config.compute_dtype, world.device)
 
 
 def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | Reference:
@@ -122,8 +139,9 @@ def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | 
     still as loaded, and with adapters it is a view of the policy without them."""
     if path == args.model and args.lora.rank:
         return Reference(policy)
-    is_as_loaded = path == args.model and policy.version == 0
-    return load_policy(path, args.policy, world, frozen=True, like=policy if is_as_loaded else None)
+    if path == args.model and policy.version == 0:
+        return copy_frozen(policy, path, args.policy, world)
+    return load_policy(path, args.policy, world, frozen=True)
 
 
 def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
@@ -133,7 +151,10 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     A causal LM gets a head of zeros, so every value starts at 0. A reward model (a *ForSequenceClassification with one
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
-    critic = Critic(_build(AutoModel, path, hf_config, config, world, frozen, lora, dtype))
+    kept = getattr(torch, config.compute_dtype) if frozen or lora.rank else dtype
+    critic = Critic(_build(AutoModel, path, hf_config, config, world, kept))
+    if lora.rank:
+        add_adapters(critic.backbone, lora, dtype)
     stored = open_folder(path)
     weights = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
     if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads
@@ -148,23 +169,20 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     return critic
 
 
-def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World, frozen: bool,
-           lora: LoRAConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World,
+           dtype: torch.dtype) -> PreTrainedModel:
     """The model, without memory for its weights."""
     attention = choose_attention(world.device, hf_config, config)
-    loaded = getattr(torch, config.compute_dtype) if frozen or lora.rank else dtype
     kinds = {"text_config": attention, "vision_config": "sdpa"} if hf_config.model_type in FAMILIES else attention
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
-            hf_config, dtype=loaded, attn_implementation=kinds, trust_remote_code=config.trust_remote_code
+            hf_config, dtype=dtype, attn_implementation=kinds, trust_remote_code=config.trust_remote_code
         )
     if config.freeze_vision:
         model.base_model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)
     if uses_liger(world.device, hf_config, config):
         apply_liger_kernel(model, LIGER_KERNELS)
-    if lora.rank:
-        add_adapters(model, lora, dtype)
     return model
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.kernels import linear_logp
+from common.kernels import Head, linear_logp
 from common.model.lora import LoRALinear, is_adapter, merge
 from common.model.router_replay import Router
 from common.model.sequence_parallel import Row, make_row
@@ -87,12 +87,11 @@ class Policy(PackedModel):
         row, hidden = self.hidden_before(self.lm.base_model, batch)
         logp, entropy, sum_p2 = linear_logp(
             hidden,
-            self.lm.get_output_embeddings().weight,
+            Head(self.lm.get_output_embeddings().weight, **head_options(self.lm.config)),
             row.batch.tokens[row.sampled],
-            temperature=temperature,
+            temperature,
             with_entropy_grad=entropy_grad,
             with_sum_p2=self.keeps_sum_p2 and not torch.is_grad_enabled(),
-            **head_options(self.lm.config),
         )                                                                                       # [N] each
         self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
         self.router_changed = self.routing = None

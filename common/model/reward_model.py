@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from common.batch import Batch
 from common.model.loading import SCORED, load_critic, read_config
 from common.model.policy import ModelConfig
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, all_max
 
 MAX_TOKENS = 16384
@@ -55,7 +55,7 @@ class RewardModel:
         # end of the conversation.
         batch = Batch.build(rows, [[0]] * len(rows))
         lengths = batch.lengths.numpy()
-        groups = list(chain(*plan_step(lengths, lengths, 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
+        groups = list(chain(*plan_step(Sequences(lengths, lengths), 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
         groups += [[len(conversations)]] * (int(all_max([len(groups)])[0]) - len(groups))
         scores = np.zeros(len(rows))
         for group in groups:

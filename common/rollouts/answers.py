@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.rollout import Response, Rollout, gather_rollout
+from common.layout.response import Response
+from common.rollout import Rollout, gather_rollout
 
 
 def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:

@@ -6,7 +6,7 @@ messages to the other ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from common.dataset.store import template_arguments
 from common.engine.base import Engine, RolloutConfig
+from common.layout.response import Response
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
 from common.prompts import Prompt, TemplateConfig
-from common.rollout import Response, Sample
+from common.rollout import Sample
 from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.tool_calls import make_parser
@@ -47,8 +48,18 @@ class Episode:
             del replies[self.num_turns :]
             del self.begun.versions[self.begun.num_sampled_in_all :]
         if self.num_turns == len(replies):
-            replies.append(Response([], [], "", prompt=before))
+            replies.append(Response(prompt=before))
         return replies[self.num_turns]
+
+
+@dataclass
+class EpisodeRequest:
+    """An episode to run. An unfinished one restarts; the model's earlier replies are replayed to it as long as the
+    environment repeats what it said before."""
+
+    prompt: Prompt
+    seed: int | None  # None: greedy
+    begun: Response = field(default_factory=Response)  # as earlier calls left it; replies are added
 
 
 @dataclass
@@ -61,22 +72,17 @@ class Episodes:
     processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
     parse: Callable[[str, list[dict]], list[dict]] | None  # a reply with special tokens, the tools' schemas -> calls
 
-    def run(self, engine: Engine, prompts: Sequence[Prompt], seeds: Sequence[int | None], sampling: RolloutConfig,
-            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool],
-            begun: Sequence[Response] = ()) -> None:
-        """Run an episode for each prompt. `on_end(i, response, reply)` is called as episode i ends, with the last
-        message of its process. Once `stop()` is true, no more is sampled.
-
-        `begun`: the episodes as earlier calls left them; their replies are added. An unfinished episode restarts; the
-        model's earlier replies are replayed to it as long as the environment repeats what it said before."""
+    def run(self, engine: Engine, requests: Sequence[EpisodeRequest], sampling: RolloutConfig,
+            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
+        """Run these episodes. `on_end(i, response, reply)` is called as episode i ends, with the last message of its
+        process. Once `stop()` is true, no more is sampled."""
         engine.begin(stop)
-        begun = begun or [Response([], [], "") for _ in prompts]
-        waiting = [number for number in reversed(range(len(prompts))) if not begun[number].finish_reason]
+        waiting = [i for i in reversed(range(len(requests))) if not requests[i].begun.finish_reason]
         running: dict[int, Episode] = {}
         while (running or waiting) and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:
                 number = waiting.pop()
-                running[number] = self.start(number, prompts[number], seeds[number], begun[number], sampling)
+                running[number] = self.start(number, requests[number], sampling)
             heard: list[tuple[int, dict[str, Any]]] = []
             if self.processes is not None:
                 wait_s = SLICE_S if self.config.lockstep or not engine.has_unfinished() else 0.0
@@ -100,13 +106,14 @@ class Episodes:
         if self.processes is not None:
             self.processes.end_all()
 
-    def start(self, number: int, prompt: Prompt, seed: int | None, begun: Response, sampling: RolloutConfig) -> Episode:
+    def start(self, number: int, request: EpisodeRequest, sampling: RolloutConfig) -> Episode:
+        prompt = request.prompt
         if self.processes is not None:
             start = {"row": prompt.row, "messages": prompt.messages, "tokens_left": sampling.max_response_length}
             self.processes.start(number, start)
         messages = list(prompt.messages)
         conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages)
-        return Episode(conversation, seed, begun)
+        return Episode(conversation, request.seed, request.begun)
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> None:

@@ -5,20 +5,20 @@ log-probs of the other groups are kept. In the next step, after the weight sync,
 the new weights compute the keys and values again and sample the rest, with another random seed.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
-from common.dataset.store import PromptSet
-from common.engine.base import Engine, RolloutConfig
+from common.engine.base import Request
+from common.layout.response import Response
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, seed_of
 from common.prompts import PromptSampler
-from common.rollout import Response, Sample
-from common.rollouts.scoring import PendingRollout, Scoring
+from common.rollout import Sample
+from common.rollouts.episodes import EpisodeRequest
+from common.rollouts.scoring import PendingRollout, RolloutRequest, RolloutSource
 
 
 @dataclass
@@ -32,14 +32,15 @@ class Group:
     outcomes: list[dict[str, Any] | None]  # of episodes that have ended, what they sent last
 
 
-def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                     sampling: RolloutConfig, seed: Sequence[int | str], stop: Callable[[], bool],
-                     state: dict[str, Any], sampler: PromptSampler, meter: Meter) -> PendingRollout:
+def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict[str, Any], sampler: PromptSampler,
+                     meter: Meter) -> PendingRollout:
     """Like `start_rollout`, but the groups returned may come from earlier steps; extra prompts are drawn from
-    `sampler`. `seed`: the run's seed, the step's number, and perhaps more. A group is scored when it is complete.
-    `state` holds the groups in flight between two rollouts, the oldest first, as plain JSON for checkpoints. They are
-    distributed anew over the engines, whose number may change on resume. If --rollout.in-flight is lower after a
-    resume, groups without room are dropped. All ranks call this together."""
+    `sampler`. A group is scored when it is complete. `state` holds the groups in flight between two rollouts, the
+    oldest first, as plain JSON for checkpoints. They are distributed anew over the engines, whose number may change on
+    resume. If --rollout.in-flight is lower after a resume, groups without room are dropped. All ranks call this
+    together."""
+    engine, scoring, data = source.engine, source.scoring, source.data
+    rows, num_samples, sampling, seed = request.rows, request.num_samples, request.sampling, request.seed
     step = int(seed[1])
     num_wanted = len(engine.local_prompts(len(rows)))
     carried = state.get("in_flight", [])
@@ -52,7 +53,7 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
     groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-        groups.append(Group(row, step, seeds, [Response([], [], "") for _ in seeds], [None] * num_samples))
+        groups.append(Group(row, step, seeds, [Response() for _ in seeds], [None] * num_samples))
     # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step > group.step}
     samples = [Sample(k, 0, group.row, data[group.row]) for group in groups for k in range(num_samples)]
@@ -75,17 +76,19 @@ def continue_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Se
         take(number)
 
     def has_ended() -> bool:
-        return len(taken) == num_wanted or stop()
+        return len(taken) == num_wanted or source.stop()
 
     for number in range(len(groups)):
         take(number)
     seeds = [*chain.from_iterable(group.seeds for group in groups)]
     begun = [*chain.from_iterable(group.responses for group in groups)]
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, [sample.prompt for sample in samples], seeds, sampling, end, has_ended, begun)
+        asked = [EpisodeRequest(*one) for one in zip((s.prompt for s in samples), seeds, begun)]
+        scoring.episodes.run(engine, asked, sampling, end, has_ended)
     else:
-        engine.generate([sample.prompt.tokens for sample in samples], seeds, sampling, end, has_ended, begun,
-                        [sample.prompt.images for sample in samples])
+        asked = [Request(s.prompt.tokens, seed, s.prompt.images, response)
+                 for s, seed, response in zip(samples, seeds, begun)]
+        engine.complete(asked, sampling, end, has_ended)
     for place, number in enumerate(sorted(taken)):
         for sample in samples[number * num_samples : (number + 1) * num_samples]:
             sample.group = engine.engine_rank + engine.num_engines * place

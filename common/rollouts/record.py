@@ -4,7 +4,7 @@ validations."""
 import json
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
+from common.layout.response import Response
 from common.parallel.ranks import all_gather_objects
-from common.rollout import Minibatch, Response, Rollout, Sample
+from common.rollout import Minibatch, Rollout, Sample
 from common.tracking.logger import LogConfig
 
 COLUMNS = {
@@ -39,19 +40,27 @@ numbers only as "a list of N numbers"). Lists have one entry per response token;
 SCHEMA = pa.schema({name: kind for kind, names in COLUMNS.items() for name in names.split()})
 
 
-def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTrainedTokenizerBase, rollout: Rollout,
-               minibatches: list[Minibatch], rewards: Tensor) -> None:
+class Recorder(NamedTuple):
+    """Where a run's tables of responses go, and what they are decoded with."""
+
+    config: LogConfig
+    run_dir: Path
+    tokenizer: PreTrainedTokenizerBase
+
+
+def write_step(recorder: Recorder, step: int, rollout: Rollout, minibatches: list[Minibatch], rewards: Tensor) -> None:
     """Write RUN_DIR/rollouts/step_STEP.parquet, if that step has a file (--log.rollouts-every): the first whole groups,
     at least one, up to --log.rollouts-max responses. Every rank calls it. `step` counts from 1; `minibatches` are those
     after the update; `rewards` [S]: the numbers that the advantages were made from."""
+    config: LogConfig = recorder.config
     if config.rollouts_every == 0 or (step > 1 and step % config.rollouts_every):
         return
     ends = rollout.group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
     limit = max([end for end in ends if end <= config.rollouts_max], default=ends[0] if ends else 0)
     rows = [
-        row_of(tokenizer, sample, step, float(rewards[sample.index])) | {
+        row_of(recorder.tokenizer, sample, step, float(rewards[sample.index])) | {
             "tokens": sample.response.tokens,
-            "token_texts": token_texts(tokenizer, sample.prompt.tokens, sample.response.tokens),
+            "token_texts": token_texts(recorder.tokenizer, sample.prompt.tokens, sample.response.tokens),
             "rollout_logp": sample.response.logp,
             "mask": sample.response.mask,
             "version": versions_of(sample.response),
@@ -67,7 +76,7 @@ def write_step(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTraine
         row |= {name: values[len(values) - row["response_length"] :] for name, values in found.items()}
         if row["trained"].any():
             row["advantage"] = float(row["token_advantage"][row["trained"]].mean())
-    write_rows(run_dir / f"rollouts/step_{step:06d}.parquet", [*row_at.values()])
+    write_rows(recorder.run_dir / f"rollouts/step_{step:06d}.parquet", [*row_at.values()])
 
 
 def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int, dict[str, np.ndarray]]]:
@@ -89,14 +98,15 @@ def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int
     ]
 
 
-def write_validation(config: LogConfig, run_dir: Path, step: int, tokenizer: PreTrainedTokenizerBase,
-                     samples: list[Sample]) -> None:
+def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> None:
     """Write RUN_DIR/rollouts/val_STEP.parquet: the first --log.rollouts-max responses, without numbers per token, if
     steps have such files. Every rank calls it, with its own samples."""
+    config: LogConfig = recorder.config
     if not config.rollouts_every:
         return
-    rows = [row_of(tokenizer, sample, step, sample.score) for sample in samples if sample.index < config.rollouts_max]
-    write_rows(run_dir / f"rollouts/val_{step:06d}.parquet", [*chain(*all_gather_objects(rows))])
+    first = [sample for sample in samples if sample.index < config.rollouts_max]
+    rows = [row_of(recorder.tokenizer, sample, step, sample.score) for sample in first]
+    write_rows(recorder.run_dir / f"rollouts/val_{step:06d}.parquet", [*chain(*all_gather_objects(rows))])
 
 
 def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward: float) -> dict[str, Any]:

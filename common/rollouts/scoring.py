@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, RolloutConfig
+from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
+from common.layout.response import Response
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import World, all_gather_objects, all_names, all_sum, seed_of
-from common.rollout import Response, Rollout, Sample, gather_rollout
-from common.rollouts.episodes import Episodes, measure_episodes
+from common.rollout import Rollout, Sample, gather_rollout
+from common.rollouts.episodes import EpisodeRequest, Episodes, measure_episodes
 from common.segments import group_mean, group_std
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
@@ -48,33 +50,54 @@ class Scoring:
             self.episodes.processes.close()
 
 
-def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Sequence[int], num_samples: int,
-                  sampling: RolloutConfig, seed: Sequence[int | str], stop: Callable[[], bool] = lambda: False,
-                  with_greedy: bool = False) -> "PendingRollout | RemoteRollout":
-    """Sample `num_samples` responses to each prompt `data[row]`; scoring of a response starts when it ends.
+@dataclass
+class RolloutRequest:
+    """Which responses to sample."""
+
+    rows: Sequence[int]  # of the prompts in the data set
+    num_samples: int  # of each prompt
+    sampling: RolloutConfig
+    seed: Sequence[int | str]  # the run's seed, the step's number, and perhaps more
+    with_greedy: bool = False  # one more response a prompt, greedy, numbered after all the others
+
+
+@dataclass
+class RolloutSource:
+    """What samples and scores them. When `stop()` turns true, sampling ends early, and the rollout must not be
+    collected."""
+
+    engine: Engine
+    scoring: Scoring
+    data: PromptSet
+    stop: Callable[[], bool] = lambda: False
+
+
+def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRollout | RemoteRollout":
+    """Sample responses to each prompt `data[row]`; scoring of a response starts when it ends.
 
     Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
-    `seed`, its prompt's place in `rows` and its number in the group. When `stop()` turns true, sampling ends early;
-    then the result must not be collected. `with_greedy`: one more response, greedy, numbered after all the others.
-    """
+    `request.seed`, its prompt's place in the rows and its number in the group."""
+    engine, scoring, data = source.engine, source.scoring, source.data
+    rows, num_samples, sampling = request.rows, request.num_samples, request.sampling
     if isinstance(engine, RemoteEngine):
-        engine.bridge.send(("rollout", rows, num_samples, sampling, seed, with_greedy))
+        engine.bridge.send(("rollout", request))
         return RemoteRollout(engine.bridge, data)
     prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
     samples, seeds = [], []
     for group, prompt in prompts.items():
-        if with_greedy:
+        if request.with_greedy:
             samples.append(Sample(len(rows) * num_samples + group, group, rows[group], prompt))
             seeds.append(None)
         for number in range(num_samples):
             samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
-            seeds.append(seed_of(*seed, group, number))
+            seeds.append(seed_of(*request.seed, group, number))
     pending = PendingRollout(engine, scoring, samples, sampling)
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, [sample.prompt for sample in samples], seeds, sampling, pending.score, stop)
+        asked = [EpisodeRequest(sample.prompt, seed) for sample, seed in zip(samples, seeds)]
+        scoring.episodes.run(engine, asked, sampling, pending.score, source.stop)
     else:
-        engine.generate([sample.prompt.tokens for sample in samples], seeds, sampling, pending.score, stop,
-                        images=[sample.prompt.images for sample in samples])
+        asked = [Request(s.prompt.tokens, seed, s.prompt.images) for s, seed in zip(samples, seeds)]
+        engine.complete(asked, sampling, pending.score, source.stop)
     return pending
 
 

@@ -1,18 +1,17 @@
 """Validation results of a step, by data source, under verl's names."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, groupby
 from statistics import multimode
 
 import numpy as np
 
-from common.dataset.store import PromptSet
-from common.engine.base import Engine, RolloutConfig, validation_sampling
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, all_max
 from common.rollout import Sample
-from common.rollouts.scoring import Scoring, start_rollout
+from common.rollouts.scoring import RolloutRequest, RolloutSource, start_rollout
 
 
 def spread_rows(num_rows: int, limit: int) -> list[int]:
@@ -21,20 +20,19 @@ def spread_rows(num_rows: int, limit: int) -> list[int]:
     return [i * num_rows // count for i in range(count)]
 
 
-def evaluate(engine: Engine, scoring: Scoring, prompts: PromptSet, rows: Sequence[int], config: RolloutConfig,
-             num_samples: int, temperature: float, seed: Sequence[int | str], stop: Callable[[], bool],
+def evaluate(source: RolloutSource, request: RolloutRequest,
              record: Callable[[list[Sample]], None]) -> dict[str, float] | None:
-    """Results on these rows with the weights in the engine: of greedy responses, and of `num_samples` sampled responses
-    a prompt, which run together. None if `stop()` turned true on any rank: then samples are missing. `record` gets this
+    """Results on the requested rows with the weights in the engine: of greedy responses, and of the sampled responses,
+    which run together. None if `source.stop()` turned true on any rank: then samples are missing. `record` gets this
     rank's sampled responses, or its greedy responses if there are no sampled ones."""
     meter = Meter()
-    sampling = validation_sampling(config, temperature)
-    pending = start_rollout(engine, scoring, prompts, rows, num_samples, sampling, seed, stop, with_greedy=True)
-    if all_max([stop()]).item():
+    pending = start_rollout(source, replace(request, with_greedy=True))
+    if all_max([source.stop()]).item():
         return None
     samples = pending.collect(meter).samples
-    sampled = [sample for sample in samples if sample.index < len(rows) * num_samples]
-    greedy = [sample for sample in samples if sample.index >= len(rows) * num_samples]
+    num_sampled = len(request.rows) * request.num_samples
+    sampled = [sample for sample in samples if sample.index < num_sampled]
+    greedy = [sample for sample in samples if sample.index >= num_sampled]
     metrics = validation_metrics(greedy, greedy=True) | validation_metrics(sampled, greedy=False)
     record(sampled or greedy)
     return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}

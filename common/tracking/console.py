@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +17,10 @@ import tyro
 ROOT = Path(__file__).parent.parent.parent
 
 
-def batch_line(
-    prompts: int, samples: int, minibatches: int, epochs: int, max_tokens: int, longest: int, ranks: int,
-) -> str:
-    """The batch units of a run in words. `longest`: the most tokens that a prompt and its response may have."""
+def batch_line(sizes: Sequence[int], max_tokens: int, longest: int, ranks: int) -> str:
+    """The batch units of a run in words. `sizes`: prompts and samples a step, mini-batches, epochs. `longest`: the most
+    tokens that a prompt and its response may have."""
+    prompts, samples, minibatches, epochs = sizes
     responses = prompts * samples
     number = -(-responses // (minibatches * ranks * max(1, max_tokens // longest)))
     return (f"{prompts:,} prompts x {samples:,} samples = {responses:,} responses a step, {minibatches} mini-batch(es) "

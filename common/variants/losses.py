@@ -6,7 +6,7 @@ never read, and a loss is 0 there. Statistics are per token, to be averaged over
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +16,34 @@ from common.losses import check_clip
 from common.segments import expand, segment_mean
 
 
-def _prepare(mask: Tensor, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> tuple[Tensor, ...]:
-    """The three and the log ratio. What stands outside the mask becomes 0 first: a NaN there would reach the gradient
-    through a later `where`."""
-    logp, old_logp, advantage = (torch.where(mask, x, 0) for x in (logp, old_logp, advantage))
-    return logp, old_logp, advantage, (logp - old_logp).clamp(-20, 20)
+class Tokens:
+    """What the loss of a micro-batch's tokens is computed from. `log_ratio` is clamped, so that exp stays finite."""
+
+    def __init__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, cu_seqlens: Tensor,
+                 selected: Tensor | None = None):
+        """[T] each; `selected`: bool, by selection.py. What stands outside the mask becomes 0 first: a NaN there would
+        reach the gradient through a later `where`."""
+        self.logp, self.old_logp, self.advantage = (torch.where(mask, x, 0) for x in (logp, old_logp, advantage))
+        self.log_ratio = (self.logp - self.old_logp).clamp(-20, 20)
+        self.mask = mask
+        self.cu_seqlens = cu_seqlens
+        self.selected = None if selected is None else selected & mask
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[T] -> [S]: the mean over each sequence's tokens with mask."""
+        return segment_mean(x, self.mask, self.cu_seqlens)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """[S] -> [T]."""
+        return expand(x, self.cu_seqlens, len(self.mask))
 
 
-def _stats(mask, log_ratio, ratio, high=None, low=None, capped=None) -> dict[str, Tensor]:
+def _stats(tokens: Tokens, ratio: Tensor, high=None, low=None, capped=None) -> dict[str, Tensor]:
     """`high`, `low`: clipped at the upper, lower bound; `capped`: held by the dual clip. ppo_kl: KL(old || current)."""
+    mask = tokens.mask
     high, low, capped = (torch.zeros_like(mask) if x is None else x for x in (high, low, capped))
     stats = {"actor/pg_clipfrac": high | low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low,
-             "actor/pg_clipfrac_lower": capped, "actor/ppo_kl": -log_ratio, "actor/ratio": ratio}
+             "actor/pg_clipfrac_lower": capped, "actor/ppo_kl": -tokens.log_ratio, "actor/ratio": ratio}
     return {name: torch.where(mask, x.detach().to(ratio.dtype), 0) for name, x in stats.items()}
 
 
@@ -48,97 +64,92 @@ def _clipped(ratio, advantage, clip_low, clip_high, clip_dual):
     return loss, (cut & (advantage > 0), cut & (advantage < 0), capped)
 
 
-def ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = 3.0):
+def ppo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = 3.0):
     """Clipped surrogate (Schulman et al. 2017, eq. 7) with dual clip (Ye et al. 2020)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    ratio = log_ratio.exp()
-    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
-    return loss, _stats(mask, log_ratio, ratio, *cut)
+    ratio = tokens.log_ratio.exp()
+    loss, cut = _clipped(ratio, tokens.advantage, clip_low, clip_high, clip_dual)
+    return loss, _stats(tokens, ratio, *cut)
 
 
-def gspo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, clip_dual: float | None = None):
+def gspo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = None):
     """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    mean = expand(segment_mean((logp - old_logp).detach(), mask, cu_seqlens), cu_seqlens, len(logp))
-    ratio = (mean + logp - logp.detach()).clamp(-20, 20).exp()
-    loss, cut = _clipped(ratio, advantage, clip_low, clip_high, clip_dual)
-    return loss, _stats(mask, log_ratio, ratio, *cut)
+    mean = tokens.expand(tokens.mean((tokens.logp - tokens.old_logp).detach()))
+    ratio = (mean + tokens.logp - tokens.logp.detach()).clamp(-20, 20).exp()
+    loss, cut = _clipped(ratio, tokens.advantage, clip_low, clip_high, clip_dual)
+    return loss, _stats(tokens, ratio, *cut)
 
 
-def gmpo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+def gmpo(tokens: Tokens, clip_low, clip_high):
     """Geometric mean of token ratios that are clipped in log space to [-clip_low, clip_high] (Zhao et al. 2025)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
+    log_ratio, advantage = tokens.log_ratio, tokens.advantage
     high, low = (advantage > 0) & (log_ratio > clip_high), (advantage < 0) & (log_ratio < -clip_low)
     clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
-    loss = -segment_mean(advantage, mask, cu_seqlens) * segment_mean(clipped, mask, cu_seqlens).exp()   # [S]
-    loss = torch.where(mask, expand(loss, cu_seqlens, len(logp)), 0)
-    return loss, _stats(mask, log_ratio, log_ratio.exp(), high, low)
+    loss = -tokens.mean(advantage) * tokens.mean(clipped).exp()                                 # [S]
+    loss = torch.where(tokens.mask, tokens.expand(loss), 0)
+    return loss, _stats(tokens, log_ratio.exp(), high, low)
 
 
-def cispo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high):
+def cispo(tokens: Tokens, clip_low, clip_high):
     """REINFORCE with a clipped, detached importance weight: no token loses its gradient (MiniMax-M1)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    ratio = log_ratio.detach().exp()
-    loss = -_clip(ratio, clip_low, clip_high) * advantage * logp
-    return loss, _stats(mask, log_ratio, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    ratio = tokens.log_ratio.detach().exp()
+    loss = -_clip(ratio, clip_low, clip_high) * tokens.advantage * tokens.logp
+    return loss, _stats(tokens, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
 
 
-def sapo(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, tau_pos, tau_neg):
+def sapo(tokens: Tokens, clip_low=None, clip_high=None, *, tau_pos, tau_neg):
     """A soft gate, sigmoid(tau (q - 1)) 4 / tau, instead of clip bounds (Gao et al. 2025)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    ratio = log_ratio.exp()
-    tau = torch.where(advantage > 0, torch.full_like(ratio, tau_pos), tau_neg)
-    return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _stats(mask, log_ratio, ratio)
+    ratio = tokens.log_ratio.exp()
+    tau = torch.where(tokens.advantage > 0, torch.full_like(ratio, tau_pos), tau_neg)
+    return -tokens.advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _stats(tokens, ratio)
 
 
-def clip_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, selected: Tensor, **_):
+def clip_cov(tokens: Tokens, clip_low, clip_high, **_):
     """PPO without dual clip; the tokens that `select_clip_cov` drew [T] have no gradient (Cui et al. 2025)."""
-    loss, stats = ppo(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, clip_dual=None)
-    return torch.where(selected, 0, loss), stats | {"actor/fraction": (selected & mask).to(loss.dtype)}
+    loss, stats = ppo(tokens, clip_low, clip_high, clip_dual=None)
+    return torch.where(tokens.selected, 0, loss), stats | {"actor/fraction": tokens.selected.to(loss.dtype)}
 
 
-def kl_cov(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, selected, cov_kl_coef, **_):
+def kl_cov(tokens: Tokens, clip_low=None, clip_high=None, *, cov_kl_coef, **_):
     """No clip; the tokens that `select_kl_cov` chose [T] also pay for moving away from old_logp (Cui et al. 2025)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    ratio, selected = log_ratio.exp(), selected & mask
-    loss = -advantage * ratio + torch.where(selected, cov_kl_coef * (logp - old_logp).abs(), 0)
-    return loss, _stats(mask, log_ratio, ratio) | {"actor/fraction": selected.to(loss.dtype)}
+    ratio = tokens.log_ratio.exp()
+    penalty = cov_kl_coef * (tokens.logp - tokens.old_logp).abs()
+    loss = -tokens.advantage * ratio + torch.where(tokens.selected, penalty, 0)
+    return loss, _stats(tokens, ratio) | {"actor/fraction": tokens.selected.to(loss.dtype)}
 
 
-def dppo_tv(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, max_ratio):
+def dppo_tv(tokens: Tokens, clip_low, clip_high, *, max_ratio):
     """Trust region on the change of the token's probability, p - p_old, instead of on its ratio (DPPO)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    change = logp.detach().exp() - old_logp.exp()
-    keep = torch.where(advantage > 0, change <= clip_high, change >= -clip_low)
-    return _dppo(keep, logp, log_ratio, advantage, mask, max_ratio)
+    change = tokens.logp.detach().exp() - tokens.old_logp.exp()
+    keep = torch.where(tokens.advantage > 0, change <= clip_high, change >= -clip_low)
+    return _dppo(tokens, keep, max_ratio)
 
 
-def dppo_kl(logp, old_logp, advantage, mask, cu_seqlens, clip_low, clip_high, *, max_ratio):
+def dppo_kl(tokens: Tokens, clip_low, clip_high, *, max_ratio):
     """The same with the distance KL(p_old, p) of the split in two, "this token or another"."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    p, p_old = logp.detach().exp(), old_logp.exp()
+    logp, old_logp = tokens.logp.detach(), tokens.old_logp
+    p, p_old = logp.exp(), old_logp.exp()
     other, other_old = ((-torch.expm1(x.detach())).log().clamp(min=-100) for x in (logp, old_logp))   # log(1 - p)
-    distance = p_old * (old_logp - logp.detach()) + (1 - p_old) * (other_old - other)
-    keep = torch.where(advantage > 0, (distance <= clip_high) | (p <= p_old), (distance <= clip_low) | (p >= p_old))
-    return _dppo(keep, logp, log_ratio, advantage, mask, max_ratio)
+    distance = p_old * (old_logp - logp) + (1 - p_old) * (other_old - other)
+    up = (distance <= clip_high) | (p <= p_old)
+    down = (distance <= clip_low) | (p >= p_old)
+    return _dppo(tokens, torch.where(tokens.advantage > 0, up, down), max_ratio)
 
 
-def _dppo(keep, logp, log_ratio, advantage, mask, max_ratio):
-    ratio = log_ratio.detach().exp()
-    loss = torch.where(keep, -advantage * ratio.clamp(max=max_ratio) * logp, 0)
-    return loss, _stats(mask, log_ratio, ratio, ~keep & (advantage > 0), ~keep & (advantage <= 0))
+def _dppo(tokens: Tokens, keep: Tensor, max_ratio: float):
+    ratio, is_positive = tokens.log_ratio.detach().exp(), tokens.advantage > 0
+    loss = torch.where(keep, -tokens.advantage * ratio.clamp(max=max_ratio) * tokens.logp, 0)
+    return loss, _stats(tokens, ratio, ~keep & is_positive, ~keep & ~is_positive)
 
 
-def dro(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None, *, beta):
+def dro(tokens: Tokens, clip_low=None, clip_high=None, *, beta):
     """-(A logp - beta / 2 (logp - old_logp)^2): a squared distance from the old policy instead of clip bounds (DRO)."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    return beta / 2 * (logp - old_logp).square() - advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
+    distance = (tokens.logp - tokens.old_logp).square()
+    return beta / 2 * distance - tokens.advantage * tokens.logp, _stats(tokens, tokens.log_ratio.exp())
 
 
-def reinforce(logp, old_logp, advantage, mask, cu_seqlens, clip_low=None, clip_high=None):
+def reinforce(tokens: Tokens, clip_low=None, clip_high=None):
     """-A logp: the plain policy gradient."""
-    logp, old_logp, advantage, log_ratio = _prepare(mask, logp, old_logp, advantage)
-    return -advantage * logp, _stats(mask, log_ratio, log_ratio.exp())
+    return -tokens.advantage * tokens.logp, _stats(tokens, tokens.log_ratio.exp())
 
 
 class LossSettings(NamedTuple):
@@ -156,10 +167,10 @@ class LossSettings(NamedTuple):
     def bounds(self) -> dict[str, float]:
         return {name: x for name, x in self._asdict().items() if name.startswith("clip") and x is not None}
 
-    def arguments(self, batch: Batch) -> dict[str, Any]:
-        """The keyword arguments of the function for a micro-batch, its selected tokens among them."""
-        selected = {name: batch.extra[name] for name in ("selected",) if name in batch.extra}
-        return self.bounds | self.numbers | selected
+    def of(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token of a micro-batch [T], and numbers to report of each."""
+        tokens = Tokens(logp, old_logp, batch.advantage, batch.mask, batch.cu_seqlens, batch.extra.get("selected"))
+        return self.function(tokens, **self.bounds, **self.numbers)
 
     def describe(self) -> str:
         numbers = self.bounds | self.numbers

@@ -7,7 +7,7 @@ from common.model.policy import Policy
 from common.parallel.exchange import choose_largest
 from common.parallel.ranks import seed_of
 from common.segments import moments
-from common.variants.losses import LossSettings, ppo
+from common.variants.losses import LossSettings, Tokens, ppo
 
 SELECTED = ("clip_cov", "kl_cov")                       # losses that need a selection
 
@@ -26,7 +26,7 @@ def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, settings
     """A random share of all tokens, among those with cov_low < cov < cov_high that ppo has not clipped: [T] bools."""
     low, high, candidates = settings.numbers["cov_low"], settings.numbers["cov_high"], []
     for b, logp, cov in zip(microbatches, logps, covariances(microbatches, logps)):
-        _, stats = ppo(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens, **settings.bounds)
+        _, stats = ppo(Tokens(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens), **settings.bounds)
         candidates.append(b.mask & (cov > low) & (cov < high) & (stats["actor/pg_clipfrac"] == 0))
     equal = [torch.zeros_like(logp, dtype=torch.float64) for logp in logps]
     return choose_largest(microbatches, equal, candidates, seed, settings.numbers["fraction"])

@@ -14,7 +14,7 @@ from unittest import mock
 import tyro
 from transformers import AutoTokenizer
 
-from common.engine.base import RolloutConfig
+from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
@@ -23,7 +23,7 @@ from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
 from common.prompts import Prompt, TemplateConfig
 from common.rollouts.episodes import start_episodes
-from common.rollouts.scoring import Scoring, start_rollout
+from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
 from rewards.runtime.pool import RewardConfig
 from tests.bench.record import report
 from tests.engine.episode_runs import FILE
@@ -48,9 +48,9 @@ class Bench:
         self.stops = stop_tokens(model, self.tokenizer)
         self.config = RolloutConfig(max_response_length=400, max_num_seqs=64, episode=f"{FILE}:fixed")
         hf_config = read_config(model, model_config)
-        self.engine = make_engine(
+        self.engine = make_engine(EngineSetup(
             model, hf_config, self.config, model_config, self.world, [[1, 2, 3]], self.stops, 512, 0
-        )
+        ))
         self.engine.stop_token_ids = []
         self.engine.wake(load_policy(model, model_config, self.world))
 
@@ -76,7 +76,9 @@ class Bench:
         self.engine.llm.reset_prefix_cache()
         start = time.perf_counter()
         with mock.patch("vllm.SamplingParams", partial(SamplingParams, ignore_eos=True)):
-            pending = start_rollout(self.engine, scoring, prompts, range(len(prompts)), 1, config, [seed])
+            pending = start_rollout(
+                RolloutSource(self.engine, scoring, prompts), RolloutRequest(range(len(prompts)), 1, config, [seed])
+            )
         seconds = time.perf_counter() - start
         sampled = pending.collect(Meter()).response_lengths
         assert sampled.tolist() == [prompts[0].row["turns"] * prompts[0].row["tokens"]] * len(prompts)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from common.engine.base import RolloutConfig
+from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
@@ -21,7 +21,7 @@ from common.parallel import ranks
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt, PromptSampler
 from common.rollouts.in_flight import continue_rollout
-from common.rollouts.scoring import start_rollout
+from common.rollouts.scoring import RolloutRequest, RolloutSource, start_rollout
 from tests.bench.record import report
 from tests.bench.simulate import InFlight
 from tests.engine.engine_models import make_model
@@ -50,8 +50,9 @@ def main(args: Args) -> None:
     data = [Prompt([5 + row // 100, 5 + row % 100, 17, 300], "", "", {}, []) for row in range(1000)]
     config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=2 * args.prompts * args.samples)
     config.extra = "{}" if args.model else '{"skip_tokenizer_init": true}'
-    engine = make_engine(model, read_config(model, model_config), config, model_config, world, [data[0].tokens], [],
-                         args.max_tokens + 8, 0)
+    setup = EngineSetup(model, read_config(model, model_config), config, model_config, world, [data[0].tokens], [],
+                        args.max_tokens + 8, 0)
+    engine = make_engine(setup)
     policy = load_policy(model, model_config, world)
     add, step = engine.add, engine.step
     num_decoded = 0
@@ -94,12 +95,12 @@ def main(args: Args) -> None:
             engine.add = add_with_length
             num_decoded, start = 0, time.perf_counter()
             meter = Meter()
-            arguments = (engine, NO_SCORERS, data, sampler.take(args.prompts), args.samples, sampling, (0, number),
-                         lambda: False)
+            source = RolloutSource(engine, NO_SCORERS, data)
+            request = RolloutRequest(sampler.take(args.prompts), args.samples, sampling, (0, number))
             if in_flight == 1:
-                pending = start_rollout(*arguments)
+                pending = start_rollout(source, request)
             else:
-                pending = continue_rollout(*arguments, carried, sampler, meter)
+                pending = continue_rollout(source, request, carried, sampler, meter)
             seconds.append(time.perf_counter() - start)
             decoded.append(num_decoded)
             pending.collect(meter)

@@ -18,16 +18,17 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
-from common import correction, losses
+import grpo
+from common import correction
 from common.batch import Batch
 from common.metrics import Meter, Timer
 from common.parallel import ranks
 from common.prompts import Prompt
 from common.rollout import Response, Rollout, Sample
-from common.rollouts.record import write_step
+from common.rollouts.record import Recorder, write_step
 from common.tracking.console import step_line
 from common.tracking.logger import LogConfig, Tracker
-from common.tracking.step import rollout_metrics, step_metrics
+from common.tracking.step import Flops, rollout_metrics, step_metrics
 from tests.bench.record import report
 
 
@@ -66,7 +67,7 @@ def main(args: Args) -> None:
     scores = torch.ones(P * G, dtype=torch.float64)
     group = torch.arange(P * G) // G
     lengths = [torch.full((P * G,), length) for length in (98.0, 27.0, 0.0)]
-    rollout = Rollout(samples, scores, group, *lengths, torch.ones(P * G), no, in_loss=~no)
+    rollout = Rollout(samples, scores, group, torch.zeros_like(group), *lengths, torch.ones(P * G), no)
     rewards = torch.zeros(P * G, dtype=torch.float64)
 
     def measure(name: str, share: float, work) -> None:
@@ -83,7 +84,7 @@ def main(args: Args) -> None:
         timer.seconds |= {"gen": 4.0, "update_actor": 5.0}
         batch = minibatches[0][0]
         logp = torch.randn(len(batch.tokens)) - 2
-        _, stats = variants.ppo(logp, logp, batch.advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
+        _, stats = grpo.clipped_loss(logp, logp, batch.advantage, grpo.Args("", ()))
 
         def meters() -> None:
             for _ in minibatches[0]:
@@ -95,11 +96,10 @@ def main(args: Args) -> None:
         def responses() -> None:
             for microbatch in minibatches[0]:
                 microbatch.last_pass = stats | {"logp": logp, "entropy": logp}
-            write_step(args.log, Path(folder), 5, tokenizer, rollout, minibatches, rewards)
+            write_step(Recorder(args.log, Path(folder), tokenizer), 5, rollout, minibatches, rewards)
 
         def numbers() -> dict[str, float]:
-            flops = {"update_flops": 1e12, "peak_flops": 1e12}
-            of_update = step_metrics(meter, timer, world, rollout.lengths, minibatches, **flops)
+            of_update = step_metrics(meter, timer, world, rollout.lengths, minibatches, Flops(1e12, 1e12))
             return of_update | rollout_metrics(rollout, P * G * 27, 4.0, max_prompt_length=160, max_response_length=40)
 
         measure("meters of 4 micro-batches", 1.0, meters)

@@ -24,7 +24,7 @@ from transformers import Qwen2Config
 
 from common.batch import Batch
 from common.model.flops import sequence_cost
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 from tests.bench.record import report
 
 QWEN_7B = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
@@ -41,7 +41,7 @@ def measure(world_size: int, samples_per_rank: int, seed: int) -> dict:
     times = []
     for _ in range(5):
         start = time.process_time()
-        plan = plan_step(lengths, costs, 1, world_size, BUDGET, seed)
+        plan = plan_step(Sequences(lengths, costs), 1, world_size, BUDGET, seed)
         times.append(time.process_time() - start)
 
     microbatches = plan.minibatches[0]

@@ -9,7 +9,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from common.dataset.store import load_prompts
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
@@ -18,7 +18,7 @@ from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
 from common.parallel.ranks import seed_of
 from common.prompts import DataConfig
-from common.rollouts.scoring import Scoring, start_rollout
+from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
 from rewards.runtime.pool import RewardConfig
 from tests.bench.record import report
 
@@ -40,7 +40,8 @@ def main(args: Args) -> None:
     requests = [prompt for prompt in prompts for _ in range(args.samples)]
     config = RolloutConfig(max_response_length=args.max_tokens, max_num_seqs=len(requests))
     hf_config, stops = read_config(args.model, model_config), stop_tokens(args.model, tokenizer)
-    engine = make_engine(args.model, hf_config, config, model_config, world, [requests[0].tokens], stops, 512, 0)
+    setup = EngineSetup(args.model, hf_config, config, model_config, world, [requests[0].tokens], stops, 512, 0)
+    engine = make_engine(setup)
     policy = load_policy(args.model, model_config, world)
     scoring = Scoring(tokenizer, RewardConfig(num_workers=1), RewardModelConfig(), [])
     engine.wake(policy)
@@ -61,10 +62,9 @@ def main(args: Args) -> None:
     def loop(round_number: int) -> float:
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()
-        pending = start_rollout(
-            engine, scoring, prompts, range(len(prompts)), args.samples, SamplingConfig(1.0, args.max_tokens),
-            [round_number],
-        )
+        sampling = SamplingConfig(1.0, args.max_tokens)
+        request = RolloutRequest(range(len(prompts)), args.samples, sampling, [round_number])
+        pending = start_rollout(RolloutSource(engine, scoring, prompts), request)
         rate = sum(len(s.response.tokens) for s in pending.samples) / (time.perf_counter() - start)
         pending.collect(Meter())
         return rate

@@ -23,7 +23,7 @@ import tyro
 from transformers import AutoTokenizer
 
 import sft
-from common.dataset.conversations import ConversationSet, load_conversations
+from common.dataset.conversations import ConversationSet, RowParser, load_conversations
 from common.engine.make import stop_tokens
 from common.prompts import PromptSampler
 from tests.bench.bench_step import run
@@ -52,7 +52,8 @@ def load(args: Args) -> ConversationSet:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = sft.SFTConfig()
     columns = {"messages": config.messages_column, "prompt": config.prompt_column, "response": config.response_column}
-    return load_conversations([TASK], tokenizer, stop_tokens(args.model, tokenizer), config, columns, sft.parse)
+    parser = RowParser(columns, sft.parse)
+    return load_conversations([TASK], tokenizer, stop_tokens(args.model, tokenizer), config, parser)
 
 
 def write_rows(file: Path, data: ConversationSet, rows: list[int]) -> None:

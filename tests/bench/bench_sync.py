@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 import tyro
 
-from common.engine.base import Engine, RolloutConfig
+from common.engine.base import Engine, EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.engine.vllm import pack_on_cpu
 from common.model.loading import load_policy, read_config
@@ -34,7 +34,7 @@ def main(args: Args) -> None:
     world, model_config = ranks.init(), ModelConfig()
     config = RolloutConfig(max_response_length=40, max_num_seqs=16, kv_cache_gb=0.1, tp=args.tp)
     hf_config = read_config(args.model, model_config)
-    engine = make_engine(args.model, hf_config, config, model_config, world, [[5, 6, 7]], [2], 128, 0)
+    engine = make_engine(EngineSetup(args.model, hf_config, config, model_config, world, [[5, 6, 7]], [2], 128, 0))
     policy = load_policy(args.model, model_config, world)
     engine.wake(policy)
     engine.sleep()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from common import losses
+import grpo
 from common.batch import Batch
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
@@ -33,6 +33,7 @@ from common.model.sequence_parallel import Row, make_row
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from tests.bench.record import report
+from tests.common.weigh import weigh
 
 
 @dataclass
@@ -112,7 +113,7 @@ def main(args: Args) -> None:
         for b in microbatches:
             b.advantage = b.mask.float()
             logp, _ = policy(b, 1.0)
-            loss, _ = variants.ppo(logp, logp.detach(), b.advantage, b.mask, b.cu_seqlens, 0.2, 0.2)
+            loss, _ = grpo.clipped_loss(logp, logp.detach(), b.advantage, grpo.Args("", ()))
             (loss * b.extra["weight"]).sum().backward()
         optimizer_step(policy, optimizer, 0.0, OptimConfig())
         return time.perf_counter() - start

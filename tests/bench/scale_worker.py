@@ -20,18 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import losses
+import grpo
 from common.batch import Batch
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange
+from tests.common.weigh import weigh
 
 aten = torch.ops.aten
 COLLECTIVES = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "exchange"}
@@ -94,7 +95,8 @@ def main(job: dict) -> None:
     if world.size == 1:
         longest = max(case["prompt"] + case["response"] for case in job["cases"])
         rollout = RolloutConfig(max_response_length=longest, max_num_seqs=job["max_num_seqs"], kv_cache_gb=0.5)
-        engine = make_engine(job["model"], config, rollout, model_config, world, [[5, 6, 7]], [2], longest, 0)
+        setup = EngineSetup(job["model"], config, rollout, model_config, world, [[5, 6, 7]], [2], longest, 0)
+        engine = make_engine(setup)
     policy = load_policy(job["model"], model_config, world)
     optimizer = make_optimizer(policy, OptimConfig())
 
@@ -113,12 +115,12 @@ def main(job: dict) -> None:
             seconds.append(time.process_time() - start)
         return prompts, [r.tokens for r in responses], seconds[1:]
 
-    def backward(microbatches: list[Batch]) -> None:
-        weigh(microbatches, "token-mean", left_out=torch.zeros(NUM_RESPONSES, dtype=torch.float64))
+    def backward(microbatches: list[Batch], num_responses: int) -> None:
+        weigh(microbatches, "token-mean", left_out=torch.zeros(num_responses, dtype=torch.float64))
         for b in microbatches:
             b.advantage = b.mask.float()
             logp, _ = policy(b, 1.0)
-            loss, _ = variants.ppo(logp, logp.detach(), b.advantage, b.mask, b.cu_seqlens, 0.2, 0.2)
+            loss, _ = grpo.clipped_loss(logp, logp.detach(), b.advantage, grpo.Args("", ()))
             (world.size * (loss * b.extra["weight"]).sum()).backward()
 
     def step() -> None:
@@ -131,17 +133,17 @@ def main(job: dict) -> None:
     def measure(case: dict) -> dict:
         prompts, responses, rollout_s = ask(case["prompts"], case["samples"], case["prompt"], case["response"])
         lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses)])
-        plan = plan_step(lengths, sequence_cost(lengths, config), 1, world.size, job["max_tokens"], seed=0)
+        plan = plan_step(Sequences(lengths, sequence_cost(lengths, config)), 1, world.size, job["max_tokens"], seed=0)
         mine = [i for i in range(len(prompts)) if i // case["samples"] % world.size == world.rank]
         batch = Batch.build([prompts[i] for i in mine], [responses[i] for i in mine], index=mine,
                             rollout_logps=[[0.0] * len(responses[i]) for i in mine])
         with Traffic(world.rank) as moved:
             batch = exchange(batch, plan.rank[batch.index.numpy()])
         microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
-        backward(microbatches)                                          # the first one also prepares
+        backward(microbatches, len(prompts))                                          # the first one also prepares
         step()
         with Traffic(world.rank) as traffic, FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as flops:
-            backward(microbatches)
+            backward(microbatches, len(prompts))
         with Traffic(world.rank) as synced:
             sync(policy)
         row = {"tokens": int(sum(len(b.tokens) for b in microbatches if b.index[0] >= 0)),
@@ -155,7 +157,7 @@ def main(job: dict) -> None:
         if engine is not None:
             seconds = {"rollout_s": statistics.median(rollout_s),
                        "sync_s": cpu_seconds(lambda: engine._sync(policy), job["repeats"]),
-                       "update_s": cpu_seconds(lambda: (backward(microbatches), step()), job["repeats"])}
+                       "update_s": cpu_seconds(lambda: (backward(microbatches, len(prompts)), step()), job["repeats"])}
         return case | {"response_lengths": [len(r) for r in responses], "microbatches": len(microbatches),
                        "ranks": rows, "seconds": seconds}
 
@@ -176,12 +178,12 @@ def main(job: dict) -> None:
         small = full.select(torch.tensor([0])).dummy()
         small.mask[1], small.index[0] = True, 0
         for batch in (small, full):
-            backward([batch])
+            backward([batch], len(batch))
         return {"flops": 2 * n**3 / min(cpu_seconds(lambda: a @ a, 1) for _ in range(7)),
                 "bytes_per_s": 2 * big.nbytes / min(cpu_seconds(lambda: into.copy_(big), 1) for _ in range(7)),
-                "decode_s": decode, "small_s": cpu_seconds(lambda: backward([small]), 9),
+                "decode_s": decode, "small_s": cpu_seconds(lambda: backward([small], 1), 9),
                 "sync_s": cpu_seconds(lambda: engine._sync(policy), 5),
-                "full_s": cpu_seconds(lambda: backward([full]), 5), "full_lengths": full.lengths.tolist()}
+                "full_s": cpu_seconds(lambda: backward([full], len(full)), 5), "full_lengths": full.lengths.tolist()}
 
     if engine is not None:
         engine.wake(policy)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common.model.flops import sequence_cost
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def update_work(shape: Shape, job: Job) -> dict[str, np.ndarray]:
     exchange) in the whole update. The head runs on response tokens: forward, recomputed, and two backward products."""
     lengths = job.prompt_lengths + job.response_lengths
     costs = sequence_cost(lengths, shape.config)
-    plan = plan_step(lengths, costs, job.minibatches, job.ranks, job.max_tokens, seed=0)
+    plan = plan_step(Sequences(lengths, costs), job.minibatches, job.ranks, job.max_tokens, seed=0)
     layers, head = costs - shape.head_flops(lengths), shape.head_flops(job.response_lengths)
     each = {"flops": (4 if job.checkpointing else 3) * layers + 4 * head, "forward": layers + head, "tokens": lengths}
     microbatches = [ranks for minibatch in plan.minibatches for ranks in minibatch]

@@ -18,7 +18,7 @@ from transformers import (
 
 from common.batch import Batch
 from common.checkpoint import export
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -80,7 +80,8 @@ def test_export_samples_the_same_greedy_tokens(exported, world):
     assert stops == [2, 7]
     prompts = [tokenizer(text).input_ids for text in ("What is 7 + 5?", "Anna has 3 apples.")]
     config, rollout = ModelConfig(), RolloutConfig(engine="hf")
-    engine = make_engine(str(out), read_config(str(out), config), rollout, config, world, prompts, stops, 64, 0)
+    setup = EngineSetup(str(out), read_config(str(out), config), rollout, config, world, prompts, stops, 64, 0)
+    engine = make_engine(setup)
     engine.wake(policy)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     responses = [response.tokens for response in engine.generate(prompts, [0, 0], SamplingConfig(0.0, 16))]

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from common.dataset.conversations import ConversationConfig, encode, load_conversations
+from common.dataset.conversations import ConversationConfig, RowParser, encode, load_conversations
 from common.dataset.store import load_prompts
 from common.prompts import DataConfig
 from common.segments import segment_sum
@@ -37,7 +37,7 @@ def load(path, rows, tokenizer, **flags):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = ConversationConfig(**flags)
-    return load_conversations([str(path)], tokenizer, [tokenizer.eos_token_id], config, COLUMNS, parse)
+    return load_conversations([str(path)], tokenizer, [tokenizer.eos_token_id], config, RowParser(COLUMNS, parse))
 
 
 def trained(tokens, mask, tokenizer) -> list[str]:
@@ -171,7 +171,7 @@ def test_nothing_left_and_files_that_cannot_be_read(tokenizer, tmp_path):
     (tmp_path / "b.parquet").write_text("no parquet")
     files = [str(tmp_path / "b.parquet")]
     with pytest.raises(ValueError, match=r"b.parquet cannot be read"):
-        load_conversations(files, tokenizer, [2], ConversationConfig(), COLUMNS, parse)
+        load_conversations(files, tokenizer, [2], ConversationConfig(), RowParser(COLUMNS, parse))
 
 
 def test_plain_text_ends_with_the_end_token(tokenizer):

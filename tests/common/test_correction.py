@@ -23,7 +23,7 @@ from common.batch import Batch
 from common.correction import PRESETS, CorrectionConfig, resolve_correction
 from common.metrics import Meter
 from common.parallel import ranks
-from common.variants.losses import LOSSES
+from common.variants.losses import LOSSES, Tokens
 from tests.common.weigh import weigh
 from tests.conftest import launch
 from tests.oracles import policy_loss
@@ -460,7 +460,8 @@ def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
     weigh([batch], "token-mean")
     advantage = torch.randn(NUM_RESPONSES, generator=rng)[batch.sequence_ids] * batch.mask
     logp = (old + drift).requires_grad_()
-    out, _ = LOSSES[loss].function(logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens, 0.2, 0.2)
+    tokens = Tokens(logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens)
+    out, _ = LOSSES[loss].function(tokens, 0.2, 0.2)
     out = out * correction.importance_weights(batch, logp, config, meter)
     (out * batch.extra["weight"]).sum().backward()
 

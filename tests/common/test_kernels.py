@@ -8,7 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 from common import kernels
-from common.kernels import CPU_TILE, CUDA_TILE_BYTES, linear_logp, tile_shape
+from common.kernels import CPU_TILE, CUDA_TILE_BYTES, Head, tile_shape
 from tests import oracles
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -44,6 +44,11 @@ def naive(hidden, weight, targets, temperature=1.0, softcap=None, logit_scale=1.
 def tiles(tokens: int, vocab: int):
     """In this block a tile has this many tokens and words."""
     return mock.patch.object(kernels, "CPU_TILE", (tokens, vocab))
+
+
+def linear_logp(hidden, weight, targets, temperature=1.0, softcap=None, logit_scale=1.0, **more):
+    """With the signature of the oracle and of `naive`."""
+    return kernels.linear_logp(hidden, Head(weight, softcap, logit_scale), targets, temperature, **more)
 
 
 def gradients(function, hidden, weight, targets, up, entropy=True, **settings):

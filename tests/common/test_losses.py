@@ -13,7 +13,7 @@ from common.batch import Batch
 from common.losses import gae, kl_estimate, mean_kl, on_last_token, token_weights
 from common.rollout import Minibatch
 from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
-from common.variants.losses import LOSSES, resolve_loss
+from common.variants.losses import LOSSES, Tokens, resolve_loss
 from common.variants.selection import covariances, select_clip_cov, select_kl_cov
 from ppo import adapt_kl_coef, explained_variance, value_loss
 from tests import oracles
@@ -22,7 +22,17 @@ from tests.oracles import AGGREGATIONS
 
 F64, F32 = torch.float64, torch.float32
 TOLERANCE = {F64: 1e-10, F32: 2e-5}      # relative to max(1, |oracle|); float32 holds a log-prob of 50 to 4e-6
-POLICY_LOSSES = {name: functools.partial(d.function, **d.numbers | ({"beta": 0.7} if name == "dro" else {}))
+
+
+def on_tensors(function):
+    """A loss as a function of the tensors that its `Tokens` hold."""
+    def call(logp, old_logp, advantage, mask, cu_seqlens, *bounds, selected=None, **numbers):
+        return function(Tokens(logp, old_logp, advantage, mask, cu_seqlens, selected), *bounds, **numbers)
+
+    return call
+
+
+POLICY_LOSSES = {name: functools.partial(on_tensors(d.function), **d.numbers | ({"beta": 0.7} if name == "dro" else {}))
                  for name, d in LOSSES.items()}
 CLIPS = {name: (d.clip_low, d.clip_high) for name, d in LOSSES.items()}
 CLIPS["gspo"] = (0.1, 0.1)                # its 4e-4 would clip almost every random sequence
@@ -388,7 +398,7 @@ def test_numbers_of_a_loss_are_used(name, numbers):
     logp = batch.logp.clone().requires_grad_()
     arguments = {ours.get(number, number): value for number, value in numbers.items()} | keywords(name, batch)
     inputs = (batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens)
-    loss, _ = LOSSES[name].function(logp, *inputs, lo, hi, **arguments)
+    loss, _ = on_tensors(LOSSES[name].function)(logp, *inputs, lo, hi, **arguments)
     (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
     (want, want_grad), (usual, _) = (
         oracles.policy_loss(name, x.logp, x.old_logp, x.advantage, x.mask, x.cu_seqlens, lo, hi, selected=x.selected,

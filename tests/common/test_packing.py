@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.batch import Batch
 from common.model.flops import sequence_cost
-from common.packing import Plan, partition, plan_step
+from common.packing import Plan, Sequences, partition, plan_step
 from common.parallel.exchange import exchange, gather_numbers
 from tests.common.weigh import weigh
 from tests.oracles import AGGREGATIONS
@@ -372,10 +372,10 @@ def test_plan_properties(items, num_minibatches, world_size, budget, seed, runs)
     lengths, costs = [n for n, _ in items], [cost for _, cost in items]
     num_minibatches = min(num_minibatches, len(items))
     runs = [bool(runs >> i & 1) for i in range(len(items))]
-    arguments = (num_minibatches, world_size, budget, seed, runs)
-    plan = plan_step(np.array(lengths), np.array(costs), *arguments)
+    sequences, arguments = Sequences(lengths, costs, runs), (num_minibatches, world_size, budget, seed)
+    plan = plan_step(sequences, *arguments)
     check_plan(plan, lengths, costs, num_minibatches, world_size, budget, runs)
-    again = plan_step(np.array(lengths), np.array(costs), *arguments)
+    again = plan_step(sequences, *arguments)
     assert plan.rank.tolist() == again.rank.tolist()
     every = [[share.tolist() for share in itertools.chain(*itertools.chain(*p.minibatches))] for p in (plan, again)]
     assert every[0] == every[1]
@@ -387,7 +387,7 @@ def test_plan_where_balance_does_not_fit():
     for seed in range(40):
         rng = np.random.default_rng(seed)
         lengths, costs = rng.integers(30, 60, 24), rng.lognormal(0, 1, 24)
-        plan = plan_step(lengths, costs, 2, 3, 100, seed)
+        plan = plan_step(Sequences(lengths, costs), 2, 3, 100, seed)
         check_plan(plan, lengths.tolist(), costs.tolist(), 2, 3, 100)
         for minibatch in plan.minibatches:
             tokens = [sum(lengths[ranks[rank]].sum() for ranks in minibatch) for rank in range(3)]
@@ -397,7 +397,7 @@ def test_plan_where_balance_does_not_fit():
 
 def test_plan_seed_moves_minibatches_only():
     lengths = np.arange(1, 65)
-    plans = [plan_step(lengths, lengths, 4, 2, 200, seed) for seed in (1, 2)]
+    plans = [plan_step(Sequences(lengths, lengths), 4, 2, 200, seed) for seed in (1, 2)]
     groups = [[sorted(np.concatenate(list(itertools.chain(*m))).tolist()) for m in plan.minibatches] for plan in plans]
     assert groups[0] != groups[1]
     assert groups[0][0] != list(range(16))                              # a permutation, not the order as given
@@ -411,7 +411,7 @@ def test_plan_imbalance_on_log_normal_lengths(seed, world_size, sigma):
     lengths = 200 + np.minimum(rng.lognormal(6.5, sigma, 32 * world_size), 4000).astype(np.int64)
     costs = sequence_cost(lengths, tiny("Qwen2Config", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
                                         num_key_value_heads=4, intermediate_size=18944, vocab_size=152064))
-    plan = plan_step(lengths, costs, 1, world_size, 16384, seed)
+    plan = plan_step(Sequences(lengths, costs), 1, world_size, 16384, seed)
     check_plan(plan, lengths.tolist(), costs.tolist(), 1, world_size, 16384)
     loads = np.bincount(plan.rank, costs, world_size)
     assert loads.max() / loads.mean() < 1.03
@@ -425,15 +425,17 @@ def test_plan_imbalance_on_log_normal_lengths(seed, world_size, sigma):
 ])
 def test_plan_refuses(change):
     good = {"lengths": np.ones(4), "costs": np.ones(4), "num_minibatches": 1, "world_size": 1, "max_tokens": 9}
+    given = good | change
+    lengths, costs = given.pop("lengths"), given.pop("costs")
     with pytest.raises(AssertionError):
-        plan_step(seed=0, **good | change)
+        plan_step(Sequences(lengths, costs), seed=0, **given)
 
 
 @quick
 @given(samples(), st.integers(1, 3), st.integers(4, 30))
 def test_plan_then_microbatches_restores_the_batch(rows, world_size, budget):
     batch = build(rows).sort()
-    plan = plan_step(batch.lengths.numpy(), batch.lengths.numpy(), 1, world_size, budget, 0)
+    plan = plan_step(Sequences(batch.lengths.numpy(), batch.lengths.numpy()), 1, world_size, budget, 0)
     microbatches = [batch.microbatch(responses) for microbatch in plan.minibatches[0] for responses in microbatch]
     assert all(len(microbatch.tokens) <= budget or len(microbatch) == 1 for microbatch in microbatches)
     assert unpack(Batch.cat(microbatches).sort()) == unpack(batch)
@@ -458,7 +460,8 @@ def test_groups_stay_together_and_their_prompt_counts_once(world_size, max_token
     prompts, groups = rng.integers(5, 30, 7).repeat(4), np.arange(28) // 4
     lengths = prompts + rng.integers(1, 12, 28)
     costs = lengths.astype(float)
-    plan = plan_step(lengths, costs, 1, world_size, max_tokens, 0, groups=groups, prompt_lengths=prompts)
+    sequences = Sequences(lengths, costs, groups=groups, prompt_lengths=prompts)
+    plan = plan_step(sequences, 1, world_size, max_tokens, 0)
     cuts = 0
     seen = []
     for row in plan.minibatches[0]:

@@ -13,14 +13,14 @@ from transformers import LlamaConfig
 
 from common.batch import Batch
 from common.correction import measure
-from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, RolloutConfig, SamplingConfig, validation_sampling
 from common.losses import token_weights
 from common.metrics import Meter
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
-from common.rollout import Response, Rollout, Sample, gather_rollout, scatter_fields, to_minibatches
+from common.rollout import Layout, Response, Rollout, Sample, gather_rollout, scatter_fields, to_minibatches
 from common.rollouts import scoring
-from common.rollouts.scoring import responses_from_state, responses_to_state
+from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_from_state, responses_to_state
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import rollout_metrics
@@ -63,25 +63,27 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
     by one rank of the engine."""
     seen = {}
 
-    def generate(prompts, seeds, sampling, on_finish, stop, images):
-        seen.update(prompts=prompts, seeds=seeds)
-        for i in reversed(range(len(prompts))):
+    def complete(requests, sampling, on_finish, stop):
+        seen.update(prompts=[request.prompt for request in requests], seeds=[request.seed for request in requests])
+        for i in reversed(range(len(requests))):
             on_finish(i, Response([i], [-0.5], "stop"))
 
-    engine = SimpleNamespace(local_prompts=lambda count: range(1, count, 2), generate=generate, tp_rank=tp - 1,
+    engine = SimpleNamespace(local_prompts=lambda count: range(1, count, 2), complete=complete, tp_rank=tp - 1,
                              config=SimpleNamespace(tp=tp))
     submitted = []
     pool = SimpleNamespace(submit=lambda *given: submitted.append(given))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"text {tokens[0]}")
     judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None)
-    pending = scoring.start_rollout(engine, judge, DATA, [5, 4, 3, 2], 3, SamplingConfig(), (7, "x"))
+    source = RolloutSource(engine, judge, DATA)
+    pending = scoring.start_rollout(source, RolloutRequest([5, 4, 3, 2], 3, SamplingConfig(), (7, "x")))
     assert [(s.index, s.group, s.row) for s in pending.samples] == [
         (3, 1, 4), (4, 1, 4), (5, 1, 4), (9, 3, 2), (10, 3, 2), (11, 3, 2)]
     assert seen["prompts"] == [[1] * 7] * 3 + [[1] * 5] * 3
     assert seen["seeds"] == [seed_of(7, "x", group, number) for group in (1, 3) for number in range(3)]
     assert submitted[0] == (5, "source0", "text 5", "2", {"row": 2})
     assert [given[0] for given in submitted] == [i for i in (5, 4, 3, 2, 1, 0) if i % tp == tp - 1]
-    pending = scoring.start_rollout(engine, judge, DATA, [5, 4, 3, 2], 2, SamplingConfig(), (7, "x"), with_greedy=True)
+    request = RolloutRequest([5, 4, 3, 2], 2, SamplingConfig(), (7, "x"), with_greedy=True)
+    pending = scoring.start_rollout(source, request)
     assert [(s.index, s.group, s.row) for s in pending.samples] == [
         (9, 1, 4), (2, 1, 4), (3, 1, 4), (11, 3, 2), (6, 3, 2), (7, 3, 2)]
     sampled = [[seed_of(7, "x", group, number) for number in range(2)] for group in (1, 3)]
@@ -93,9 +95,9 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
     """Greedy answers are right on rows 4 and 2, sampled ones where the number is 1; a stop leaves no results."""
     calls, recorded = [], []
 
-    def generate(prompts, seeds, sampling, on_finish, stop, images):
+    def complete(requests, sampling, on_finish, stop):
         calls.append(sampling)
-        for i, seed in enumerate(seeds):
+        for i, seed in enumerate(request.seed for request in requests):
             number = 2 if seed is None else [seed_of(7, "val", i // (1 + num_samples), n) for n in range(2)].index(seed)
             on_finish(i, Response([number], [-0.5], "stop"))
 
@@ -104,12 +106,12 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
                            max_error_frac=0.5, results=lambda: Scores(
                                [], [float(row in (4, 2) if number == 2 else number) for number, row in answers],
                                [{} for _ in answers], [None for _ in answers]))
-    engine = SimpleNamespace(local_prompts=range, generate=generate, tp_rank=0, config=SimpleNamespace(tp=1))
+    engine = SimpleNamespace(local_prompts=range, complete=complete, tp_rank=0, config=SimpleNamespace(tp=1))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"{tokens[0]}")
     judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None, model=None)
-    config = RolloutConfig(val_top_k=5, top_k=3)
-    given = engine, judge, DATA, [5, 4, 3, 2], config, num_samples, 0.7, (7, "val")
-    found = evaluate(*given, stop=lambda: False, record=recorded.extend)
+    sampling = validation_sampling(RolloutConfig(val_top_k=5, top_k=3), temperature=0.7)
+    request = RolloutRequest([5, 4, 3, 2], num_samples, sampling, (7, "val"))
+    found = evaluate(RolloutSource(engine, judge, DATA), request, recorded.extend)
     assert [(call.temperature, call.top_k) for call in calls] == [(0.7, 5)]
     by_source = {name: value for name, value in found.items() if name.startswith("val-core")}
     greedy = {f"source{row % 2}": row in (4, 2) for row in (5, 4)}
@@ -117,7 +119,7 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
     means = [value for name, value in by_source.items() if name.endswith("/acc/mean@2")]
     assert means == [0.5, 0.5] if num_samples else len(by_source) == 2
     assert {s.index for s in recorded} == set(range(8 if num_samples else 4))
-    assert evaluate(*given, stop=lambda: True, record=recorded.extend) is None
+    assert evaluate(RolloutSource(engine, judge, DATA, lambda: True), request, recorded.extend) is None
 
 
 def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
@@ -141,11 +143,11 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
         pending.collect(Meter())
 
 
-def deal(rollout, world, has_gradient=None, num_minibatches=1, in_loss=None, **more):
+def deal(rollout, world, has_gradient=None, num_minibatches=1, in_loss=None, step=-1, **more):
     """Mini-batches of the responses that have a score."""
     in_loss = rollout.has_score if in_loss is None else in_loss
-    return to_minibatches(rollout, in_loss, LLAMA, world, num_minibatches=num_minibatches, seed=0,
-                          has_gradient=has_gradient, **{"max_tokens": 99} | more)
+    layout = Layout(LLAMA, world, num_minibatches, **{"max_tokens": 99, "seed": 0} | more)
+    return to_minibatches(rollout, in_loss, layout, step, has_gradient)
 
 
 def test_responses_that_run_nowhere_count_if_they_are_in_the_loss(world):

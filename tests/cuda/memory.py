@@ -128,8 +128,8 @@ def peaks_of(cases: list[Case], device: str, warm: bool = False) -> list[dict[st
 def plan_of(case: Case) -> MemoryPlan:
     """What is calculated for the same step."""
     rollout = RolloutConfig(max_response_length=case.response_length)
-    args = RunArgs(model="model", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout, offload=case.offload,
-                   optim=OptimConfig(kind=case.kind))
+    args = RunArgs(model="model", train_data=(), policy=case.policy, lora=case.lora, rollout=rollout,
+                   offload=case.offload, optim=OptimConfig(kind=case.kind))
     config = AutoConfig.for_model(**case.model)
     return MemoryPlan(args, config, case.gpus, case.prompt_length + case.response_length,
                       frozen=args.model if case.reference else "")

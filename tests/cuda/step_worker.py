@@ -54,13 +54,13 @@ def kernel_error() -> float:
     """The largest difference between log-probs and entropies of bfloat16 operands on the device and in float64."""
     import torch
 
-    from common.kernels import linear_logp
+    from common.kernels import Head, linear_logp
 
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (40, 3000))
     targets = torch.arange(40) * 7
-    ours = linear_logp(hidden.cuda(), weight.cuda(), targets.cuda())[:2]
-    exact = linear_logp(hidden.double(), weight.double(), targets)[:2]
+    ours = linear_logp(hidden.cuda(), Head(weight.cuda()), targets.cuda())[:2]
+    exact = linear_logp(hidden.double(), Head(weight.double()), targets)[:2]
     return max(float((mine.cpu() - want).abs().max()) for mine, want in zip(ours, exact))
 
 

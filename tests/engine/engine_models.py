@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy, saved_buffers
@@ -64,9 +64,9 @@ def start(
     config = RolloutConfig(engine=kind, max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1, **flags)
     if kind == "vllm":
         config.extra = '{"skip_tokenizer_init": true}'                  # these models have none
-    engine = make_engine(
+    engine = make_engine(EngineSetup(
         model, read_config(model, model_config), config, model_config, world, PROMPTS[:2], [2], 256, 0,
-    )
+    ))
     engine.probe_every = 1
     return engine, load_policy(model, model_config, world)
 

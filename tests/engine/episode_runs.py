@@ -9,7 +9,7 @@ from common.model.reward_model import RewardModelConfig
 from common.prompts import Prompt, TemplateConfig
 from common.rollout import Sample
 from common.rollouts.episodes import start_episodes
-from common.rollouts.scoring import Scoring, start_rollout
+from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
 from rewards.runtime.pool import RewardConfig
 
 FILE = Path(__file__).parent / "episodes_of_tests.py"
@@ -42,7 +42,9 @@ class Runs:
         )
         rows = range(len(prompts))
         try:
-            pending = start_rollout(self.engine, scoring, prompts, rows, num_samples, config, (1, 2), stop)
+            pending = start_rollout(
+                RolloutSource(self.engine, scoring, prompts, stop), RolloutRequest(rows, num_samples, config, (1, 2))
+            )
             if stop():
                 return pending.samples
             meter = Meter()

@@ -11,6 +11,7 @@ from common.metrics import Meter
 from common.prompts import Prompt, PromptSampler
 from common.rollout import Rollout
 from common.rollouts.in_flight import continue_rollout
+from common.rollouts.scoring import RolloutRequest, RolloutSource
 from tests.engine import engine_models
 
 # longer than a block of vLLM's cache, whose keys and values could be found again
@@ -34,10 +35,9 @@ class Steps:
     def __call__(self, engine, step: int) -> Rollout:
         self.state = json.loads(json.dumps(self.state))
         meter = Meter()
-        pending = continue_rollout(
-            engine, self.scoring, self.data, self.sampler.take(self.num_groups), self.num_samples, self.sampling,
-            (0, step), lambda: False, self.state, self.sampler, meter,
-        )
+        source = RolloutSource(engine, self.scoring, self.data)
+        request = RolloutRequest(self.sampler.take(self.num_groups), self.num_samples, self.sampling, (0, step))
+        pending = continue_rollout(source, request, self.state, self.sampler, meter)
         rollout = pending.collect(meter)
         self.metrics = meter.reduce()
         return rollout

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.batch import Batch
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import check_rollout, make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -36,7 +36,8 @@ def test_positions_beyond_32k_agree(world, tmp_path):
     rollout = RolloutConfig(max_response_length=8, max_num_seqs=4, kv_cache_gb=0.1)
     rollout.extra = '{"skip_tokenizer_init": true}'
     longest = check_rollout(rollout, hf_config, world, LENGTH)
-    engine = make_engine(folder, hf_config, rollout, FLOAT32, world, [prompt[:5], prompt[5:9]], [2], longest, 0)
+    setup = EngineSetup(folder, hf_config, rollout, FLOAT32, world, [prompt[:5], prompt[5:9]], [2], longest, 0)
+    engine = make_engine(setup)
     policy = load_policy(folder, FLOAT32, world)
     engine.wake(policy)
     (response,) = engine.generate([prompt], [1], SamplingConfig(1.0, 8))

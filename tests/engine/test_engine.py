@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.batch import Batch
 from common.dataset.store import load_prompts
-from common.engine.base import RolloutConfig, SamplingConfig, validation_sampling
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
@@ -39,7 +39,7 @@ def start(kind, model, world, prompts, compute_dtype="bfloat16", **flags):
     config = RolloutConfig(engine=kind, max_response_length=40, max_num_seqs=16, kv_cache_gb=0.25, **flags)
     stops = stop_tokens(model, AutoTokenizer.from_pretrained(model))
     hf_config = read_config(model, model_config)
-    engine = make_engine(model, hf_config, config, model_config, world, prompts[:2], stops, 240, 0)
+    engine = make_engine(EngineSetup(model, hf_config, config, model_config, world, prompts[:2], stops, 240, 0))
     engine.probe_every = 1
     return engine
 
@@ -179,10 +179,10 @@ def test_vllm_leaves_the_process_as_it_was(awake, prompts, process):
 
 
 def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
-    with pytest.raises(AssertionError, match="asleep; call wake"):
+    with pytest.raises(RuntimeError, match=r"the engine is asleep: call engine\.wake\(policy\) first"):
         vllm.generate(prompts, range(len(prompts)), SAMPLING)
     vllm.wake(policy)
-    with pytest.raises(AssertionError, match="awake already"):
+    with pytest.raises(RuntimeError, match="awake already"):
         vllm.wake(policy)
     vllm.sleep()
     with pytest.raises(RuntimeError, match="asleep already"):
@@ -302,7 +302,8 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     model, model_config = make_model("llama", True, tmp_path), ModelConfig(compute_dtype="float32")
     config = RolloutConfig(engine="hf", max_response_length=3)
     prompts = [[5] * 9, [7] * 4]
-    engine = make_engine(model, read_config(model, model_config), config, model_config, world, prompts, [2], 12, 0)
+    setup = EngineSetup(model, read_config(model, model_config), config, model_config, world, prompts, [2], 12, 0)
+    engine = make_engine(setup)
     engine.wake(load_policy(model, model_config, world))
     assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], config)] == [3, 3]
     assert engine._sample_probe().lengths.tolist() == [9 + 3, 4 + 3]
@@ -317,7 +318,7 @@ def test_the_first_sleep_has_a_probe_and_then_every_tenth(tiny_llama, world, fla
     model_config = ModelConfig(compute_dtype="float32")
     config = RolloutConfig(engine="hf", max_response_length=2, **flags)
     hf_config = read_config(tiny_llama, model_config)
-    engine = make_engine(tiny_llama, hf_config, config, model_config, world, [[5, 17, 300]], [2], 12, 0)
+    engine = make_engine(EngineSetup(tiny_llama, hf_config, config, model_config, world, [[5, 17, 300]], [2], 12, 0))
     policy = load_policy(tiny_llama, model_config, world)
     rows = []
     for _ in range(12):
@@ -355,7 +356,7 @@ def test_what_was_sampled_takes_the_place_of_the_probe(tiny_llama, world):
     wrong, right, nothing = Meter(), Meter(), Meter()
     for meter, difference in ((wrong, 0.3), (right, 0.01)):             # means of 0.2 and 0.0067
         values = torch.tensor([difference, difference, 0.0, 9.0])
-        meter.mean("training/rollout_probs_diff_mean", values, torch.tensor([True, True, True, False]))
+        meter.mean("_training/rollout_probs_diff_fresh", values, torch.tensor([True, True, True, False]))
     engine.wake(policy)
     assert "sync/probe_prob_diff" in engine.sleep()
     engine.check_sampled(policy, right)

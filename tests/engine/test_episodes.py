@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.batch import Batch
-from common.engine.base import RolloutConfig
+from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
@@ -20,9 +20,16 @@ from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import TemplateConfig
-from common.rollout import Response, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, gather_rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
-from common.rollouts.scoring import Scoring, responses_from_state, responses_to_state, start_rollout
+from common.rollouts.scoring import (
+    RolloutRequest,
+    RolloutSource,
+    Scoring,
+    responses_from_state,
+    responses_to_state,
+    start_rollout,
+)
 from rewards.runtime.pool import RewardConfig
 from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of
 from tests.model.test_reward_model import make_reward_model
@@ -46,7 +53,7 @@ def engine(tiny_llama, tokenizer, policy, world):
     config = RolloutConfig(engine="hf", max_response_length=200, stop_token_ids=STOPS)
     stops = stop_tokens(tiny_llama, tokenizer)
     hf_config = read_config(tiny_llama, FLOAT32)
-    engine = make_engine(tiny_llama, hf_config, config, FLOAT32, world, [[5, 6, 7]], stops, 400, 0)
+    engine = make_engine(EngineSetup(tiny_llama, hf_config, config, FLOAT32, world, [[5, 6, 7]], stops, 400, 0))
     engine.wake(policy)
     return engine
 
@@ -255,17 +262,16 @@ def test_a_rewritten_history_makes_sequences_of_one_response(run, tokenizer, pol
     config = replace(run.engine.config, episode=f"{FILE}:three_turns")
     scoring.episodes = start_episodes(config, tokenizer, config_file, run.engine.stop_token_ids, 400, world)
     try:
-        rollout = start_rollout(run.engine, scoring, prompts, [0, 1], 2, config, (3,)).collect(Meter())
+        source, request = RolloutSource(run.engine, scoring, prompts), RolloutRequest([0, 1], 2, config, (3,))
+        rollout = start_rollout(source, request).collect(Meter())
     finally:
         scoring.close()
     assert rollout.num_sequences.tolist() == [2] * 4
     num_sequences = 8
     for sample in rollout.samples:
         assert sum(part.num_sampled for _, part in sample.sequences) == int(rollout.response_lengths[sample.index])
-    minibatches = to_minibatches(
-        rollout, rollout.has_score, read_config(policy_path(policy), FLOAT32), world, num_minibatches=2, max_tokens=150,
-        seed=0,
-    )
+    layout = Layout(read_config(policy_path(policy), FLOAT32), world, num_minibatches=2, max_tokens=150, seed=0)
+    minibatches = to_minibatches(rollout, rollout.has_score, layout)
     batches = [batch for minibatch in minibatches for batch in minibatch]
     whole = Batch.cat(batches).sort()
     assert whole.number.tolist() == list(range(num_sequences))

@@ -15,7 +15,7 @@ from common.parallel.ranks import seed_of
 from common.prompts import PromptSampler, TemplateConfig
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
-from common.rollouts.scoring import Scoring
+from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring
 from rewards.runtime.pool import RewardConfig
 from tests.engine.engine_models import make_model, start
 from tests.engine.episode_runs import FILE, make_prompt
@@ -173,9 +173,9 @@ def test_other_engines_share_what_is_in_flight(awake):
             awake.num_engines, awake.engine_rank = num_engines, rank
             steps.state, sampler = {"in_flight": copy.deepcopy(saved)}, PromptSampler(len(DATA), "", 0)
             sampler.take(8)
+            request = RolloutRequest(sampler.take(4), 2, steps.sampling, (0, 1))
             pending = continue_rollout(
-                awake, NO_SCORERS, DATA, sampler.take(4), 2, steps.sampling, (0, 1), lambda: False, steps.state,
-                sampler, Meter(),
+                RolloutSource(awake, NO_SCORERS, DATA), request, steps.state, sampler, Meter()
             )
             scored = [sample for sample in pending.samples if sample.response is not None]
             seen += [sample.row for sample in scored[::2]]

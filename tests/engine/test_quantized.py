@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.engine import vllm
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -29,7 +29,7 @@ def started(world, tmp_path_factory):
     extra = json.dumps({"skip_tokenizer_init": True, "quantization": "fp8_per_channel"})
     config = RolloutConfig(max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1, extra=extra, max_probe_diff=0.1)
     hf_config = read_config(model, model_config)
-    engine = make_engine(model, hf_config, config, model_config, world, PROMPTS[:2], [2], 256, 0)
+    engine = make_engine(EngineSetup(model, hf_config, config, model_config, world, PROMPTS[:2], [2], 256, 0))
     engine.probe_every = 1
     yield engine, load_policy(model, model_config, world)
     engine.close()

@@ -6,13 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.batch import Batch
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.engine.vllm import to_response
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import Prompt
-from common.rollout import Response, Sample, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
 from envs.runtime.conversation import ChatTemplate, Conversation
 from tests.model.test_policy import save_model
 from tests.model.test_router_replay import FAMILIES
@@ -39,7 +39,7 @@ def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
     model = save_model(FAMILIES[family], tmp_path)
     hf_config = read_config(model, CONFIG)
     rollout = RolloutConfig(engine="hf", max_response_length=6)
-    engine = make_engine(model, hf_config, rollout, CONFIG, world, PROMPTS[-2:], [2], 64, 0)
+    engine = make_engine(EngineSetup(model, hf_config, rollout, CONFIG, world, PROMPTS[-2:], [2], 64, 0))
     policy = load_policy(model, CONFIG, world)
     engine.wake(policy)
     responses = engine.generate(PROMPTS, range(len(PROMPTS)), SamplingConfig(1.0, 6))
@@ -57,7 +57,7 @@ def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
     samples[3].response = Response([], [], "stop")                      # of an episode that ended before its first turn
     told[3] = torch.full_like(told[3][:4], -1)
     gathered = gather_rollout(samples)
-    [minibatch] = to_minibatches(gathered, gathered.has_score, hf_config, world, num_minibatches=1, max_tokens=40, seed=0)
+    [minibatch] = to_minibatches(gathered, gathered.has_score, Layout(hf_config, world, 1, max_tokens=40, seed=0))
     for batch in minibatch:
         own = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number)
         assert torch.equal(policy.score(batch, 1.0), policy.score(own, 1.0))

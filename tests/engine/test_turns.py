@@ -14,9 +14,9 @@ from common import losses
 from common.batch import Batch
 from common.parallel import ranks
 from common.prompts import Prompt
-from common.rollout import Response, Sample, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
 from common.rollouts.turns import to_units
-from grpo import group_advantages, passk_advantages
+from grpo_variants import group_advantages, passk_advantages
 from tests.conftest import launch
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=24, intermediate_size=9, num_hidden_layers=2, num_attention_heads=4)
@@ -90,8 +90,7 @@ def advantages(samples: list[Sample], world, num_minibatches: int, max_tokens: i
     """As the scripts compute them, of this rank's tokens: (number of the sequence, place) -> advantage; and the
     rewards as PPO has them."""
     rollout = gather_rollout(samples)
-    minibatches = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=num_minibatches,
-                                 max_tokens=max_tokens, seed=seed)
+    minibatches = to_minibatches(rollout, rollout.has_score, Layout(CONFIG, world, num_minibatches, max_tokens, seed))
     batch = Batch.cat([*chain(*minibatches)])
     batch.mask = batch.mask & (batch.tokens != REJECTED)                # as --correction.reject-over token does
     rewards = COEF * rollout.scores - torch.tensor(PENALTY, dtype=torch.float64)
@@ -165,7 +164,8 @@ def test_with_one_turn_each_it_is_the_usual_advantage(world):
         sample.score = float(sample.index % 3)
         sample.extras = {"turn_scores": [sample.score]}
     rollout = gather_rollout(samples)
-    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    layout = Layout(CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, layout)
     _, rewards, group = to_units(Batch.cat([*minibatch]), rollout, rollout.scores, 1.0, True)
     for function in (group_advantages, passk_advantages):
         assert torch.equal(function(rewards, group, True), function(rollout.scores, rollout.group, True))

@@ -21,7 +21,7 @@ import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common.engine.base import Engine, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.attention import choose_attention
 from common.model.policy import ModelConfig, Policy
@@ -99,9 +99,9 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     model_config = ModelConfig()
     prompts = [[(7 * i + j) % vocab for j in range(64)] for i in range(args.prompts)]
     start = time.perf_counter()
-    engine = make_engine(
+    engine = make_engine(EngineSetup(
         folder.name, hf_config, config, model_config, world, prompts[:4], [], 64 + args.max_tokens, 0
-    )
+    ))
     row = {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "parameters": sum(p.numel() for p in meta_model(hf_config).parameters()),

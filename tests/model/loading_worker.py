@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.checkpoint import export
-from common.model.loading import load_critic, load_policy
+from common.model.loading import copy_frozen, load_critic, load_policy
 from common.model.lora import LoRAConfig, is_adapter
 from common.model.policy import ModelConfig, saved_buffers
 from common.parallel import ranks
@@ -48,7 +48,7 @@ def examine(folder: str, world: ranks.World) -> list[str]:
         first = next(policy.lm.parameters())
         kept = first.detach().clone()
         first.add_(1.0)
-        copied = load_policy(folder, BF16, world, frozen=True, like=policy)
+        copied = copy_frozen(policy, folder, BF16, world)
         again = next(copied.lm.parameters())
         assert torch.equal(again.to_local(), first.to_local().bfloat16())
         first.copy_(kept)

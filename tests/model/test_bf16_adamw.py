@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from common.checkpoint.state import ShardWriter, load_parts, tensors_of
-from common.model.loading import load_critic, load_policy
+from common.model.loading import copy_frozen, load_critic, load_policy
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import Model
 from common.model.offload import Offload, OffloadConfig
@@ -223,7 +223,7 @@ def test_what_else_is_trained(kind, tiny_llama, world):
     assert critic.head.weight.dtype == of_critic.state[critic.head.weight]["exp_avg"].dtype == torch.float32
     assert {p.dtype for p in critic.backbone.parameters()} == {torch.bfloat16}
     policy, optimizer = start(tiny_llama, world, kind)
-    frozen = load_policy(tiny_llama, ModelConfig(), world, frozen=True, like=policy)
+    frozen = copy_frozen(policy, tiny_llama, ModelConfig(), world)
     assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(policy.parameters(), frozen.parameters()))
     train(policy, optimizer, range(1))
     before = everything(policy, optimizer)

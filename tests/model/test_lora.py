@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Qwen3Mo
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.manager import Checkpoints
 from common.checkpoint.state import tensors_of
-from common.engine.base import RolloutConfig
+from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.model.loading import load_critic, load_frozen, load_policy, read_config
 from common.model.lora import LoRAConfig, LoRALinear, Reference
@@ -106,7 +106,8 @@ def test_trainer_engine_and_export_have_the_same_numbers(config, tiny_llama, wor
     assert (ours - load_policy(tiny_llama, config, world).score(batch, 0.7)).abs().max() > 0.1      # adapters matter
     rollout = RolloutConfig(engine="hf", max_response_length=8)
     hf_config = read_config(tiny_llama, config)
-    engine = make_engine(tiny_llama, hf_config, rollout, config, world, [[5, 6, 7], [9, 10, 11]], [2], 32, 0)
+    setup = EngineSetup(tiny_llama, hf_config, rollout, config, world, [[5, 6, 7], [9, 10, 11]], [2], 32, 0)
+    engine = make_engine(setup)
     engine.wake(policy)
     engine.sleep()                                                      # raises if its log-probs were others
     held = engine.model.state_dict()

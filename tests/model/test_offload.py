@@ -4,7 +4,7 @@ import torch
 
 from common.batch import Batch
 from common.checkpoint.state import tensors_of
-from common.engine.base import RolloutConfig
+from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.offload import Offload, OffloadConfig
@@ -35,7 +35,8 @@ def run(model, world, config: OffloadConfig):
     policy = load_policy(model, ModelConfig(compute_dtype="float32"), world)
     optimizer = make_optimizer(policy, OptimConfig())
     model_config, rollout = ModelConfig(compute_dtype="float32"), RolloutConfig(engine="hf", max_response_length=8)
-    engine = make_engine(model, read_config(model, model_config), rollout, model_config, world, PROMPTS, [2], 32, 0)
+    setup = EngineSetup(model, read_config(model, model_config), rollout, model_config, world, PROMPTS, [2], 32, 0)
+    engine = make_engine(setup)
     engine.offload = Offload(config, [policy], [optimizer])
     engine.probe_every = 1
     seen = []

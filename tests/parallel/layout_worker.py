@@ -3,7 +3,6 @@ unsharded weights and clipped steps on these ranks; the same where the ranks hol
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
+import grpo
 from common import losses
 from common.batch import Batch
 from common.checkpoint.state import load_parts, tensors_of
@@ -21,11 +21,10 @@ from common.model.lora import LoRAConfig
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
 from common.parallel.ranks import make_groups
-from common.variants.losses import ppo
 from tests.common.weigh import weigh as weigh_globally
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
@@ -78,24 +77,25 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
     groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
-    plan = plan_step(lengths, sequence_cost(lengths, hf_config), 1, world.size, budget, seed=1, runs=trained,
-                     groups=groups, prompt_lengths=prompt_lengths.numpy(), responses=response_of.numpy(),
-                     group_size=world.group_size)
+    sequences = Sequences(lengths, sequence_cost(lengths, hf_config), trained, response_of.numpy(), groups,
+                          prompt_lengths.numpy())
+    plan = plan_step(sequences, 1, world.size, budget, seed=1, group_size=world.group_size)
     batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
     microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
     for microbatch in microbatches:
         microbatch.advantage = advantages.float()[microbatch.number][microbatch.sequence_ids] * microbatch.mask # [T]
 
-    loss_fn = partial(ppo, clip_low=step.clip_low, clip_high=step.clip_high, clip_dual=step.clip_dual)
+    clips = grpo.Args("", (), clip_low=step.clip_low, clip_high=step.clip_high, clip_dual=step.clip_dual)
     for parameter in policy.parameters():
         parameter.grad = None
     left_out = plan.left_out[0]
     skipped = torch.zeros(1 + int(response_of[-1]), dtype=torch.float64)                                    # [S]
-    weigh(microbatches, aggregation, step.norm_length, skipped.index_add(0, response_of[left_out], num_sampled[left_out]))
+    skipped.index_add_(0, response_of[left_out], num_sampled[left_out])
+    weigh(microbatches, aggregation, step.norm_length, skipped)
     for microbatch in microbatches:
         logp, entropy = policy(microbatch, step.temperature, step.entropy_coef != 0)
-        loss, _ = loss_fn(logp, microbatch.old_logp, microbatch.advantage, microbatch.mask, microbatch.cu_seqlens)
+        loss, _ = grpo.clipped_loss(logp, microbatch.old_logp, microbatch.advantage, clips)
         if step.kl_coef:
             loss = loss + step.kl_coef * losses.kl_estimate(logp, microbatch.old_logp, "k3")
         if step.entropy_coef:

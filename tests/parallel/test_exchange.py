@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common.batch import Batch
-from common.packing import plan_step
+from common.packing import Sequences, plan_step
 from common.parallel.exchange import exchange, gather_numbers
 from tests.common.weigh import weigh
 
@@ -52,7 +52,7 @@ def check_round_trip(rank: int, world_size: int, seed: int) -> None:
     assert torch.equal(gathered, torch.stack([whole.lengths.double(), reward.double()], dim=1))
 
     lengths = gathered[:, 0].long().numpy()
-    plan = plan_step(lengths, lengths.astype(float), min(2, num_responses), world_size, 12, seed)
+    plan = plan_step(Sequences(lengths, lengths.astype(float)), min(2, num_responses), world_size, 12, seed)
     plans = [None] * world_size
     random.seed(rank)                                                       # plans must not use global generators
     np.random.seed(rank)
@@ -105,7 +105,7 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
         return torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
 
     whole = Batch.build([[1, 2]], [[3, 4, 5]])
-    plan = plan_step(whole.lengths.numpy(), np.ones(1), 1, world_size, 100, 0)
+    plan = plan_step(Sequences(whole.lengths.numpy(), np.ones(1)), 1, world_size, 100, 0)
     arrived = exchange(whole if rank == 0 else Batch.build([], []), plan.rank if rank == 0 else [])
     batch = arrived.microbatch(plan.minibatches[0][0][rank])
     assert (batch.index.tolist() == [-1]) == (rank != plan.rank[0])

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from common.engine.scoring import PendingRollout
 
-from common.engine.base import Response
+from common.layout.response import Response
 from common.metrics import Meter
 from common.prompts import Prompt
 from common.rollout import Sample
+from common.rollouts.scoring import PendingRollout
 from rewards.runtime.pool import RewardPool, Scores
 
 PER_TOKEN = str(Path(__file__).with_name("per_token.py"))

@@ -32,7 +32,7 @@ with Run(args, 2, correction) as run:
                     (-logp * microbatch.advantage * weight).sum().backward()
                     update.done(microbatch, logp, entropy)
                 update.optimizer_step(policy, optimizer, args.optim, step)
-        run.finish(step, rollout, minibatches, rollout.scores, {}, 1)
+        run.finish(step, rollout, minibatches, rollout.scores, {})
 """
 
 WITH = "with Run(args, 2, correction) as run:"
@@ -51,7 +51,7 @@ PHASE = """        with run.phase("ref", minibatches) as phase:
             for microbatch in phase:
                 microbatch.ref_logp = reference.score(microbatch, 1.0)
 """
-FINISH = "        run.finish(step, rollout, minibatches, rollout.scores, {}, 1)\n"
+FINISH = "        run.finish(step, rollout, minibatches, rollout.scores, {})\n"
 
 MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the error says)
     "Run without with": (WITH, "run = Run(args, 2, correction)\nif True:",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import sft
-from common.dataset.conversations import ConversationConfig, check_supervised, load_conversations
+from common.dataset.conversations import ConversationConfig, RowParser, check_supervised, load_conversations
 from common.metrics import preference_metrics
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
@@ -206,8 +206,8 @@ def test_pairs_need_not_share_a_micro_batch(tiny_llama, world, tmp_path):
             parameter.to_local().add_(0.05 * torch.randn_like(parameter.to_local()))
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     columns = {name: name for name in ("prompt", "chosen", "rejected")}
-    data = load_conversations([write(tmp_path / "a.jsonl", PAIRS)], tokenizer, [2], ConversationConfig(), columns,
-                              dpo.parse, per_row=2)
+    data = load_conversations([write(tmp_path / "a.jsonl", PAIRS)], tokenizer, [2], ConversationConfig(),
+                              RowParser(columns, dpo.parse, per_row=2))
     rows = [5, 0, 9]
     whole, = data.minibatch(rows, policy.lm.config, world, 10_000)
     order = whole.index.argsort()

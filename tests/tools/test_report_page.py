@@ -18,7 +18,7 @@ import tyro
 
 import tools.report
 import tools.runs
-from common.rollouts.record import write_step
+from common.rollouts.record import Recorder, write_step
 from common.rollouts.record import write_validation as write_validation_file
 from common.tracking.logger import LogConfig
 from tests.conftest import ROOT
@@ -365,8 +365,8 @@ def make_episodes(folder: Path) -> Path:
     """A run whose files of step 1 and of validation 1 have an episode; its step 5 is as older versions wrote it."""
     write_run(folder)
     sample = episode(tokenizer())
-    write_step(LogConfig(), folder, 1, tokenizer(), scored(torch.zeros(1), [sample]), [], torch.tensor([1.0]))
-    write_validation_file(LogConfig(), folder, 1, tokenizer(), [sample])
+    write_step(Recorder(LogConfig(), folder, tokenizer()), 1, scored(torch.zeros(1), [sample]), [], torch.tensor([1.0]))
+    write_validation_file(Recorder(LogConfig(), folder, tokenizer()), 1, [sample])
     record(folder, [0, 1, 2, 3], [2, 0, 1], LogConfig(), 5)
     file = folder / "rollouts/step_000005.parquet"
     pq.write_table(pq.read_table(file).drop_columns(["mask", "num_turns", "end_reason", "messages"]), file)

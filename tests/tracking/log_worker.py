@@ -15,9 +15,9 @@ from common.metrics import Meter, Timer
 from common.parallel import ranks
 from common.prompts import Prompt
 from common.rollout import Response, Rollout, Sample
-from common.rollouts.record import write_step, write_validation
+from common.rollouts.record import Recorder, write_step, write_validation
 from common.tracking.logger import LogConfig
-from common.tracking.step import rollout_metrics, step_metrics
+from common.tracking.step import Flops, rollout_metrics, step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]
@@ -93,7 +93,7 @@ def record(run_dir: Path, sampled: list[int], trained: list[int], config: LogCon
     tok = tokenizer()
     rewards = torch.tensor([1.25, 0.0, 0.5, -0.5], dtype=torch.float64)
     rollout = scored(torch.arange(4) // GROUP, samples(tok, sampled))
-    write_step(config, run_dir, step, tok, rollout, [[microbatch(tok, trained)]], rewards)
+    write_step(Recorder(config, run_dir, tok), step, rollout, [[microbatch(tok, trained)]], rewards)
 
 
 def metrics(rank: int, size: int) -> dict[str, float]:
@@ -118,7 +118,7 @@ def metrics(rank: int, size: int) -> dict[str, float]:
         other_lengths=torch.zeros(4), num_sequences=torch.ones(4), truncated=torch.tensor([False, False, True, False]),
     )
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
-    found = step_metrics(meter, timer, world, rollout.lengths, minibatches, update_flops=8e9, peak_flops=5e9)
+    found = step_metrics(meter, timer, world, rollout.lengths, minibatches, Flops(8e9, 5e9))
     return found | rollout_metrics(rollout, 17, 2.0, max_prompt_length=8, max_response_length=10)
 
 
@@ -127,5 +127,5 @@ if __name__ == "__main__":
     (folder / f"metrics_{world.rank}.json").write_text(json.dumps(metrics(world.rank, world.size)))
     record(folder, [[0, 1], [2, 3]][world.rank], [[2], [1, 0]][world.rank], LogConfig())
     of_validation = samples(tokenizer(), [[0, 3], [1, 2]][world.rank])
-    write_validation(LogConfig(), folder, 20, tokenizer(), of_validation)
+    write_validation(Recorder(LogConfig(), folder, tokenizer()), 20, of_validation)
     ranks.shutdown()

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from common.rollouts.record import token_texts, write_step, write_validation
+from common.rollouts.record import Recorder, token_texts, write_step, write_validation
 from common.tracking.logger import LogConfig
 from tests.conftest import launch
 from tests.tracking import log_worker
@@ -86,7 +86,7 @@ def test_responses_by_hand(rows):
 def test_long_lists_of_a_reward_dict_are_only_named(tmp_path):
     (sample,) = samples(tokenizer(), [0])
     sample.extras = {"short": [0.5] * 1000, "long": [0.5] * 1001, "longest": [0.5] * 40_000, "acc": 1.0}
-    write_validation(LogConfig(), tmp_path, 3, tokenizer(), [sample])
+    write_validation(Recorder(LogConfig(), tmp_path, tokenizer()), 3, [sample])
     (row,) = pq.read_table(tmp_path / "rollouts/val_000003.parquet").to_pylist()
     assert json.loads(row["reward_parts"]) == {
         "short": [0.5] * 1000, "long": "a list of 1001 numbers", "longest": "a list of 40000 numbers", "acc": 1.0,
@@ -136,23 +136,24 @@ def test_whole_groups_up_to_the_limit(tmp_path):
 def test_a_validations_responses(rows, tmp_path, two_ranks):
     """What a step's file says of a response, without what an update adds; two ranks write the same."""
     tok = tokenizer()
-    write_validation(LogConfig(), tmp_path, 20, tok, samples(tok, [3, 0, 2, 1]))
+    write_validation(Recorder(LogConfig(), tmp_path, tok), 20, samples(tok, [3, 0, 2, 1]))
     found = pq.read_table(tmp_path / "rollouts/val_000020.parquet").to_pylist()
     for row, trained in zip(found, rows, strict=True):
         of_step = {name: None if isinstance(value, list) else value for name, value in trained.items()}
         assert row == of_step | {"step": 20, "reward": row["score"], "advantage": None}
     assert pq.read_table(two_ranks / "rollouts/val_000020.parquet").to_pylist() == found
-    write_validation(LogConfig(rollouts_max=3), tmp_path, 30, tok, samples(tok, [3, 0, 2, 1]))
+    write_validation(Recorder(LogConfig(rollouts_max=3), tmp_path, tok), 30, samples(tok, [3, 0, 2, 1]))
     assert pq.read_table(tmp_path / "rollouts/val_000030.parquet")["index"].to_pylist() == [0, 1, 2]
-    write_validation(LogConfig(rollouts_every=0), tmp_path, 40, tok, samples(tok, [0]))
+    write_validation(Recorder(LogConfig(rollouts_every=0), tmp_path, tok), 40, samples(tok, [0]))
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
 
 
 def test_an_episode_has_its_turns(rows, tmp_path):
     """Files of a step and of a validation; a response that is no episode has none of it."""
     sample = episode(tokenizer())
-    write_step(LogConfig(), tmp_path, 1, tokenizer(), scored(torch.zeros(1), [sample]), [], torch.tensor([1.0]))
-    write_validation(LogConfig(), tmp_path, 1, tokenizer(), [sample])
+    recorder = Recorder(LogConfig(), tmp_path, tokenizer())
+    write_step(recorder, 1, scored(torch.zeros(1), [sample]), [], torch.tensor([1.0]))
+    write_validation(recorder, 1, [sample])
     of_step, of_validation = (
         pq.read_table(tmp_path / f"rollouts/{kind}_000001.parquet").to_pylist()[0] for kind in ("step", "val"))
     texts = "".join(text for text, sampled in zip(of_step["token_texts"], of_step["mask"]) if sampled)
@@ -168,7 +169,8 @@ def test_steps_that_have_a_file(tmp_path):
     for every, steps in ((0, []), (1, [1, 2, 3, 4]), (2, [1, 2, 4]), (10, [1])):
         for step in (1, 2, 3, 4):
             nothing = scored(torch.zeros(0), [])
-            write_step(LogConfig(rollouts_every=every), tmp_path / str(every), step, None, nothing, [], torch.zeros(0))
+            recorder = Recorder(LogConfig(rollouts_every=every), tmp_path / str(every), None)
+            write_step(recorder, step, nothing, [], torch.zeros(0))
         files = sorted((tmp_path / str(every)).rglob("*.parquet"))
         assert [path.name for path in files] == [f"step_{step:06d}.parquet" for step in steps]
 
@@ -178,7 +180,8 @@ def test_a_step_whose_policy_was_not_updated(tmp_path):
     tok = tokenizer()
     batch = microbatch(tok, [0, 1])
     batch.last_pass = None
-    write_step(LogConfig(), tmp_path, 1, tok, scored(torch.zeros(2), samples(tok, [0, 1])), [[batch]], torch.ones(2))
+    rollout = scored(torch.zeros(2), samples(tok, [0, 1]))
+    write_step(Recorder(LogConfig(), tmp_path, tok), 1, rollout, [[batch]], torch.ones(2))
     rows = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist()
     assert [row["response"] for row in rows] == RESPONSES[:2]
     assert all(row["entropy"] is row["trained"] is row["advantage"] is None for row in rows)
@@ -191,7 +194,7 @@ def test_the_last_sequence_of_an_episode_is_recorded(tmp_path):
     batch.index, batch.number = torch.tensor([-1, 0, 0]), torch.tensor([-1, 1, 0])
     rollout = scored(torch.zeros(1), samples(tok, [1]))
     rollout.samples[0].index, rollout.num_sequences[0] = 0, 2
-    write_step(LogConfig(), tmp_path, 1, tok, rollout, [[batch]], torch.ones(1))
+    write_step(Recorder(LogConfig(), tmp_path, tok), 1, rollout, [[batch]], torch.ones(1))
     (row,) = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist()
     assert row["entropy"] == list(range(len(tokens(tok)[1][1]))) and row["advantage"] == 1.0
 

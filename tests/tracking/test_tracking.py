@@ -109,7 +109,7 @@ def test_spread_of_a_meter_by_hand():
 
 
 def test_batch_units_in_words():
-    assert console.batch_line(16, 8, 2, 1, 4096, 600, 2) == (         # 6 of the longest in a micro-batch, 32 a rank
+    assert console.batch_line((16, 8, 2, 1), 4096, 600, 2) == (         # 6 of the longest in a micro-batch, 32 a rank
         "16 prompts x 8 samples = 128 responses a step, 2 mini-batch(es) of 64, 1 epoch(s), micro-batches of up to "
         "4,096 tokens on each of 2 rank(s), about 6 at the longest lengths")
 

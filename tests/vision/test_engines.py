@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.batch import Batch
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -39,8 +39,8 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(model, prompts, world,
     if kind == "vllm":
         without_torchvision()
     config = RolloutConfig(engine=kind, max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1)
-    engine = make_engine(
-        model, read_config(model, FLOAT32), config, FLOAT32, world, [prompt.tokens for prompt in prompts], [2], 512, 0)
+    engine = make_engine(EngineSetup(
+        model, read_config(model, FLOAT32), config, FLOAT32, world, [prompt.tokens for prompt in prompts], [2], 512, 0))
     engine.probe_every = 1
     policy = load_policy(model, FLOAT32, world)
     policy.prompts = prompts

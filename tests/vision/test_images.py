@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import tools.report
 from common.checkpoint.export import hf_files
-from common.dataset.conversations import ConversationConfig, load_conversations
+from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
 from common.dataset.images import load_processor
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig
@@ -22,7 +22,7 @@ from common.model.loading import read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
 from common.rollout import Response, Sample
-from common.rollouts.record import write_validation
+from common.rollouts.record import Recorder, write_validation
 from common.tracking.logger import LogConfig
 from tests.tools.test_report import write_run
 from tests.vision.test_trainer import batch_of
@@ -142,8 +142,8 @@ def test_what_takes_no_images_says_so(model, tokenizer, prompts, smollm, world, 
     with pytest.raises(ValueError, match=r"images do not go with sft.py, dpo.py and --rollout.episode"):
         load(ROWS, tokenizer, tmp_path, all_columns=True)
     with pytest.raises(ValueError, match=r"row 0 .*images or videos is not empty; .* do not go with sft.py"):
-        load_conversations([str(tmp_path / "rows.parquet")], tokenizer, [2], ConversationConfig(), {"prompt": "prompt"},
-                           lambda row, tokenizer, template: [])
+        load_conversations([str(tmp_path / "rows.parquet")], tokenizer, [2], ConversationConfig(),
+                           RowParser({"prompt": "prompt"}, lambda row, tokenizer, template: []))
     with pytest.raises(ValueError, match=r"--policy.sequence-parallel 2 must be 1"):
         read_config(model, ModelConfig(sequence_parallel=2))
     with pytest.raises(ValueError, match=r"qwen2_5_vl model, which is no causal LM: choose another --critic-model"):
@@ -178,7 +178,7 @@ def test_rollouts_and_the_page_show_a_prompts_images_once(prompts, tokenizer, tm
         Sample(i, row, row, prompts[row], Response([5, 2], [0.0, 0.0], "stop"), score=1.0)
         for i, row in enumerate([0, 0, 1, 3])
     ]
-    write_validation(LogConfig(), run, 3, tokenizer, samples)
+    write_validation(Recorder(LogConfig(), run, tokenizer), 3, samples)
     recorded = pq.read_table(run / "rollouts/val_000003.parquet").to_pylist()
     assert [row["images"] for row in recorded] == [prompts[0].images.files, None, None, prompts[3].images.files]
     assert recorded[0]["prompt"].count("<|image_pad|>") == 1

@@ -10,7 +10,7 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
 from common.prompts import DataConfig
-from common.rollout import Response, Sample, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
 
 RESPONSES = {0: [[5, 7, 2], [900, 901, 902, 903]], 1: [[8, 2], [9, 10, 11]], 2: [[4098, 17, 4097, 30, 2], [6]],
              3: [[5, 7, 2], [5, 7, 8]]}
@@ -27,10 +27,8 @@ def step_gradient(model: str, rows: str, world: ranks.World, share_prompt: bool,
         for row, responses in RESPONSES.items() for n, tokens in enumerate(responses) if row % world.size == world.rank
     ]
     rollout = gather_rollout(samples)
-    (minibatch,) = to_minibatches(
-        rollout, rollout.has_score, read_config(model, config), world, num_minibatches=1, max_tokens=max_tokens, seed=0,
-        share_prompt=share_prompt,
-    )
+    layout = Layout(read_config(model, config), world, 1, max_tokens, seed=0, share_prompt=share_prompt)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, layout)
     for microbatch in minibatch:
         logp, _ = policy(microbatch, 1.0)
         weight = (0.5 - 0.3 * microbatch.index)[microbatch.sequence_ids] * microbatch.mask

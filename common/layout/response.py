@@ -1,0 +1,60 @@
+"""What an engine returns for one prompt, or an episode for one row."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Response:
+    tokens: list[int] = field(default_factory=list)
+    """What the engine sampled, including the stop token."""
+    logp: list[float] = field(default_factory=list)
+    """The log-prob of each token under the distribution it was sampled from: after temperature, top_k, top_p."""
+    finish_reason: str = ""
+    """stop: it ended with a stop token or text. length: it was truncated at max_tokens. Empty: it has not ended."""
+
+    # of episodes alone
+    mask: list[bool] | None = None
+    """False on tokens of users or tools. None: the model sampled all tokens."""
+    prompt: list[int] | None = None
+    """The tokens before the response, if they are not the tokens of the row's prompt."""
+    earlier: list["Response"] = field(default_factory=list)
+    """Further sequences of the same episode, whose history was rewritten; they are trained like this sequence. For an
+    episode that has not ended: the model's replies so far, each with the tokens between it and the previous reply."""
+    num_turns: int = 1
+    end_reason: str = ""
+    """Why the episode ended: done (its function returned), length, turns, timeout or error."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation."""
+    tools: dict[str, float] = field(default_factory=dict)
+    """Number of tool_calls and of tool_errors, and tool_s, the seconds that the episode's own code ran."""
+
+    # of --rollout.in-flight alone
+    versions: list[int] = field(default_factory=list)
+    """The step in which the policy sampled each token."""
+    routing: Tensor | None = field(default=None, compare=False)
+    """Experts of all tokens but the last (--policy.router-replay rollout): [prompt + response - 1, layers, k]."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens) if self.mask is None else sum(self.mask)
+
+    @property
+    def num_sampled_in_all(self) -> int:
+        return self.num_sampled + sum(sequence.num_sampled for sequence in self.earlier)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` reads it."""
+        return vars(self) | {"earlier": [sequence.to_dict() for sequence in self.earlier]}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "Response":
+        return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
+
+    def extend(self, part: "Response", finish_reason: str) -> None:
+        """Append tokens that were sampled later."""
+        self.tokens = self.tokens + part.tokens
+        self.logp = self.logp + part.logp
+        self.finish_reason, self.routing = finish_reason, part.routing
