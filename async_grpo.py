@@ -176,7 +176,7 @@ def main(args: Args) -> None:
             run.metrics |= engine.wake(policy)
             for later in range(step + len(ahead), min(step + args.max_staleness + 1, run.total_steps)):
                 wait(run, step, ahead)                              # the first step asks for more than one
-                ahead.append(run.sample(run.sampler.take(P), G, args.rollout, later))
+                ahead.append(run.sample(run.next_rows(P), G, args.rollout, later))
             run.metrics |= engine.sleep()
 
             # 2 rewards and advantages: of this step's rollout, the same on every rank, then one per token
@@ -187,7 +187,7 @@ def main(args: Args) -> None:
             run.metrics["rollout/staleness"] = step - pending.made["version"]
             rewards = rollout.scores                                                            # [S] NaN: no reward
             advantages = group_advantages(rewards, rollout.group, args.norm_by_std)             # [S]
-            rollout.batch.advantage = rollout.batch.to_tokens(advantages)                       # [T] of this rank
+            rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
 
             # 3 mini-batches: each response moves to the rank that trains on it
             # where no term of the loss has a gradient, a response does not run and only counts in the denominators

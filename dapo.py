@@ -144,7 +144,7 @@ def main(args: Args) -> None:
             run.metrics |= engine.wake(policy)
             sampled = surplus
             for num_gen_batches in range(1, args.max_gen_batches + 1):
-                pending = run.sample(run.sampler.take(P), G, args.rollout, step, num_gen_batches)
+                pending = run.sample(run.next_rows(P), G, args.rollout, step, num_gen_batches)
                 sampled = sampled.cat(run.collect(pending))
                 trainable = groups_to_train(sampled.scores, sampled.group)
                 if len(trainable) >= P:
@@ -165,7 +165,7 @@ def main(args: Args) -> None:
             penalty = torch.tensor([soft_overlong(n, *limits) for n in rollout.response_lengths.tolist()])  # [S]
             rewards = rollout.scores + penalty                                                  # [S] NaN: no reward
             advantages = group_advantages(rewards, rollout.group, args.norm_by_std)             # [S]
-            rollout.batch.advantage = rollout.batch.to_tokens(advantages)                       # [T] of this rank
+            rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
 
             # 3 mini-batches: each response moves to the rank that trains on it
             in_loss = rollout.has_score & ~rollout.truncated if args.mask_truncated else rollout.has_score  # [S]

@@ -183,7 +183,7 @@ def main(args: Args) -> None:
         del reference
         for step in run.steps():
             # 1 data: pairs, chosen and rejected one after the other
-            rows = run.sampler.take(args.rows_per_step)
+            rows = run.next_rows(args.rows_per_step)
             minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, max_tokens)
 
             # 4 log-probs: the current policy's; coefficients: the loss's derivative by the log-prob of each answer

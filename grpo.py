@@ -109,14 +109,14 @@ def main(args: Args) -> None:
         for step in run.steps():
             # 1 rollout: the engine takes the policy's weights; each response is scored as it ends
             run.metrics |= engine.wake(policy)
-            pending = run.sample(run.sampler.take(P), G, args.rollout, step)
+            pending = run.sample(run.next_rows(P), G, args.rollout, step)
             run.metrics |= engine.sleep()
 
             # 2 rewards and advantages: numbers per response, the same on every rank, then one per token
             rollout = run.collect(pending)
             rewards = rollout.scores                                                            # [S] NaN: no reward
             advantages = group_advantages(rewards, rollout.group, args.norm_by_std)             # [S]
-            rollout.batch.advantage = rollout.batch.to_tokens(advantages)                       # [T] of this rank
+            rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
 
             # 3 mini-batches: each response moves to the rank that trains on it
             # where no term of the loss has a gradient, a response does not run and only counts in the denominators

@@ -150,7 +150,7 @@ def main(args: Args) -> None:
         for step in run.steps():
             # 1 rollout: the engine takes the policy's weights; each response is scored as it ends
             run.metrics |= engine.wake(policy)
-            pending = run.sample(run.sampler.take(P), G, args.rollout, step)
+            pending = run.sample(run.next_rows(P), G, args.rollout, step)
             run.metrics |= engine.sleep()
 
             # 2 rewards: numbers per response, the same on every rank; and which responses are compared

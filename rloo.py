@@ -194,7 +194,7 @@ def main(args: Args) -> None:
         for step in run.steps():
             # 1 rollout: the engine takes the policy's weights; each response is scored as it ends
             run.metrics |= engine.wake(policy)
-            rows = run.sampler.take(P)
+            rows = run.next_rows(P)
             greedy = torch.zeros(P)                                                             # [P] their scores
             if baseline.greedy:
                 pending = run.sample(rows, 1, validation_sampling(args.rollout, temperature=0.0), step)

@@ -110,7 +110,7 @@ def main(args: Args) -> None:
             run.log_validation(validate(args, run, policy))
         for step in run.steps():
             # 1 data
-            rows = run.sampler.take(args.rows_per_step)
+            rows = run.next_rows(args.rows_per_step)
             minibatch = run.train_set.minibatch(rows, run.hf_config, run.world, max_tokens)
 
             # 5 update

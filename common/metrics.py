@@ -31,6 +31,7 @@ class Meter:
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Adds the mean over all values, of every rank, where `mask` is True."""
+        # sum and count, not the mean: micro-batches and ranks have different numbers of tokens
         self.sums[name] = self.sums[name] + _where(mask, values, 0.0).sum()
         self.counts[name] = self.counts[name] + (values.numel() if mask is None else mask.sum())
 
@@ -111,7 +112,7 @@ class Timer:
                 error.add_note(OUT_OF_MEMORY.format(phase))
             raise
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()                                    # kernels of this phase may still run
         self.seconds[phase] += time.perf_counter() - start
         self.on_phase(f"after {phase}")
 

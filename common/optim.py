@@ -26,16 +26,16 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
     A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError.
     """
     norm = clip_gradients(model.parameters(), config.max_grad_norm)
-    if norm.isfinite():
+    if norm.isfinite():  # the norm is that of all shards, so all ranks step or none does
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-        model.version += 1
+        model.version += 1  # the engine's weights are old now: its next `wake` loads these
     model.skipped_in_a_row = 0 if norm.isfinite() else model.skipped_in_a_row + 1
     if model.skipped_in_a_row >= config.max_skipped_steps:
         raise RuntimeError(
             f"the gradient norm was not finite {model.skipped_in_a_row} times in a row (--optim.max-skipped-steps): "
             f"lower --optim.lr, look at actor/ppo_kl and training/rollout_probs_diff_max of the steps before"
         )
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)  # also after a skipped step: its gradients must not reach the next one
     return float(norm)

@@ -98,6 +98,11 @@ class Rollout:
         """[S] int64, tokens of prompt and response."""
         return (self.prompt_lengths + self.response_lengths + self.other_lengths).numpy().astype(np.int64)
 
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """A number for each response, [S] -> float32 [T] of `batch`: the response's number on each of the tokens that
+        the policy sampled, 0 elsewhere."""
+        return self.batch.to_tokens(values)
+
     def any_token(self, is_true: Tensor) -> Tensor:
         """[T] bool of `batch` -> [S] bool, the same on every rank: it is true for a token of the response. All ranks
         call this together."""

@@ -19,7 +19,7 @@ def segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def segment_cumsum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] -> [T]: within each sequence the sum up to each token, itself included."""
-    total = x.cumsum(0)
+    total = x.cumsum(0)                                     # of all sequences; what came before each is taken off
     return total - expand((total - x)[cu_seqlens[:-1].long()], cu_seqlens, len(x))
 
 
@@ -30,6 +30,7 @@ def expand(x: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 def moments(x: Tensor) -> tuple[float, float, float]:
     """Count, mean and sum of squared deviations of a float64 [N], over all ranks."""
+    # two passes: the mean of squares minus the square of the mean would cancel where the spread is small
     count, total = all_sum([len(x), x.sum()]).tolist()
     mean = total / max(count, 1)
     return count, mean, all_sum([(x - mean).square().sum()]).item()
@@ -38,13 +39,13 @@ def moments(x: Tensor) -> tuple[float, float, float]:
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over every token with mask on every rank (unbiased variance); 0 elsewhere."""
     count, mean, squares = moments(x[mask].double())
-    scale = (squares / max(count - 1, 1) + 1e-8) ** -0.5
+    scale = (squares / max(count - 1, 1) + 1e-8) ** -0.5    # 1e-8 is verl's: all values equal give 0, not NaN
     return torch.where(mask, (x.double() - mean) * scale, 0).to(x.dtype)
 
 
 def group_sum(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: for each response the sum over its group; ignores NaN."""
-    sums = x.new_zeros(_num_groups(group)).index_add(0, group, x.nan_to_num())
+    sums = x.new_zeros(_num_groups(group)).index_add(0, group, x.nan_to_num())  # on the CPU, so in a fixed order
     return sums[group]
 
 
@@ -55,7 +56,7 @@ def group_count(x: Tensor, group: Tensor) -> Tensor:
 
 def group_mean(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: for each response the mean over its group; ignores NaN, and is NaN for a group without values."""
-    return group_sum(x, group) / group_count(x, group)
+    return group_sum(x, group) / group_count(x, group)      # 0 / 0 is the NaN of a group without values
 
 
 def group_std(x: Tensor, group: Tensor) -> Tensor:

@@ -265,6 +265,10 @@ class Training:
             write_manifest(self.tracker.run_dir / FINISHED, self.checkpoints.flags)
             print(summary(self.tracker.run_dir), flush=True)
 
+    def next_rows(self, count: int) -> list[int]:
+        """The next rows of the training data to train on, in a random order that a resumed run continues."""
+        return self.sampler.take(count)
+
     @contextmanager
     def phase(self, name: str, minibatches: list[Minibatch]) -> Iterator[Phase]:
         """Time a phase that walks over these mini-batches, and show its progress. A name "update_NAME" gives its

@@ -16,10 +16,10 @@ with Run(args, 2, correction) as run:
     run.describe("a loop", 2, 2, 1, 1)
     for step in run.steps():
         run.metrics |= engine.wake(policy)
-        pending = run.sample(run.sampler.take(2), 2, args.rollout, step)
+        pending = run.sample(run.next_rows(2), 2, args.rollout, step)
         run.metrics |= engine.sleep()
         rollout = run.collect(pending)
-        rollout.batch.advantage = rollout.batch.to_tokens(rollout.scores - 0.5)
+        rollout.batch.advantage = rollout.to_tokens(rollout.scores - 0.5)
         minibatches = run.to_minibatches(rollout, rollout.has_score, 1, max_tokens, step)
         with run.phase("ref", minibatches) as phase:
             for microbatch in phase:
@@ -42,7 +42,7 @@ FROZEN = "    reference = run.load_frozen(args.model)\n"
 DESCRIBE = '    run.describe("a loop", 2, 2, 1, 1)\n'
 STEPS = "    for step in run.steps():\n"
 WAKE = "        run.metrics |= engine.wake(policy)\n"
-SAMPLE = "        pending = run.sample(run.sampler.take(2), 2, args.rollout, step)\n"
+SAMPLE = "        pending = run.sample(run.next_rows(2), 2, args.rollout, step)\n"
 SLEEP = "        run.metrics |= engine.sleep()\n"
 COLLECT = "        rollout = run.collect(pending)\n"
 DONE = "                    update.done(microbatch, logp, entropy)\n"
