@@ -68,7 +68,7 @@ class Args(RunArgs):
     kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Per-token estimate of the KL in the reward."""
     kl_loss_coef: float = 0.0
-    """Factor of KL(policy || reference) in the loss. 0: no reference model in memory."""
+    """Factor of KL(policy || reference) in the loss. 0: the loss needs no reference model."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
     entropy_coef: float = 0.0
