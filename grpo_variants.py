@@ -10,10 +10,12 @@ stands in the file. common/variants/losses.py has the losses, docs/recipes.md th
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+import math
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -22,8 +24,8 @@ from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
 from common.metrics import spread
-from common.rollout import scatter_fields, sum_per_response
-from common.rollouts.scoring import decoupled_rewards
+from common.parallel.ranks import all_gather_objects
+from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std, whiten
@@ -121,6 +123,25 @@ def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tenso
 def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
     """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
     return group_lead(rewards, group) / (group_std(rewards, group) + 1e-6 if norm_by_std else 1.0)
+
+
+def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): the sum over components r of factor * (r - group mean) / group std.
+    Components are numbers that the reward function returned beside its score; `factors`: by their names. [S] on every
+    rank; NaN: no score. All ranks call this together. Raises ValueError, naming the row, where a component is missing.
+    """
+    scored = [sample for sample in rollout.samples if math.isfinite(sample.score)]
+    mine = [(sample.index, sample.row, [sample.extras.get(name) for name in factors]) for sample in scored]
+    values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
+    for index, row, numbers in sorted(chain(*all_gather_objects(mine))):
+        for k, (name, number) in enumerate(zip(factors, numbers)):
+            if not isinstance(number, float):
+                raise ValueError(f"row {row} of --train-data: the reward function returned {name} = {number!r:.80}, "
+                                 f"must be a number (--reward-components)")
+            values[k, index] = number
+    group = rollout.group
+    centred = [(x - group_mean(x, group)) / (group_std(x, group) + 1e-6) for x in values]       # [S] each
+    return sum(factor * x for factor, x in zip(factors.values(), centred))
 
 
 def decoupled_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:

@@ -3,14 +3,12 @@
 `start_rollout` samples. `PendingRollout.collect` waits for the scores and returns a `Rollout`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Request, RolloutConfig
@@ -21,7 +19,6 @@ from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import World, all_gather_objects, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import EpisodeRequest, Episodes, measure_episodes
-from common.segments import group_mean, group_std
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
 from rewards.runtime.worker import MAX_NAMES
@@ -180,25 +177,6 @@ class RemoteRollout:
         for name, value in self.made["metrics"].items():
             meter.mean(name, torch.tensor([value], dtype=torch.float64))
         return responses_from_state(self.made["samples"], self.data, self.bridge.world)
-
-
-def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
-    """GDPO (Liu et al. 2026, arXiv 2601.05242): the sum over components r of factor * (r - group mean) / group std.
-    Components are numbers that the reward function returned beside its score; `factors`: by their names. [S] on every
-    rank; NaN: no score. All ranks call this together. Raises ValueError, naming the row, where a component is missing.
-    """
-    scored = [sample for sample in rollout.samples if math.isfinite(sample.score)]
-    mine = [(sample.index, sample.row, [sample.extras.get(name) for name in factors]) for sample in scored]
-    values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
-    for index, row, numbers in sorted(chain(*all_gather_objects(mine))):
-        for k, (name, number) in enumerate(zip(factors, numbers)):
-            if not isinstance(number, float):
-                raise ValueError(f"row {row} of --train-data: the reward function returned {name} = {number!r:.80}, "
-                                 f"must be a number (--reward-components)")
-            values[k, index] = number
-    group = rollout.group
-    centred = [(x - group_mean(x, group)) / (group_std(x, group) + 1e-6) for x in values]       # [S] each
-    return sum(factor * x for factor, x in zip(factors.values(), centred))
 
 
 def responses_to_state(rollout: Rollout) -> list[list]:

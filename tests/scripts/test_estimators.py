@@ -12,7 +12,6 @@ import rloo
 from common.batch import Batch
 from common.prompts import Prompt
 from common.rollout import Response, Sample, gather_rollout
-from common.rollouts.scoring import decoupled_rewards
 from common.segments import segment_cumsum, whiten
 from common.variants.optimal_baseline import optimal_token_baseline
 
@@ -91,7 +90,7 @@ def test_gdpo():
     extras = [{name: values[i] for name, values in parts.items()} | {"text": "x"} for i in range(7)]
     extras[2] = {}                                                        # its reward function failed
     rollout = make_rollout(extras, scores)
-    rewards = decoupled_rewards(rollout, factors)
+    rewards = grpo_variants.decoupled_rewards(rollout, factors)
     assert rewards.isnan().tolist() == [i == 2 for i in range(7)]
     got = grpo_variants.ADVANTAGES["gdpo"](rewards, rollout.group, True)
     want = []
@@ -118,9 +117,9 @@ def test_a_component_that_is_missing_is_named():
     extras = [{"form": 1.0}] * 7
     extras[4] = {"form": "much"}
     with pytest.raises(ValueError, match="row 40 of --train-data: the reward function returned form = 'much'"):
-        decoupled_rewards(make_rollout(extras), {"form": 1.0})
+        grpo_variants.decoupled_rewards(make_rollout(extras), {"form": 1.0})
     with pytest.raises(ValueError, match=r"row 0 of .* returned accuracy = None, must be a number"):
-        decoupled_rewards(make_rollout(extras), {"accuracy": 1.0})
+        grpo_variants.decoupled_rewards(make_rollout(extras), {"accuracy": 1.0})
 
 
 @pytest.mark.parametrize(("advantage", "components"), [("gdpo", {}), ("group", {"form": 1.0})])
