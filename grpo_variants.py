@@ -24,14 +24,15 @@ from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
 from common.metrics import spread
-from common.parallel.ranks import all_gather_objects
+from common.model.policy import Policy
+from common.parallel.exchange import choose_largest
+from common.parallel.ranks import all_gather_objects, seed_of
 from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
-from common.segments import group_lead, group_mean, group_std, whiten
+from common.segments import group_lead, group_mean, group_std, moments, whiten
 from common.tracking.console import run_script
-from common.variants.losses import LossSettings, PolicyLoss, resolve_loss
-from common.variants.selection import SELECTED, select
+from common.variants.losses import LOSSES, LossSettings, PolicyLoss, Tokens, ppo
 
 
 @dataclass
@@ -109,9 +110,28 @@ def check(args: Args) -> LossSettings:
     if args.teacher and not (args.kl_loss_coef or args.kl_reward_coef):
         raise ValueError(f"--teacher {args.teacher} has no effect without a KL: set --kl-loss-coef (or "
                          f"--kl-reward-coef)")
-    return resolve_loss(
-        args.loss, args.clip_low, args.clip_high, args.clip_dual, args.aggregation, args.loss_numbers
-    )
+    return resolve_loss(args)
+
+
+def resolve_loss(args: Args) -> LossSettings:
+    """The flags that were given, and for the others the values of the loss's paper. Raises ValueError for a bound or
+    number that the loss does not have, or one that cannot be meant."""
+    default = LOSSES[args.loss]
+    given = {"clip_low": args.clip_low, "clip_high": args.clip_high, "clip_dual": args.clip_dual,
+             "aggregation": args.aggregation}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if getattr(default, name) is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {value}: the loss {args.loss} has no such bound; leave it out")
+    settings = default._replace(**given, numbers=default.numbers | args.loss_numbers, name=args.loss)
+    for number, value in settings.numbers.items():
+        if number not in default.numbers or value <= 0:
+            raise ValueError(f"--loss-numbers {number} {value:g}: must be above 0, and --loss {args.loss} has only "
+                             f"these: {', '.join(default.numbers) or 'none'}")
+    low, high, dual = settings.clip_low, settings.clip_high, settings.clip_dual
+    losses.check_clip(low or 0.0, high if high is not None else math.inf, math.inf if dual is None else dual)
+    return settings
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
@@ -150,6 +170,44 @@ def decoupled_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> T
 
 
 ADVANTAGES = {"group": group_advantages, "passk": passk_advantages, "gdpo": decoupled_advantages}
+
+
+# --------------------------------------------------------------------------- tokens that clip_cov and kl_cov select
+
+SELECTED = ("clip_cov", "kl_cov")
+
+
+def select(settings: LossSettings, microbatches: list, policy: Policy, temperature: float, *seed: int) -> None:
+    """Write `microbatch.extra["selected"]`, if the loss needs it, from the log-probs of the current policy."""
+    if settings.name not in SELECTED:
+        return
+    logps = [policy.score(microbatch, temperature) for microbatch in microbatches]
+    function = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[settings.name]
+    for microbatch, selected in zip(microbatches, function(microbatches, logps, seed_of(*seed), settings)):
+        microbatch.extra["selected"] = selected
+
+
+def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
+    """A random share of all tokens, among those with cov_low < cov < cov_high that ppo has not clipped: [T] bools."""
+    low, high, candidates = settings.numbers["cov_low"], settings.numbers["cov_high"], []
+    for b, logp, cov in zip(microbatches, logps, covariances(microbatches, logps)):
+        _, stats = ppo(Tokens(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens), **settings.bounds)
+        candidates.append(b.mask & (cov > low) & (cov < high) & (stats["actor/pg_clipfrac"] == 0))
+    equal = [torch.zeros_like(logp, dtype=torch.float64) for logp in logps]
+    return choose_largest(microbatches, equal, candidates, seed, settings.numbers["fraction"])
+
+
+def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
+    """Selects the share of all tokens with the largest cov; `seed` orders equal values: [T] bools."""
+    masks, fraction = [b.mask for b in microbatches], settings.numbers["fraction"]
+    return choose_largest(microbatches, covariances(microbatches, logps), masks, seed, fraction)
+
+
+def covariances(microbatches: list, logps: list[Tensor]) -> list[Tensor]:
+    """(A - mean A) (logp - mean logp) per token, the means over the mini-batch on all ranks: [T] float64 each."""
+    _, advantage, _ = moments(torch.cat([b.advantage[b.mask] for b in microbatches]).double())
+    _, logp, _ = moments(torch.cat([x.detach()[b.mask] for b, x in zip(microbatches, logps)]).double())
+    return [(b.advantage.double() - advantage) * (x.detach().double() - logp) for b, x in zip(microbatches, logps)]
 
 
 @errors.record  # torchrun prints a failed rank's traceback last

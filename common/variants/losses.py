@@ -4,7 +4,6 @@ Everything is flat: [T] packed tokens, `cu_seqlens` [S+1]. What stands where `ma
 never read, and a loss is 0 there. Statistics are per token, to be averaged over `mask`.
 """
 
-import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.losses import check_clip
 from common.segments import expand, segment_mean
 
 
@@ -21,7 +19,7 @@ class Tokens:
 
     def __init__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, cu_seqlens: Tensor,
                  selected: Tensor | None = None):
-        """[T] each; `selected`: bool, by selection.py. What stands outside the mask becomes 0 first: a NaN there would
+        """[T] each; `selected`: bool, for clip_cov and kl_cov. What stands outside the mask becomes 0 first: a NaN there would
         reach the gradient through a later `where`."""
         self.logp, self.old_logp, self.advantage = (torch.where(mask, x, 0) for x in (logp, old_logp, advantage))
         self.log_ratio = (self.logp - self.old_logp).clamp(-20, 20)
@@ -194,23 +192,3 @@ LOSSES = {                          # docs/from_verl.md has the sources of these
     "reinforce": LossSettings(reinforce, None, None, None, "token-mean"),
 }
 PolicyLoss = Literal[*LOSSES]
-
-
-def resolve_loss(name: str, clip_low: float | None, clip_high: float | None, clip_dual: float | None,
-                 aggregation: str | None, numbers: dict[str, float]) -> LossSettings:
-    """The flags that were given, and for the others the values of the loss's paper. Raises ValueError for a bound or
-    number that the loss does not have, or one that cannot be meant."""
-    default = LOSSES[name]
-    given = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual, "aggregation": aggregation}
-    given = {field: value for field, value in given.items() if value is not None}
-    for field, value in given.items():
-        if getattr(default, field) is None:
-            raise ValueError(f"--{field.replace('_', '-')} {value}: the loss {name} has no such bound; leave it out")
-    settings = default._replace(**given, numbers=default.numbers | numbers, name=name)
-    for number, value in settings.numbers.items():
-        if number not in default.numbers or value <= 0:
-            raise ValueError(f"--loss-numbers {number} {value:g}: must be above 0, and --loss {name} has only these: "
-                             f"{', '.join(default.numbers) or 'none'}")
-    low, high, dual = settings.clip_low, settings.clip_high, settings.clip_dual
-    check_clip(low or 0.0, high if high is not None else math.inf, math.inf if dual is None else dual)
-    return settings

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+import grpo_variants
 import rloo
 from common.batch import Batch
 from common.losses import gae, kl_estimate, mean_kl, on_last_token, token_weights
 from common.rollout import Minibatch
 from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
-from common.variants.losses import LOSSES, Tokens, resolve_loss
-from common.variants.selection import covariances, select_clip_cov, select_kl_cov
+from common.variants.losses import LOSSES, Tokens
+from grpo_variants import covariances, select_clip_cov, select_kl_cov
 from ppo import adapt_kl_coef, explained_variance, value_loss
 from tests import oracles
 from tests.common.weigh import weigh
@@ -37,6 +38,12 @@ POLICY_LOSSES = {name: functools.partial(on_tensors(d.function), **d.numbers | (
 CLIPS = {name: (d.clip_low, d.clip_high) for name, d in LOSSES.items()}
 CLIPS["gspo"] = (0.1, 0.1)                # its 4e-4 would clip almost every random sequence
 KL_KINDS = [kind + plus for kind in ("k1", "abs", "k2", "mse", "k3", "low_var_kl") for plus in ("", "+")]
+
+
+def resolve_loss(name, clip_low, clip_high, clip_dual, aggregation, numbers):
+    bounds = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
+    args = grpo_variants.Args("", (), loss=name, **bounds, aggregation=aggregation, loss_numbers=numbers)
+    return grpo_variants.resolve_loss(args)
 
 
 def error(got, want) -> float:
