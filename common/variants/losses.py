@@ -19,8 +19,8 @@ class Tokens:
 
     def __init__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, cu_seqlens: Tensor,
                  selected: Tensor | None = None):
-        """[T] each; `selected`: bool, for clip_cov and kl_cov. What stands outside the mask becomes 0 first: a NaN there would
-        reach the gradient through a later `where`."""
+        """[T] each; `selected`: bool, for clip_cov and kl_cov. What stands outside the mask becomes 0 first: a NaN
+        there would reach the gradient through a later `where`."""
         self.logp, self.old_logp, self.advantage = (torch.where(mask, x, 0) for x in (logp, old_logp, advantage))
         self.log_ratio = (self.logp - self.old_logp).clamp(-20, 20)
         self.mask = mask
