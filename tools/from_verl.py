@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
@@ -516,7 +517,11 @@ def count_rows(files: list[str]) -> int:
     paths = [Path(file).expanduser() for file in files]
     if not all(path.suffix == ".parquet" and path.is_file() for path in paths):
         return 0
-    return sum(pq.read_metadata(path).num_rows for path in paths)
+    try:
+        return sum(pq.read_metadata(path).num_rows for path in paths)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"the rows of {', '.join(files)} cannot be counted: {error}; --rows N counts for them"
+                         ) from None
 
 
 def sort_the_rest(verl: Settings, ours: Translation) -> None:

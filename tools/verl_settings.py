@@ -8,12 +8,13 @@ import itertools
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import yaml
 
@@ -42,6 +43,8 @@ enable -n kill ulimit history fc set shopt  # history writes files; of set -m, j
 eval "$(</dev/fd/SCRIPT)"
 """
 TIME_LIMIT_S = 20
+BACKGROUND_S = 2
+"""Seconds after the script's end for what it has started in the background."""
 MAX_COMPLAINTS = 20
 MAX_YAML = 100_000
 """Values of a YAML file; verl's own have about 500."""
@@ -138,12 +141,23 @@ def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], s
         if not isinstance(tree, dict):
             raise ValueError(f"{source} must be a mapping of keys to values, and is {type(tree).__name__}")
         return flat(tree) | keys, "main_ppo", []
+    given, program, notes = find_command(text, variables, str(source))
+    return given | keys, program, notes
+
+
+def find_command(text: str, variables: dict[str, str], source: str) -> tuple[dict[str, str], str, list[str]]:
+    """The keys of the one command in a script that starts verl, the program, and what was not understood. A command may
+    be a word of another one: bash -c '...'."""
     commands, notes = shell_commands(text, variables)
     found = [words for words in commands if any(PROGRAM.search(word) for word in words)]
     if len(found) != 1:
-        said = f" ({'; '.join(notes)})" if notes else ""
+        said = f" ({'; '.join(map(visible, notes))})" if notes else ""
         raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once{said}")
     start = next(i for i, word in enumerate(found[0]) if PROGRAM.search(word))
+    inner = found[0][start]
+    if any(character.isspace() for character in inner.strip()):
+        given, program, more = find_command(inner, variables, source)
+        return given, program, notes + more
     given = {}
     for word in found[0][start + 1 :]:
         key, separator, value = word.partition("=")
@@ -151,7 +165,7 @@ def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], s
             given[key.lstrip("+")] = value
         else:
             notes.append(f"{word} is no key with a value and not used")
-    return given | keys, PROGRAM.search(found[0][start])[0], notes
+    return given, PROGRAM.search(inner)[0], notes
 
 
 def decode(content: bytes, source: Path) -> str:
@@ -199,21 +213,24 @@ def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]
         raise ValueError("there is no bash on the PATH, which reads the script")
     text = REDIRECTION.sub(lambda found: "" if found["output"] else found[0], text)    # which that mode refuses
     environment = {"PATH": "/nonexistent", "HOME": os.environ.get("HOME", ""), "LC_ALL": "C.UTF-8", **variables}
-    take, give = os.pipe()
-    with (tempfile.TemporaryFile("w+") as script, tempfile.TemporaryFile("w+", errors="replace") as started,
-          tempfile.TemporaryFile("w+", errors="replace") as errors, open(take), open(give, "wb", buffering=0) as lock):
+    (take, give), (left, held) = os.pipe(), os.pipe()
+    with (open_text() as script, open_text() as started, open_text() as errors, open(take), open(left),
+          open(give, "wb", buffering=0) as lock):
         script.write(text)
         script.flush()
         lock.write(b".")
         files = {"STARTED": started.fileno(), "TAKE": take, "GIVE": give, "SCRIPT": script.fileno()}
         reader = re.sub("|".join(files), lambda name: str(files[name[0]]), RESTRICTED)
         bash = subprocess.Popen(
-            [shutil.which("bash"), "--norc", "-c", reader], env=environment, pass_fds=tuple(files.values()),
+            [shutil.which("bash"), "--norc", "-c", reader], env=environment, pass_fds=(*files.values(), held),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )
+        os.close(held)
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):        # its exit code will say that it was ended
-                bash.wait(TIME_LIMIT_S)
+            bash.wait(TIME_LIMIT_S)
+            in_time, _, _ = select.select([left], [], [], BACKGROUND_S)     # readable once all have closed `held`
+        except subprocess.TimeoutExpired:
+            in_time = [left]                                            # its exit code will say that it was ended
         finally:
             with contextlib.suppress(ProcessLookupError):               # nothing is left
                 os.killpg(bash.pid, signal.SIGKILL)
@@ -233,10 +250,17 @@ def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]
     programs = sorted({words[0] for words in commands if not any(PROGRAM.search(word) for word in words)})
     if programs:
         notes.append(f"not run: {', '.join(programs)}; $(PROGRAM) counts as empty, or as what follows || in it")
+    if not in_time:
+        notes.append(f"what the script started in the background was ended after {BACKGROUND_S} s")
     if bash.returncode < 0:
         notes.append(f"bash was ended by {signal.Signals(-bash.returncode).name}, after {TIME_LIMIT_S} s in an endless "
                      f"loop for instance: what comes after it in the script is not read")
     return commands, notes
+
+
+def open_text() -> IO[str]:
+    """A file without a name, in UTF-8; what is none is read as U+FFFD."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, str]:
