@@ -9,17 +9,17 @@ every key that this tool does not know. docs/from_verl.md lists the differences 
 
 import json
 import math
-import shlex
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
-import yaml
 
 from common.tracking.console import exit_with_error
+from tools.terminal import quoted, visible
 from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, SAME, SCRIPTS, SWITCHES, WITHOUT
 from tools.verl_settings import Settings, read_settings
 
@@ -64,7 +64,7 @@ class Translation:
 
     def command(self) -> str:
         lines = [" ".join(["torchrun", *self.launch, f"{self.script}.py"])]
-        lines += [" ".join([flag, *map(shlex.quote, values)]) for flag, values in self.flags.items()]
+        lines += [" ".join([flag, *map(quoted, values)]) for flag, values in self.flags.items()]
         return " \\\n    ".join(lines)
 
 
@@ -133,8 +133,8 @@ def kl_reward_coef(verl: Settings) -> float:
 
 def set_sizes(verl: Settings, ours: Translation) -> None:
     """verl counts a mini-batch in prompts and a micro-batch in responses or tokens."""
-    prompts, samples = verl.number("data.train_batch_size", 1024), verl.number(f"{ROLLOUT}.n", 1)
-    minibatch = verl.number(f"{ACTOR}.ppo_mini_batch_size", 256)
+    prompts, samples = verl.count("data.train_batch_size", 1024), verl.count(f"{ROLLOUT}.n", 1)
+    minibatch = verl.count(f"{ACTOR}.ppo_mini_batch_size", 256)
     num_minibatches = max(1, round(prompts / minibatch))
     while prompts * samples % num_minibatches:
         num_minibatches -= 1
@@ -319,21 +319,38 @@ def set_correction(verl: Settings, ours: Translation) -> None:
         if normalise:
             ours.add("--correction.batch-normalise")
     criteria, thresholds = verl.items(f"{CORRECTION}.rollout_rs"), verl.items(f"{CORRECTION}.rollout_rs_threshold")
+    if len(thresholds) == 1:
+        thresholds *= len(criteria)                                     # one for all of them
+    if len(thresholds) != len(criteria):
+        raise ValueError(f"{CORRECTION}.rollout_rs_threshold must be one threshold, or one for each of the "
+                         f"{len(criteria)} criteria of rollout_rs; it has {len(thresholds)}")
     flags: dict[str, list[object]] = {"reject": [], "reject-over": [], "reject-below": [], "reject-above": []}
     for name, threshold in zip(criteria, thresholds):
         level, _, estimate = name.rpartition("_")
         if estimate not in KL:
             ours.without[f"{CORRECTION}.rollout_rs={name}"] = "a criterion of an earlier version"
             continue
-        low, _, high = threshold.rpartition("_")
-        bounds = ["-inf", high]
-        if estimate == "k1":
-            bounds = [round(math.log(float(bound)), 6) for bound in (low or 1 / float(high), high)]
+        bounds = bounds_of(estimate, threshold)
         for flag, value in zip(flags, (estimate, level.removeprefix("seq_"), *bounds)):
             flags[flag].append(value)
     for flag, values in flags.items():
         if values:
             ours.add(f"--correction.{flag}", *values)
+
+
+def bounds_of(estimate: str, threshold: str) -> list[object]:
+    """The bounds of an estimate of the KL for verl's threshold, LOWER_UPPER or UPPER."""
+    low, _, high = threshold.rpartition("_")
+    try:
+        lower, upper = float(low or 1), float(high)
+    except ValueError:
+        lower = upper = 0.0
+    if not (lower > 0 and upper > 0):
+        raise ValueError(f"{CORRECTION}.rollout_rs_threshold={visible(threshold)} must be a number above 0, or two as "
+                         f"0.5_2.0")
+    if estimate != "k1":
+        return ["-inf", high]
+    return [round(math.log(bound), 6) for bound in (lower if low else 1 / upper, upper)]
 
 
 def set_data(verl: Settings, ours: Translation) -> None:
@@ -353,7 +370,7 @@ def set_data(verl: Settings, ours: Translation) -> None:
     if not verl.is_on("data.shuffle", True):
         ours.without["data.shuffle=False"] = "prompts are shuffled anew in every epoch"
     prefix = "data.apply_chat_template_kwargs."
-    template = {key.removeprefix(prefix): yaml.safe_load(verl.get(key)) for key in verl.given if key.startswith(prefix)}
+    template = {key.removeprefix(prefix): verl.value(key) for key in verl.given if key.startswith(prefix)}
     if template:
         ours.add("--data.chat-template-kwargs", json.dumps(template))
 
@@ -371,14 +388,17 @@ def set_rollout(verl: Settings, ours: Translation) -> None:
     if is_cut and not {"--correction.weights", "--correction.bypass"} & ours.flags.keys():
         ours.notes.append("top_p and top_k in training need the engine correction here, for instance "
                           "--correction.preset decoupled-token-is; verl trains with the biased gradient")
-    extra = {name: yaml.safe_load(value) for name in ("max_num_batched_tokens", "enable_chunked_prefill")
-             if (value := verl.get(f"{ROLLOUT}.{name}"))}
+    extra = {name: verl.value(f"{ROLLOUT}.{name}") for name in ("max_num_batched_tokens", "enable_chunked_prefill")
+             if verl.get(f"{ROLLOUT}.{name}")}
     prefix = f"{ROLLOUT}.engine_kwargs.vllm."
     for key in verl.given:
         if key.startswith(prefix) and not any(fnmatchcase(key, pattern) for pattern in (*NEEDLESS, *WITHOUT)):
             name, _, inner = key.removeprefix(prefix).partition(".")
-            value = yaml.safe_load(verl.get(key))
-            extra[name] = extra.get(name, {}) | {inner: value} if inner else value
+            value = verl.value(key)
+            before = extra.get(name, {}) if inner else {}
+            if not isinstance(before, dict):
+                raise ValueError(f"{visible(prefix + name)} is given as a value, and {visible(inner)} of it")
+            extra[name] = before | {inner: value} if inner else value
     if extra:
         ours.add("--rollout.extra", json.dumps(extra))
 
@@ -423,7 +443,7 @@ def set_reward(verl: Settings, ours: Translation) -> None:
     if path:
         ours.add("--reward.function", f"{path}:{name}")
     prefix = "reward.custom_reward_function.reward_kwargs."
-    kwargs = {key.removeprefix(prefix): yaml.safe_load(verl.get(key)) for key in verl.given if key.startswith(prefix)}
+    kwargs = {key.removeprefix(prefix): verl.value(key) for key in verl.given if key.startswith(prefix)}
     if url := verl.get("reward.sandbox_fusion.url"):
         kwargs["sandbox_fusion_url"] = url
     if kwargs:
@@ -443,7 +463,7 @@ def set_reward(verl: Settings, ours: Translation) -> None:
 
 
 def set_trainer(verl: Settings, ours: Translation) -> None:
-    gpus, nodes = verl.number("trainer.n_gpus_per_node", 8), verl.number("trainer.nnodes", 1)
+    gpus, nodes = verl.count("trainer.n_gpus_per_node", 8), verl.count("trainer.nnodes", 1)
     ours.launch = ["--standalone"]
     if nodes > 1:
         ours.launch = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HEAD_NODE:29500"]
@@ -469,7 +489,7 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
 def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
     """Steps, which verl may give as epochs; a learning rate's warm-up, which it may give as a share of them."""
     steps = verl.number("trainer.total_training_steps", 0)
-    epochs, prompts = verl.number("trainer.total_epochs", 30), verl.number("data.train_batch_size", 1024)
+    epochs, prompts = verl.number("trainer.total_epochs", 30), verl.count("data.train_batch_size", 1024)
     if steps:
         ours.add("--total-steps", steps)
     else:
@@ -497,7 +517,11 @@ def count_rows(files: list[str]) -> int:
     paths = [Path(file).expanduser() for file in files]
     if not all(path.suffix == ".parquet" and path.is_file() for path in paths):
         return 0
-    return sum(pq.read_metadata(path).num_rows for path in paths)
+    try:
+        return sum(pq.read_metadata(path).num_rows for path in paths)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"the rows of {', '.join(files)} cannot be counted: {error}; --rows N counts for them"
+                         ) from None
 
 
 def sort_the_rest(verl: Settings, ours: Translation) -> None:
@@ -549,7 +573,7 @@ def report(ours: Translation, not_understood: list[str]) -> str:
         ("Read without running it", not_understood),
     ):
         if lines:
-            parts.append("\n".join([f"# {title}:", *(f"#   {line}" for line in lines)]))
+            parts.append("\n".join([f"# {title}:", *(f"#   {visible(line)}" for line in lines)]))
     parts.append("# Differences that no flag removes: docs/from_verl.md")
     return "\n\n".join(parts)
 
@@ -558,6 +582,8 @@ def main(args: Args) -> None:
     source = Path(args.source)
     if not source.is_file():
         raise ValueError(f"{source} does not exist; give a shell script or a YAML file")
+    if args.rows < 0:
+        raise ValueError(f"--rows {args.rows} must not be negative")
     given, program, notes = read_settings(source, list(args.overrides))
     print(report(translate(given, program, args.rows), notes))
 

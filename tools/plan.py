@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -244,11 +245,14 @@ def load(script: str) -> ModuleType:
 
 def plan_script(script: str, flags: list[str], gpus: str, gpu_gb: float) -> bool:
     """Run the script up to its plan. `gpus`: GPUs of a machine, or GPUSxMACHINES. Returns whether it fits."""
-    node, _, machines = gpus.partition("x")
-    if not node.isdigit() or not (machines or "1").isdigit() or not int(node) * int(machines or 1):
+    found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", gpus)
+    if found is None:
         raise ValueError(f"--gpus {gpus} must be a number of GPUs, or GPUs and machines as 8x2")
-    os.environ["WORLD_SIZE"] = str(int(node) * int(machines or 1))
-    Planned.node, Planned.gpu_gb = int(node), VISIBLE * gpu_gb
+    if not 0 < gpu_gb <= 10_000:
+        raise ValueError(f"--gpu-gb {gpu_gb:g} must be above 0, and at most 10,000")
+    node, machines = int(found[1]), int(found[2] or 1)
+    os.environ["WORLD_SIZE"] = str(node * machines)
+    Planned.node, Planned.gpu_gb = node, VISIBLE * gpu_gb
     module = load(script)
     refuse_others_flags(module.Args, flags, script)
     args = tyro.cli(module.Args, args=flags)

@@ -3,34 +3,72 @@
 No program of the script is started. Variables, arrays and loops are followed.
 """
 
+import contextlib
+import itertools
+import math
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import IO, Any, ClassVar
 
 import yaml
 
+from tools.terminal import visible
 from tools.verl_keys import OLD_NAMES
 
 PROGRAM = re.compile(r"main_(ppo|dapo)")
 
 RESTRICTED = r"""
+ulimit -c 0 -t 20 -v 1048576 -f 65536        # no core file; seconds of each process, KiB of memory and of a file
 command_not_found_handle() {                # every program: PATH is empty
-    read -r -N 1 -u "$TAKE"                  # the lock: programs of a pipe write one after the other
-    printf '%s\0' "$@" $'\n' >&"$STARTED"
-    printf . >&"$GIVE"
+    read -r -N 1 -u TAKE                  # the lock: programs of a pipe write one after the other
+    printf 'w%s\0' "$@" >&STARTED
+    printf '\0' >&STARTED
+    printf . >&GIVE
     ((BASH_SUBSHELL == 0)) || return 127     # in $(...), for what the script falls back to
 }
 tee() { :; }
 cd() { :; }
 exec() { [[ $# == 0 ]] || "$@"; }
-enable -n kill
 readonly PATH
 set -r
 set() { :; }                                # set -e would end it at the first program that is not there
+shopt() { :; }
+enable -n kill ulimit history fc set shopt  # history writes files; of set -m, jobs would outlive the reading
+eval "$(</dev/fd/SCRIPT)"
 """
+TIME_LIMIT_S = 20
+BACKGROUND_S = 2
+"""Seconds after the script's end for what it has started in the background."""
+MAX_COMPLAINTS = 20
+MAX_YAML = 100_000
+"""Values of a YAML file; verl's own have about 500."""
+MAX_COUNT = 10**7
+
+REDIRECTION = re.compile(r"""
+    \\. | '[^']*' | "(?:\\.|[^"\\])*" | (?:^|(?<=\s))\#[^\n]*       # these stay: words in quotes, comments,
+    | \(\((?:(?!\(\().){,500}?\)\) | \[\[(?:(?!\[\[).){,500}?\]\]          # comparisons
+    | (?P<output>(?<=\s)(?:\d|&)?>>?(?!=)[ \t]*
+        (?:>\([^()]*\) | "[^"]*" | '[^']*' | \$\([^()]*\) | [^\s&|;()<>"'])+)
+""", re.VERBOSE | re.DOTALL)
+
+
+class Loader(yaml.SafeLoader):
+    """Makes what JSON has: a date is text, and a set is refused."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, form) for tag, form in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors: ClassVar = {
+        tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] not in ("timestamp", "binary", "set", "omap", "pairs")
+    }
 
 
 class Settings:
@@ -59,9 +97,22 @@ class Settings:
         try:
             value = float(self.get(key, str(default)))
         except ValueError:
-            raise ValueError(f"{key}={self.given[key]} must be a number; a variable of the script that is not known "
-                             f"here can be given as NAME=VALUE") from None
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"{key}={visible(self.given[key])} must be a number; a variable of the script that is not "
+                             f"known here can be given as NAME=VALUE")
         return int(value) if value.is_integer() else value
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number from 1 on."""
+        value = self.number(key, default)
+        if value < 1 or value != int(value) or value > MAX_COUNT:
+            raise ValueError(f"{key}={value} must be a whole number from 1 to {MAX_COUNT:,}")
+        return int(value)
+
+    def value(self, key: str) -> Any:
+        """The value as hydra reads it."""
+        return read_yaml(self.get(key), key)
 
     def items(self, key: str) -> list[str]:
         return [clean(item) for item in self.get(key).strip("[]()").split(",") if clean(item)]
@@ -78,18 +129,35 @@ def clean(text: str) -> str:
 def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], str, list[str]]:
     """The keys and values of a script or YAML file, the program it starts, and what was not understood. `overrides`:
     NAME=VALUE of shell variables, and further keys."""
+    for item in overrides:
+        if "=" not in item:
+            raise ValueError(f"{item} must be NAME=VALUE for a variable of the script, or some.key=VALUE")
     assigned = dict(item.partition("=")[::2] for item in overrides)
     variables = {name: value for name, value in assigned.items() if name.isidentifier()}
     keys = {name.lstrip("+"): value for name, value in assigned.items() if not name.isidentifier()}
-    text = source.read_text()
+    text = decode(source.read_bytes(), source)
     if source.suffix in (".yaml", ".yml"):
-        return flat(yaml.safe_load(text)) | keys, "main_ppo", []
+        tree = read_yaml(text, str(source)) or {}
+        if not isinstance(tree, dict):
+            raise ValueError(f"{source} must be a mapping of keys to values, and is {type(tree).__name__}")
+        return flat(tree) | keys, "main_ppo", []
+    given, program, notes = find_command(text, variables, str(source))
+    return given | keys, program, notes
+
+
+def find_command(text: str, variables: dict[str, str], source: str) -> tuple[dict[str, str], str, list[str]]:
+    """The keys of the one command in a script that starts verl, the program, and what was not understood. A command may
+    be a word of another one: bash -c '...'."""
     commands, notes = shell_commands(text, variables)
     found = [words for words in commands if any(PROGRAM.search(word) for word in words)]
     if len(found) != 1:
-        said = f" ({'; '.join(notes)})" if notes else ""
+        said = f" ({'; '.join(map(visible, notes))})" if notes else ""
         raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once{said}")
     start = next(i for i, word in enumerate(found[0]) if PROGRAM.search(word))
+    inner = found[0][start]
+    if any(character.isspace() for character in inner.strip()):
+        given, program, more = find_command(inner, variables, source)
+        return given, program, notes + more
     given = {}
     for word in found[0][start + 1 :]:
         key, separator, value = word.partition("=")
@@ -97,35 +165,102 @@ def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], s
             given[key.lstrip("+")] = value
         else:
             notes.append(f"{word} is no key with a value and not used")
-    return given | keys, PROGRAM.search(found[0][start])[0], notes
+    return given, PROGRAM.search(inner)[0], notes
+
+
+def decode(content: bytes, source: Path) -> str:
+    """UTF-8 with or without a byte order mark, and with any line ends."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} must be UTF-8: {error}") from None
+    if "\0" in text:
+        raise ValueError(f"{source} has a NUL byte, at {text.index(chr(0))}: it is no text")
+    return text.replace("\r\n", "\n")
+
+
+def read_yaml(text: str, name: str) -> Any:
+    """The value of a YAML text, of types that JSON has: a date is text. `name`: what the text is, for errors."""
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        if size_of(node, {}) > MAX_YAML:
+            raise ValueError(f"{name} has more than {MAX_YAML:,} values once its aliases (*NAME) are written out, or "
+                             f"one that holds itself")
+        return loader.construct_document(node) if node else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is no YAML that this tool reads: {visible(' '.join(str(error).split()))}") from None
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deep") from None
+
+
+def size_of(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """How many values a node has if each of its aliases counts as often as it is used. `known`: of nodes by id."""
+    if id(node) not in known:
+        known[id(node)] = math.inf                                      # until it is counted: a node that holds itself
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = itertools.chain(*inner) if isinstance(node, yaml.MappingNode) else inner
+        known[id(node)] = 1 + sum(size_of(part, known) for part in parts)
+    return known[id(node)]
 
 
 def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]], list[str]]:
     """The words of every program that a script would start, and what it left open, for the reader.
 
-    bash itself reads it, in its restricted mode and without a PATH: no program starts and no file is written."""
-    text = re.sub(r"(?<=\s)(?:\d|&)?>>?(?!=)[ \t]*[^\s&|;()=]+", "", text)        # > file, which that mode refuses
-    environment = {"PATH": "/nonexistent", "HOME": os.environ.get("HOME", ""), **variables}
-    take, give = os.pipe()
-    with tempfile.TemporaryFile("w+") as started, open(take), open(give, "wb", buffering=0) as lock:
+    bash itself reads it, in its restricted mode and without a PATH: no program starts and no file is written. What it
+    has started in the background ends with it."""
+    if shutil.which("bash") is None:
+        raise ValueError("there is no bash on the PATH, which reads the script")
+    text = REDIRECTION.sub(lambda found: "" if found["output"] else found[0], text)    # which that mode refuses
+    environment = {"PATH": "/nonexistent", "HOME": os.environ.get("HOME", ""), "LC_ALL": "C.UTF-8", **variables}
+    (take, give), (left, held) = os.pipe(), os.pipe()
+    with (open_text() as script, open_text() as started, open_text() as errors, open(take), open(left),
+          open(give, "wb", buffering=0) as lock):
+        script.write(text)
+        script.flush()
         lock.write(b".")
-        files = (started.fileno(), take, give)
-        numbers = "readonly STARTED={} TAKE={} GIVE={}".format(*files)
-        bash = subprocess.run(
-            [shutil.which("bash"), "--norc", "-c", f"{numbers}\n{RESTRICTED}\n{text}"],
-            env=environment, pass_fds=files, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
+        files = {"STARTED": started.fileno(), "TAKE": take, "GIVE": give, "SCRIPT": script.fileno()}
+        reader = re.sub("|".join(files), lambda name: str(files[name[0]]), RESTRICTED)
+        bash = subprocess.Popen(
+            [shutil.which("bash"), "--norc", "-c", reader], env=environment, pass_fds=(*files.values(), held),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )
+        os.close(held)
+        try:
+            bash.wait(TIME_LIMIT_S)
+            in_time, _, _ = select.select([left], [], [], BACKGROUND_S)     # readable once all have closed `held`
+        except subprocess.TimeoutExpired:
+            in_time = [left]                                            # its exit code will say that it was ended
+        finally:
+            with contextlib.suppress(ProcessLookupError):               # nothing is left
+                os.killpg(bash.pid, signal.SIGKILL)
+            bash.wait()
         started.seek(0)
-        commands = [command.split("\0") for command in started.read().split("\0\n\0")[:-1]]
+        errors.seek(0)
+        commands = [[word[1:] for word in words.split("\0")] for words in started.read().split("\0\0")[:-1]]
+        complaints = re.findall(r": line \d+: (.+)|bash: (.+: cannot allocate .+)", errors.read())
+        said = [*dict.fromkeys(either or other for either, other in complaints)]
     used = set(re.findall(r"\$\{?([A-Za-z_]\w*)\}?(?![:\w\[-])", text))
     known = set(re.findall(r"\b([A-Za-z_]\w*)\+?=|\bfor (\w+) in", text))
     unset = used - {name for pair in known for name in pair} - environment.keys()
     notes = [f"${name} is not set and counts as empty; give {name}=VALUE" for name in sorted(unset)]
-    notes += [line.partition(": line ")[2].partition(": ")[2] for line in bash.stderr.splitlines() if ": line " in line]
+    notes += said[:MAX_COMPLAINTS]
+    if len(said) > MAX_COMPLAINTS:
+        notes.append(f"bash said {len(said) - MAX_COMPLAINTS:,} other things")
     programs = sorted({words[0] for words in commands if not any(PROGRAM.search(word) for word in words)})
     if programs:
         notes.append(f"not run: {', '.join(programs)}; $(PROGRAM) counts as empty, or as what follows || in it")
+    if not in_time:
+        notes.append(f"what the script started in the background was ended after {BACKGROUND_S} s")
+    if bash.returncode < 0:
+        notes.append(f"bash was ended by {signal.Signals(-bash.returncode).name}, after {TIME_LIMIT_S} s in an endless "
+                     f"loop for instance: what comes after it in the script is not read")
     return commands, notes
+
+
+def open_text() -> IO[str]:
+    """A file without a name, in UTF-8; what is none is read as U+FFFD."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, str]:

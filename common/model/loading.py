@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -16,7 +17,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.model.attention import choose_attention
-from common.model.flops import sequence_cost
+from common.model.flops import check_sizes, sequence_cost
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, Policy
@@ -46,7 +47,7 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} holds no config.json: {flag} must be a Hugging Face model folder or hub name")
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArithmeticError, RecursionError, StrictDataclassError) as error:
         raise ValueError(f"cannot read a model config from {path} ({flag}): {error}") from error
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
     reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM and flag != "--critic-model"
@@ -67,6 +68,7 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     if not reads_images and not hasattr(hf_config, "hidden_size"):
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
     try:
+        check_sizes(hf_config)
         sequence_cost(np.ones(1), hf_config)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}: choose another {flag}") from error

@@ -1,6 +1,7 @@
 """Policy and critic on packed tokens against transformers' unpacked forward; what is refused as a model."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import (
     LlamaForSequenceClassification,
     LlavaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     T5Config,
 )
@@ -259,6 +261,12 @@ def write_config(config, tmp_path) -> str:
     return str(tmp_path)
 
 
+def changed_config(tmp_path, **sizes) -> str:
+    """A Llama's config with these in its JSON."""
+    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig(**SIZES).to_dict() | sizes))
+    return str(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -273,6 +281,20 @@ def write_config(config, tmp_path) -> str:
         (lambda tmp: write_config(LlamaConfig(**SIZES, architectures=["LlamaForSequenceClassification"]), tmp),
          r"holds a LlamaForSequenceClassification, must be a \*ForCausalLM"),
         (lambda tmp: write_config(LlavaConfig(), tmp), r"holds a llava model"),
+        *((partial(changed_config, **sizes), message) for sizes, message in (
+            ({"hidden_size": 10**12}, "hidden_size is 1000000000000, must be from 1 to 1,000,000:"),
+            ({"intermediate_size": -5}, "intermediate_size is -5, must be from 1 to"),
+            ({"hidden_size": 64.5}, "hidden_size' expected int, got float"),
+            ({"hidden_size": "64"}, "hidden_size' expected int, got str"),
+            ({"hidden_size": None}, "hidden_size' expected int, got NoneType"),
+            ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, must be from 1 to 1,000:"),
+            ({"num_attention_heads": 0}, r"cannot read .*modulo by zero"),
+            ({"num_key_value_heads": 3}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
+            ({"vocab_size": 0}, "vocab_size is 0, must be from 1"),
+        )),
+        (lambda tmp: write_config(MixtralConfig(num_local_experts=0), tmp), "num_experts_per_tok 2 must be at most"),
+        (lambda tmp: write_config(MixtralConfig(num_experts_per_tok=0), tmp), "num_experts_per_tok is 0, must be from"),
+        (lambda tmp: (tmp / "config.json").write_text('{"a":' * 100_000) and str(tmp), "cannot read .*recursion"),
         (lambda tmp: write_config(DeepseekV3Config(), tmp), r"deepseek_v3 has \['latent_attention'\]: choose another"),
     ],
 )

@@ -3,6 +3,7 @@
 The shell's own rules are checked against bash, which runs the same scripts with `python3` as a function that prints.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -10,6 +11,7 @@ import math
 import re
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +23,7 @@ import yaml
 from common.correction import resolve_correction
 from common.tracking.logger import LogConfig
 from tests.conftest import ROOT, launch
-from tools import from_verl
+from tools import from_verl, verl_settings
 from tools.verl_keys import SAME, SCRIPTS, SWITCHES
 from tools.verl_settings import shell_commands
 
@@ -517,6 +519,93 @@ def test_what_cannot_be_read_is_refused(tmp_path, text, rule):
         from_verl.main(from_verl.Args(str(tmp_path / "absent.sh")))
 
 
+@pytest.mark.parametrize(("content", "name", "rule"), [
+    (b"python3 -m verl.trainer.main_ppo a.b=\xff", "run.sh", "run.sh must be UTF-8: .* byte 0xff in position 37"),
+    (b"python3 -m verl.trainer.main_ppo a.b=\0", "run.sh", "has a NUL byte, at 37"),
+    (b"a: &a [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(b"%c: &%c [%s]\n" % (i, i, b",".join([b"*%c" % (i - 1)] * 10))
+                                                  for i in b"bcdefgh"), "run.yaml", "more than 100,000 values once"),
+    (b"a: &a {x: 1, y: 2}\n" + b"".join(b"%c: &%c {<<: [%s]}\n" % (i, i, b",".join([b"*%c" % (i - 1)] * 10))
+                                        for i in b"bcdefgh"), "run.yaml", "more than 100,000 values once"),
+    (b"a: &a\n  b: *a\n", "run.yaml", "or one that holds itself"),
+    (b"a: " + b"[" * 1000, "run.yaml", "nested too deep"),
+    (b"a: !!python/object/apply:os.system ['exit']", "run.yaml", "is no YAML that this tool reads: .*os.system"),
+    (b"a: b: c", "run.yaml", "mapping values are not allowed here"),
+    (b"- a\n- b", "run.yaml", "must be a mapping of keys to values, and is list"),
+    (b"data: {train_batch_size: .nan}", "run.yaml", "train_batch_size=nan must be a number"),
+    (b"data: {train_batch_size: 0}", "run.yaml", "train_batch_size=0 must be a whole number from 1"),
+    (b"data: {train_batch_size: 999999999}", "run.yaml", "must be a whole number from 1 to 10,000,000"),
+    (b"trainer: {nnodes: 0.5}", "run.yaml", "nnodes=0.5 must be a whole number"),
+])
+def test_hostile_files_are_refused_in_one_line(tmp_path, content, name, rule):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rule) as error:
+        from_verl.main(from_verl.Args(str(tmp_path / name)))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_byte_order_marks_and_windows_line_ends_are_read(tmp_path):
+    text = "\ufeff" + PPO.replace("\n", "\r\n")
+    (tmp_path / "run.sh").write_bytes(text.encode())
+    keys, _, notes = from_verl.read_settings(tmp_path / "run.sh", [])
+    assert keys["trainer.n_gpus_per_node"] == "4" and notes == []
+
+
+def test_what_is_printed_is_safe_in_a_terminal_and_in_a_shell(tmp_path, capsys):
+    """A value with line ends, control sequences and marks of writing direction: bash reads the command's words as they
+    were, and all other lines stay comments."""
+    name = "a\nrm -rf x; '\\ \x1b]0;title\x07\u202e é"
+    written = "$'a\\nrm -rf x; \\'\\\\ \\e]0;title\\a\\u202e é'"
+    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo trainer.experiment_name={written} "
+                                     f"algorithm.adv_estimator=grpo made.up={written}\n")
+    from_verl.main(from_verl.Args(str(tmp_path / "run.sh")))
+    printed = capsys.readouterr().out
+    assert printed.replace("\n", "").isprintable()
+    command, _, comments = printed.partition("\n\n")
+    assert all(not line or line.startswith("#") for line in comments.splitlines())
+    words = subprocess.run(["bash", "-c", f"torchrun() {{ printf '%s\\0' \"$@\"; }}\n{command}"], capture_output=True,
+                           text=True, env={"LC_ALL": "C.UTF-8"}).stdout.split("\0")
+    assert words[words.index("--run-dir") + 1] == f"runs/{name}"
+
+
+@pytest.mark.parametrize(("words", "rule"), [
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.a=1 actor_rollout_ref.rollout.engine_kwargs.vllm.a.b=2",
+     "engine_kwargs.vllm.a is given as a value, and b of it"),
+    ("algorithm.rollout_correction.rollout_rs=token_k1 algorithm.rollout_correction.rollout_rs_threshold=0",
+     "rollout_rs_threshold=0 must be a number above 0"),
+    ("algorithm.rollout_correction.rollout_rs=token_k3 algorithm.rollout_correction.rollout_rs_threshold=a",
+     "rollout_rs_threshold=a must be a number above 0"),
+    ("algorithm.rollout_correction.rollout_rs=token_k3", "one for each of the 1 criteria of rollout_rs; it has 0"),
+    ("custom_reward_function.path=a custom_reward_function.reward_kwargs.x={a:[", "reward_kwargs.x is no YAML"),
+])
+def test_values_that_are_none_are_refused(words, rule):
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        from_verl.translate(given(words))
+
+
+def test_one_threshold_is_that_of_all_criteria(monkeypatch):
+    prefix = "algorithm.rollout_correction"
+    ours = from_verl.translate(given(f"{prefix}.rollout_rs=token_k2,seq_mean_k3 {prefix}.rollout_rs_threshold=0.5"))
+    found = resolve_correction(parse(ours, monkeypatch).correction, "grpo")
+    assert (found.reject, found.reject_above) == (("k2", "k3"), (0.5, 0.5))
+
+
+def test_training_files_that_are_none(tmp_path):
+    (tmp_path / "a.parquet").write_text("no parquet")
+    keys = given(f"data.train_files={tmp_path}/a.parquet")
+    del keys["trainer.total_training_steps"]
+    with pytest.raises(ValueError, match=r"rows of .*/a.parquet cannot be counted: .*; --rows N counts for them"):
+        from_verl.translate(keys)
+    assert from_verl.translate(keys, rows=5).flags["--total-epochs"] == ["30"]
+
+
+def test_arguments_are_checked(tmp_path):
+    (tmp_path / "run.sh").write_text(PPO)
+    with pytest.raises(ValueError, match="FOO must be NAME=VALUE"):
+        from_verl.main(from_verl.Args(str(tmp_path / "run.sh"), ("FOO",)))
+    with pytest.raises(ValueError, match="--rows -5 must not be negative"):
+        from_verl.main(from_verl.Args(str(tmp_path / "run.sh"), rows=-5))
+
+
 # --------------------------------------------------------------------------- the shell
 
 @pytest.mark.parametrize("script", [
@@ -540,11 +629,20 @@ def test_what_cannot_be_read_is_refused(tmp_path, text, rule):
     "a=\"${b:-\"${c:-deep}\"}\"; python3 \"$a\" ${b:-${HOME}/d}",
     "{ a=5; python3 $a; } | cat",
     "[ a = b ]; true && python3 and; [ a = b ]; true || python3 never",
+    "n=2; if (( n > 4 )); then python3 big; else python3 small $(( n > 1 ? n : 1 )); fi",
+    "a=b; [[ $a > c ]] && python3 after; for ((i = 5; i > 3; i--)); do python3 $i; done",
+    "python3 name='a > b' \"c >d\" e=\">f\" \\> g 2> /dev/null",
+    "x=1 # it's > a comment\n{ :; } &> /dev/null; python3 $x 2> \"/dev/null\"",
+    "exec 2> >(cat) 3>&1\npython3 after",
+    "python3 one $'\\n' two \"\"; python3 three",
+    "STARTED=1 GIVE=2 TAKE=3 SCRIPT=run.py; python3 $STARTED$GIVE$TAKE $SCRIPT",
+    "python3 $'\\u00e9\\u202e' ${#HOME}",
 ])
 def test_the_reader_agrees_with_bash(script):
     shown = subprocess.run(
         ["bash", "-c", 'python3() { printf "%s\\0" "$@"; printf "END\\0"; }\n' + script],
-        capture_output=True, text=True, check=False, env={"HOME": "/home/me", "PATH": "/usr/bin:/bin"}).stdout
+        capture_output=True, text=True, check=False,
+        env={"HOME": "/home/me", "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}).stdout
     expected = [part.split("\0")[:-1] if part else [] for part in shown.split("END\0")[:-1]]
     found, _ = shell_commands(script, {"HOME": "/home/me"})
     commands = [words[1:] for words in found if words[0] == "python3"]
@@ -558,20 +656,87 @@ def test_programs_of_a_pipe_do_not_mix():
     assert sorted(commands) == [["cat", word], ["python3", word]]
 
 
-def test_a_script_can_do_nothing(tmp_path):
-    """No program, no file, no way out of the restricted mode; what that leaves open is said."""
+def test_a_script_can_do_nothing(tmp_path, monkeypatch):
+    """No program, no file, no connection, no way out of the restricted mode; what that leaves open is said."""
+    monkeypatch.chdir(tmp_path)
     evil = f"{tmp_path}/evil"
     script = (
         f"set -euo pipefail\na=$(touch {evil} || echo later)\n/bin/touch {evil}\nexport PATH=/bin:/usr/bin\n"
         f"PATH=/bin:/usr/bin\ntouch {evil}\necho hi > {evil}\necho hi >| {evil}\ncommand -p touch {evil}\n"
         f"exec touch {evil}\nenable kill\nkill -9 $$\nsource {evil}\nset +r\nunset PATH\ntouch {evil}\n"
+        f"HISTFILE={evil}\nhistory -s a\nhistory -w\nhistory -w {Path(evil).name}\nread x </dev/tcp/127.0.0.1/9\n"
         "python3 \"$a\" $UNSET ${GIVEN:-1}\n"
     )
     commands, notes = shell_commands(script, {})
     assert list(tmp_path.iterdir()) == []
     assert [words for words in commands if words[0] == "python3"] == [["python3", "later", "1"]]
-    for part in ("$UNSET is not set", "PATH: readonly variable", "not run: ", "/bin/touch: restricted"):
+    for part in ("$UNSET is not set", "PATH: readonly variable", "not run: ", "/bin/touch: restricted",
+                 "/dev/tcp/127.0.0.1/9: restricted"):
         assert [note for note in notes if part in note], (part, notes)
+
+
+@pytest.mark.parametrize(("script", "said"), [
+    ("while :; do :; done &\npython3 one", "in the background was ended after"),
+    ("trap '' TERM HUP\nset -m\nbuiltin set -m\nshopt -so monitor\n(while :; do :; done) & disown\npython3 one",
+     "in the background was ended after"),
+    ("python3 one\nwhile :; do :; done\npython3 two", "comes after it in the script is not read"),
+    ("python3 one\nsuspend -f\npython3 two", "comes after it in the script is not read"),
+    ("trap 'while :; do :; done' EXIT\npython3 one", "comes after it in the script is not read"),
+    ("python3 one\nread x < <(while :; do :; done)", "comes after it in the script is not read"),
+])
+def test_loops_without_end_are_ended(script, said, monkeypatch):
+    """In the background, at the end, stopped or in sight: nothing of them is left, and what was read stands."""
+    monkeypatch.setattr(verl_settings, "TIME_LIMIT_S", 1.5)
+    monkeypatch.setattr(verl_settings, "BACKGROUND_S", 0.1)
+    commands, notes = shell_commands(script, {"MARK": "of this test"})
+    assert commands == [["python3", "one"]]
+    assert [note for note in notes if "ended" in note and said in note] == notes[-1:]
+    for _ in range(100):                                                # the kernel takes a moment to end one
+        if not (left := running("MARK=of this test")):
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)
+
+
+def test_a_command_in_the_background_is_read():
+    """After `&` the script ends before its program starts."""
+    commands, notes = shell_commands("{ for ((j = 0; j < 20000; j++)); do :; done; python3 one; } &\nexit 0", {})
+    assert commands == [["python3", "one"]] and len(notes) == 1
+
+
+@pytest.mark.parametrize("script", [
+    "srun --nodes=2 bash -c '{}'", "ssh host \"cd x && {}\" &", "bash -c \"bash -c '{}' > log\"",
+])
+def test_a_command_in_a_word_of_another_one_is_read(script, tmp_path):
+    (tmp_path / "run.sh").write_text(script.format("python3 -m verl.trainer.main_ppo data.train_batch_size=64 a.b=$X"))
+    keys, program, _ = from_verl.read_settings(tmp_path / "run.sh", ["X=5"])
+    assert (keys, program) == ({"data.train_batch_size": "64", "a.b": "5"}, "main_ppo")
+
+
+def running(variable: str) -> list[str]:
+    """Processes with this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in (folder / "environ").read_bytes():
+                found.append(folder.name)
+    return found
+
+
+def test_what_a_script_takes_is_bounded():
+    """Its time, its memory, what it writes to the file of its programs, the complaints that are shown."""
+    ((_, limits),), _ = shell_commands('python3 "$(</proc/self/limits)"', {})
+    found = {line[:26].strip(): line.split()[-3:-1] for line in limits.splitlines()}
+    for name, value in (("Max cpu time", 20), ("Max file size", 2**26), ("Max core file size", 0),
+                        ("Max address space", 2**30)):
+        assert found[name] == [str(value)] * 2
+    _, notes = shell_commands("for ((j = 0; j < 90; j++)); do /bin/x$((j)); done", {})
+    assert len(notes) == 21 and notes[-1] == "bash said 70 other things"
+
+
+def test_a_script_of_10_mb_is_read():
+    text = "".join(f"a{i}={i}\n" for i in range(20_000)) + "# " + 9_800_000 * "x" + "\npython3 $a19999"
+    assert shell_commands(text, {})[0] == [["python3", "19999"]]
 
 
 @pytest.mark.parametrize("key", [*SAME, *SWITCHES])

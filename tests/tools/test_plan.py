@@ -96,6 +96,11 @@ def test_the_smallest_change(flags, home, change, run):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"gpus": "8y2"}, "--gpus 8y2 must be a number of GPUs, or GPUs and machines as 8x2"),
+    ({"gpus": "0x0"}, "--gpus 0x0 must be"), ({"gpus": "1e9x8"}, "--gpus 1e9x8 must be"),
+    ({"gpus": "8x"}, "--gpus 8x must be"), ({"gpus": "\u00b2"}, "--gpus \u00b2 must be"),
+    ({"gpus": "9" * 12}, "must be a number of GPUs"), ({"gb": "nan"}, "--gpu-gb nan must be above 0"),
+    ({"gb": "0"}, "--gpu-gb 0 must be above 0"), ({"gb": "1e300"}, "--gpu-gb 1e+300 must be above 0, and at most"),
+    ({"flags": ["--rollout.max-response-length", "0"]}, "--rollout.max-response-length 0 must be at least 1"),
     ({"script": "nothing.py"}, "nothing.py is no file"),
     ({"script": str(ROOT / "tools/runs.py")}, "runs.py has no `Run`"),
     ({"flags": ["--loss", "gspo"]}, "grpo.py has no flag --loss; grpo_variants.py"),
