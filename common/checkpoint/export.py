@@ -25,6 +25,7 @@ from transformers.utils import cached_file
 
 from common.model.policy import Policy
 from common.parallel.ranks import World
+from rewards.runtime.cleaner import own_folder
 
 FILE_BYTES = 2**30
 """Largest size of a file of weights (unless one tensor is larger): a rank holds one file in host memory."""
@@ -39,7 +40,7 @@ def hf_files(
     which weights are exported. The files are made once, in memory, because a tokenizer in use cannot be saved from
     another thread.
     """
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=own_folder()) as name:
         folder = Path(name)
         config.__class__.from_dict(config.to_dict() | {"dtype": dtype}).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
