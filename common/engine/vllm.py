@@ -24,6 +24,7 @@ from common.model.policy import ModelConfig
 from common.parallel.ranks import World, all_names, seed_of
 from common.rollout import Response
 from rewards import json_object
+from rewards.runtime.cleaner import own_folder
 
 
 class VLLMEngine(Engine):
@@ -38,6 +39,7 @@ class VLLMEngine(Engine):
         self.on_cpu = world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", own_folder())  # sockets between ranks, which a kill leaves
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is imported otherwise, and never used with seeds
         options: dict[str, Any] = {

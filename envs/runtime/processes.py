@@ -131,7 +131,7 @@ class EpisodeProcesses:
     def expire(self, number: int) -> tuple[int, dict[str, Any]]:
         """End an episode that hangs, and read where it hung."""
         process = self.running[number]
-        os.kill(process.pid, signal.SIGUSR1)
+        os.kill(process.pid, signal.SIGUSR2)
         where = b""
         end = time.monotonic() + DUMP_S
         while (left := end - time.monotonic()) > 0 and select.select([process.connection], [], [], left)[0]:

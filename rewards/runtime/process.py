@@ -87,7 +87,7 @@ class WorkerProcess:
             if not self.busy:
                 return
             self.expired = True
-        self.process.send_signal(signal.SIGUSR1)  # the worker writes where it hangs, and ends
+        self.process.send_signal(signal.SIGUSR2)  # the worker writes where it hangs, and ends
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(DUMP_S)
         self.kill()

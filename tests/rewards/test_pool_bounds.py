@@ -3,9 +3,11 @@
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -152,15 +154,24 @@ def test_nothing_outlives_a_trainer(end, tmp_path):
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | mark, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL, text=True) as trainer:
         assert "plainrl_" in trainer.stdout.readline()
-        assert len(started()) == 9                         # it, the cleaner, a worker, two for an episode, four daemons
-        for each in started():
-            if each.cmdline()[1:3] == ["-I", "-S"]:
-                each.terminate()
+        wait_for(lambda: len(started()) == 9)           # it, the cleaner, a worker, an episode and its server, four daemons
+        (cleaner,) = [each.pid for each in started() if each.cmdline()[1:3] == ["-I", "-S"]]
+        wait_for(lambda: ignores(cleaner, signal.SIGTERM))
+        os.kill(cleaner, signal.SIGTERM)
         trainer.communicate("go\n", timeout=60)
+    wait_for(lambda: not [*started(), *files.iterdir()])
+
+
+def ignores(pid: int, number: int) -> bool:
+    mask = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    return bool(int(mask, 16) & 1 << number - 1)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 60
-    while (left := [*started(), *files.iterdir()]) and time.monotonic() < until:
+    while not condition():
+        assert time.monotonic() < until
         time.sleep(0.02)
-    assert left == []
 
 
 def test_keywords_may_name_environment_variables(tmp_path, monkeypatch):
