@@ -111,6 +111,7 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
             parts[file][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if len(parts[file]) == len(split.filename_to_tensors[file]):
                 save_file(parts.pop(file), partial / file, {"format": "pt"})
+                (partial / file).chmod(partial.stat().st_mode & 0o666)  # of safetensors only its owner may read
     if size > 1:
         dist.barrier()
     if rank == 0:

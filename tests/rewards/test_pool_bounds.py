@@ -154,7 +154,7 @@ def test_nothing_outlives_a_trainer(end, tmp_path):
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | mark, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL, text=True) as trainer:
         assert "plainrl_" in trainer.stdout.readline()
-        wait_for(lambda: len(started()) == 9)           # it, the cleaner, a worker, an episode and its server, four daemons
+        wait_for(lambda: len(started()) == 9)           # it, the cleaner, a worker, two for an episode, four daemons
         (cleaner,) = [each.pid for each in started() if each.cmdline()[1:3] == ["-I", "-S"]]
         wait_for(lambda: ignores(cleaner, signal.SIGTERM))
         os.kill(cleaner, signal.SIGTERM)
