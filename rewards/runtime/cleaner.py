@@ -5,6 +5,7 @@ TMPDIR lies in the folder, and removes the folder. What ends the cleaner too, su
 job, leaves the folder.
 """
 
+import atexit
 import contextlib
 import functools
 import os
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 STARTING = threading.Lock()
@@ -32,7 +32,9 @@ def start_cleaner(_: int) -> tuple[subprocess.Popen, str]:
     folder = tempfile.mkdtemp(prefix="plainrl_")
     command = [sys.executable, "-I", "-S", __file__, folder]
     # its own session, because torchrun kills the groups of its ranks
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd="/"), folder
+    cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd="/")
+    atexit.register(cleaner.communicate, timeout=10.0)  # if it can: Slurm kills at once what is there after the end
+    return cleaner, folder
 
 
 def remove(folder: str) -> None:
@@ -41,7 +43,6 @@ def remove(folder: str) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -55,12 +56,7 @@ def find_processes(variable: bytes) -> list[int]:
     return found
 
 
-def main(folder: str) -> None:
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # a cluster sends them to all processes of a job, before it ends
-    sys.stdin.read()
-    remove(folder)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a cluster sends some to all processes of a job
+    sys.stdin.read()
+    remove(sys.argv[1])

@@ -156,14 +156,14 @@ def test_nothing_outlives_a_trainer(end, tmp_path):
         assert "plainrl_" in trainer.stdout.readline()
         wait_for(lambda: len(started()) == 9)           # it, the cleaner, a worker, two for an episode, four daemons
         (cleaner,) = [each.pid for each in started() if each.cmdline()[1:3] == ["-I", "-S"]]
-        wait_for(lambda: ignores(cleaner, signal.SIGTERM))
+        wait_for(lambda: blocks(cleaner, signal.SIGTERM))
         os.kill(cleaner, signal.SIGTERM)
         trainer.communicate("go\n", timeout=60)
     wait_for(lambda: not [*started(), *files.iterdir()])
 
 
-def ignores(pid: int, number: int) -> bool:
-    mask = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+def blocks(pid: int, number: int) -> bool:
+    mask = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
     return bool(int(mask, 16) & 1 << number - 1)
 
 
