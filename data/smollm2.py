@@ -8,6 +8,7 @@ safetensors with tokenizer, chat template and generation config. The folder appe
 
 import argparse
 import base64
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -105,7 +106,16 @@ def fsync_folder(folder: Path) -> None:
 
 
 def build(out: Path) -> bool:
-    """Make sure that `out` is complete; False if it already was."""
+    """Make sure that `out` is complete; False if it already was. A process that makes it already is waited for."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):  # nobody makes it here: it is complete, or that fails
+        return build_alone(out)
+    with (out.parent / f".{out.name}.lock").open("w") as lock:  # the lock ends with the process that has it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build_alone(out)
+
+
+def build_alone(out: Path) -> bool:
     gguf, source = find_gguf()
     if out.exists():
         problem = problem_with(out, source)
@@ -116,7 +126,6 @@ def build(out: Path) -> bool:
             raise ValueError(f"--out {out} exists, is not empty and is no model folder; name another or remove it")
         print(f"model: {out} {problem}; making it anew", flush=True)
     print(f"model: converting {gguf.name} to bf16 safetensors (about 15 s)", flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
     for stale in out.parent.glob(f".{out.name}.tmp-*"):  # left by a killed run
         print(f"model: removing half-made {stale}", flush=True)
         shutil.rmtree(stale)

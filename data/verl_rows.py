@@ -5,13 +5,14 @@ imports: the file would be imported instead (hendrycks_math.py and not math.py; 
 """
 
 import argparse
+import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -66,29 +67,43 @@ def distinct(rows: Iterable[dict], key: Callable[[dict], Any]) -> Iterable[dict]
         print(f"data: {num_repeated} repeated rows left out")
 
 
+def open_alone(path: Path) -> BinaryIO:
+    """An empty file to write, after every other process that opened it so has closed it, or has ended."""
+    while True:
+        file = path.open("ab")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            file.seek(0)
+            file.truncate()  # what a killed process left
+            return file
+        file.close()  # it has been renamed meanwhile
+
+
 def write(rows: Iterable[dict], path: Path) -> None:
     """Write in one rename, so that an existing file is always complete. A file that already has these bytes is not
-    touched. The first 1,024 rows decide the types of the columns."""
+    touched. The first 1,024 rows decide the types of the columns. Two processes may write the same file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     rows, writer, num_rows = iter(rows), None, 0
-    try:
-        while group := list(islice(rows, ROW_GROUP_ROWS)):
-            table = pa.Table.from_pylist(group, schema=writer.schema if writer else None)
-            writer = writer or pq.ParquetWriter(temporary, table.schema)
-            writer.write_table(table)
-            num_rows += len(group)
-    finally:
-        if writer:
-            writer.close()
+    with open_alone(temporary) as file:
+        try:
+            while group := list(islice(rows, ROW_GROUP_ROWS)):
+                table = pa.Table.from_pylist(group, schema=writer.schema if writer else None)
+                writer = writer or pq.ParquetWriter(file, table.schema)
+                writer.write_table(table)
+                num_rows += len(group)
+        finally:
+            if writer:
+                writer.close()
+        file.flush()
+        is_new = num_rows > 0 and not (path.exists() and path.read_bytes() == temporary.read_bytes())
+        if is_new:
+            os.replace(temporary, path)
+        else:
+            temporary.unlink()
     if not num_rows:
         raise ValueError(f"no rows for {path}")
-    if path.exists() and path.read_bytes() == temporary.read_bytes():
-        temporary.unlink()
-        print(f"data: {path} is complete, {num_rows} problems")
-        return
-    os.replace(temporary, path)
-    print(f"data: {path} written, {num_rows} problems")
+    print(f"data: {path} {'written' if is_new else 'is complete'}, {num_rows} problems")
 
 
 def parser(doc: str, out: str, source: str = "") -> argparse.ArgumentParser:

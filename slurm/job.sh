@@ -27,7 +27,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100  # seconds that torchrun leaves the ranks to save, of the 120 before the end
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 HEAD=${nodes[0]}
-PORT=$((20000 + SLURM_JOB_ID % 20000))
+# The kernel takes the ports of connections from 32768 on.
+PORT=$((20000 + SLURM_JOB_ID % 12000))
 
 python=("$VENV/bin/python")
 torchrun=("$VENV/bin/torchrun")

@@ -112,17 +112,20 @@ def launch(
         done = _warm_start(server() if warm is True else server(warm), *map(str, command), ranks=ranks or 1, env=env)
     else:
         python = [sys.executable]
+        logs = tempfile.TemporaryDirectory()                            # torchrun leaves the folder that it makes
         if ranks:
             python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            python += ["--log-dir", logs.name]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
         environment["PYTHONSAFEPATH"] = "1"                             # or tests/common would hide common/
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "LD_PRELOAD"):
             environment.pop(name, None)
-        done = subprocess.run(
-            [*python, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
-            stdin=subprocess.DEVNULL,
-        )
+        with logs:
+            done = subprocess.run(
+                [*python, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True,
+                timeout=timeout, stdin=subprocess.DEVNULL,
+            )
     if check:
         said = f"{done.stdout[-3000:]}\n{done.stderr[-20000:]}"
         assert done.returncode == 0, f"{command} ended with {done.returncode}\n{said}"

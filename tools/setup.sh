@@ -22,6 +22,15 @@ fail() {
     exit 1
 }
 
+# One set-up at a time: another would take what this one makes for half-made, and empty it. The lock ends with its owner.
+wait_for_others() {
+    [[ -w $(dirname "$VENV") ]] || return 0  # nothing is made there
+    exec 9>> "$VENV.lock"
+    flock --nonblock 9 && return
+    echo "setup: waiting for another set-up of $VENV"
+    flock 9
+}
+
 pip() {
     "$VENV/bin/python" -m pip "$@" --disable-pip-version-check --no-input
 }
@@ -164,6 +173,7 @@ land on top of it and train on the CPU. Name another folder: make setup-gpu VENV
     rm -f "$VENV/half-made"
 }
 
+! command -v flock > /dev/null || wait_for_others
 case "${1:-}" in
     "") make_venv ;;
     extras) add_extras ;;

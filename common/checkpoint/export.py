@@ -25,6 +25,7 @@ from transformers.utils import cached_file
 
 from common.model.policy import Policy
 from common.parallel.ranks import World
+from rewards.runtime.cleaner import own_folder
 
 FILE_BYTES = 2**30
 """Largest size of a file of weights (unless one tensor is larger): a rank holds one file in host memory."""
@@ -39,7 +40,7 @@ def hf_files(
     which weights are exported. The files are made once, in memory, because a tokenizer in use cannot be saved from
     another thread.
     """
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=own_folder()) as name:
         folder = Path(name)
         config.__class__.from_dict(config.to_dict() | {"dtype": dtype}).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -110,6 +111,7 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
             parts[file][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if len(parts[file]) == len(split.filename_to_tensors[file]):
                 save_file(parts.pop(file), partial / file, {"format": "pt"})
+                (partial / file).chmod(partial.stat().st_mode & 0o666)  # of safetensors only its owner may read
     if size > 1:
         dist.barrier()
     if rank == 0:

@@ -37,7 +37,7 @@ def lock(run_dir: str) -> str:
     path = Path(run_dir).resolve() / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT)            # never closed, which would end the lock
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)     # never closed, which would end the lock
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(file, 1000).decode().strip() or "another process"

@@ -27,6 +27,7 @@ from common.dataset.images import Images, encode_prompt, flatten_contents
 from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 from rewards import json_object
+from rewards.runtime.cleaner import own_folder
 
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
@@ -160,7 +161,7 @@ def load_rows(files: Sequence[str], form: RowFormat) -> tuple[pa.Table, Loaded]:
     ranks must call this, each node's first rank writes; the others wait and get the same rows or the same error."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     first = max(rank - int(os.environ.get("LOCAL_RANK", "0")), 0)  # torchrun: the ranks of a node are consecutive
-    with tempfile.TemporaryDirectory("-prompts") as folder:  # it stays empty where another rank writes
+    with tempfile.TemporaryDirectory("-prompts", dir=own_folder()) as folder:  # empty where another rank writes
         def work() -> tuple[str, Loaded]:
             try:
                 return f"{folder}/rows.arrow", store_rows(f"{folder}/rows.arrow", files, form)

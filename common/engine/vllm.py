@@ -24,6 +24,7 @@ from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
 from common.model.policy import ModelConfig
 from common.parallel.ranks import all_names, seed_of
 from rewards import json_object
+from rewards.runtime.cleaner import own_folder
 
 
 class VLLMEngine(Engine):
@@ -36,6 +37,8 @@ class VLLMEngine(Engine):
         self.on_cpu = self.world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if len(own_folder()) <= 70:  # 36 more for a name of vLLM are all that the path of a socket may have
+            os.environ.setdefault("VLLM_RPC_BASE_PATH", own_folder())  # else sockets between ranks stay, at any end
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is imported otherwise, and never used with seeds
         options: dict[str, Any] = {

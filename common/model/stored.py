@@ -1,6 +1,7 @@
 """The weights of a model in its safetensors files, which are mapped: only the slices that a rank takes are read."""
 
 import json
+import os
 from copy import deepcopy
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def open_folder(path: str) -> dict[str, Tensor]:
         if not (here / name).is_file():
             raise ValueError(f"{path} lacks {name}: weights must be safetensors, because reading a pytorch_model.bin "
                              f"can run code; convert the model with save_pretrained, or choose another")
+        if not os.access(here / name, os.R_OK):  # safetensors would say that there is none
+            raise ValueError(f"{here / name} cannot be read by this user: ask its owner for `chmod a+r`")
         with safe_open(here / name, "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.offset_keys()}
     return found

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from rewards.runtime.process import ROOT, START_S, find_processes
+from rewards.runtime.cleaner import own_folder, remove
+from rewards.runtime.process import ROOT, START_S
 from rewards.runtime.worker import MAX_TEXT, unpacked
 
 GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later
@@ -42,7 +42,8 @@ class EpisodeProcesses:
         self.timeout_s = timeout_s
         self.running: dict[int, Process] = {}
         self.heard: list[tuple[int, dict[str, Any]]] = []  # that nobody has been told yet
-        self.folder = tempfile.mkdtemp(prefix="episodes_")  # of temporary files; its name marks what they started
+        # of temporary files; its name marks what they started
+        self.folder = tempfile.mkdtemp(prefix="episodes_", dir=own_folder())
         self.control, theirs = socket.socketpair()
         env = dict(os.environ, TMPDIR=self.folder, OMP_NUM_THREADS="1")
         env.pop("LD_PRELOAD", None)  # vLLM sets it for its own process
@@ -130,7 +131,7 @@ class EpisodeProcesses:
     def expire(self, number: int) -> tuple[int, dict[str, Any]]:
         """End an episode that hangs, and read where it hung."""
         process = self.running[number]
-        os.kill(process.pid, signal.SIGUSR1)
+        os.kill(process.pid, signal.SIGUSR2)
         where = b""
         end = time.monotonic() + DUMP_S
         while (left := end - time.monotonic()) > 0 and select.select([process.connection], [], [], left)[0]:
@@ -160,8 +161,4 @@ class EpisodeProcesses:
         self.control.close()
         self.server.kill()
         self.server.wait()
-        while left := find_processes(f"TMPDIR={self.folder}".encode()):  # those that left their process group
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove(self.folder)  # also of processes that left their process group

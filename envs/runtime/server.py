@@ -25,7 +25,7 @@ from typing import Any
 
 from envs.runtime.chat import Chat
 from rewards import load_function
-from rewards.runtime.worker import failure_of, packed, plain, reply_of
+from rewards.runtime.worker import failure_of, ignore_stops, packed, plain, reply_of
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
 TOOL_GRACE_S = 0.5  # a tool that takes too long is told to the model, and does not end the episode
@@ -120,7 +120,7 @@ def send(connection: Connection, message: dict[str, Any], limit: int = MAX_SENT)
 def run_process(connection: Connection, episode: Callable, timeout_s: float) -> None:
     """The whole life of an episode's process."""
     os.setsid()  # what it starts ends with it
-    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), chain=True)  # shows where it hangs, then ends it
+    faulthandler.register(signal.SIGUSR2, file=connection.fileno(), chain=True)  # shows where it hangs, then ends it
     printed = Printed(os.dup(2))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -143,6 +143,7 @@ def die_with_parent(parent: int) -> None:
 def main() -> None:
     fd, parent, spec, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     die_with_parent(parent)
+    ignore_stops()
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=fd)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pickle
-import shutil
 import signal
 import struct
 import subprocess
@@ -14,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from rewards.runtime.cleaner import own_folder, remove
 from rewards.runtime.worker import unpacked
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -31,7 +31,7 @@ class WorkerProcess:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         env["OMP_NUM_THREADS"] = "1"
         # one folder for all temporary files of this worker: it is removed with it, and its name marks what it started
-        env["TMPDIR"] = self.folder = tempfile.mkdtemp(prefix="reward_worker_")
+        env["TMPDIR"] = self.folder = tempfile.mkdtemp(prefix="reward_worker_", dir=own_folder())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rewards.runtime.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -87,7 +87,7 @@ class WorkerProcess:
             if not self.busy:
                 return
             self.expired = True
-        self.process.send_signal(signal.SIGUSR1)  # the worker writes where it hangs, and ends
+        self.process.send_signal(signal.SIGUSR2)  # the worker writes where it hangs, and ends
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(DUMP_S)
         self.kill()
@@ -97,11 +97,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        while daemons := find_processes(f"TMPDIR={self.folder}".encode()):  # those that left the process group
-            for pid in daemons:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove(self.folder)  # also of processes that left the process group
 
     def close(self) -> None:
         """`kill`, and close the pipes. Only the thread that sends requests may call it: nobody reads then."""
@@ -109,13 +105,3 @@ class WorkerProcess:
         self.process.stdout.close()
         with contextlib.suppress(BrokenPipeError):  # what was not flushed
             self.process.stdin.close()
-
-
-def find_processes(variable: bytes) -> list[int]:
-    """Processes of this user that were started with this NAME=VALUE in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if variable in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found

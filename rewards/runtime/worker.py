@@ -255,17 +255,24 @@ def failure_of(error: BaseException) -> dict:
     return {"failure": "exception", "kind": type(error).__name__, "text": text}
 
 
+def ignore_stops() -> None:
+    """Clusters send these signals to all processes of a job. The trainer acts on them, and needs the scores to save."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # and no SIG_IGN, which programs would inherit
+
+
 def main() -> None:
     if sys.platform == "linux":  # die with the trainer even inside an endless loop, and before it if memory runs out
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(sys.argv[1]):
             os._exit(1)
         Path("/proc/self/oom_score_adj").write_text("1000")
+    ignore_stops()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.register_at_fork(after_in_child=lambda: os.close(replies.fileno()))  # else a child keeps the pipe open
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    faulthandler.register(signal.SIGUSR1, file=replies, chain=True)  # in place of a kill: shows where a sample hung
+    faulthandler.register(signal.SIGUSR2, file=replies, chain=True)  # in place of a kill: shows where a sample hung
     scorer = None
     while header := requests.read(8):
         request = pickle.loads(requests.read(struct.unpack("Q", header)[0]))

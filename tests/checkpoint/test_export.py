@@ -53,6 +53,8 @@ def test_export_has_the_trained_weights_in_bfloat16(exported, tiny_llama):
     assert not torch.equal(source.lm_head.weight, model.lm_head.weight)
     assert model.config.tie_word_embeddings
     assert "packed" not in (out / "config.json").read_text()            # nothing of this machine's attention
+    (out.parent / "any").touch()
+    assert {path.stat().st_mode for path in out.iterdir()} == {(out.parent / "any").stat().st_mode}    # others may read
     assert not list(out.glob("old*"))
     assert not list(out.parent.glob(".*"))
 

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -288,6 +289,33 @@ def test_no_script_replaces_a_module_that_something_imports():
     assert {"gsm8k", "hendrycks_math", "verl_rows"} <= names
     taken = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions(), "common", "rewards"}
     assert not names & (taken | {"datasets", "reasoning_gym"})
+
+
+def test_two_writers_of_one_file(tmp_path, capsys):
+    """The second waits for the first, whatever a killed one has left, and finds its file complete."""
+    path, begun, goes_on = tmp_path / "rows.parquet", threading.Event(), threading.Event()
+    (tmp_path / ".rows.parquet.tmp").write_bytes(b"half")
+
+    def rows():
+        yield from ({"number": number} for number in range(3000))
+        begun.set()
+        assert goes_on.wait(60)
+
+    first = threading.Thread(target=verl_rows.write, args=(rows(), path))
+    first.start()
+    assert begun.wait(60)
+    second = threading.Thread(target=verl_rows.write, args=(({"number": n} for n in range(3000)), path))
+    second.start()
+    second.join(0.2)
+    assert not path.exists() and second.is_alive()
+    goes_on.set()
+    first.join()
+    second.join()
+    assert pq.read_table(path).column("number").to_pylist() == list(range(3000))
+    assert capsys.readouterr().out.splitlines() == [
+        f"data: {path} {how}, 3000 problems" for how in ("written", "is complete")
+    ]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_distinct_and_write(tmp_path, capsys):

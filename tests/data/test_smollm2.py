@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def test_failed_conversion_leaves_the_old_folder_and_no_other(folder, monkeypatc
     monkeypatch.setattr(smollm2, "convert", fail)
     with pytest.raises(OSError, match="disk full"):
         smollm2.build(folder)
-    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".model.lock", "model"]
     assert (folder / "config.json").read_text() == "{}"
 
 
@@ -181,7 +182,30 @@ def test_killed_conversion_is_cleared_and_repeated(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(smollm2, "convert", fake_convert)
     assert smollm2.build(out) is True
     assert "removing half-made" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.lock", "model"]
+
+
+def test_two_at_once_make_one_folder(tmp_path, monkeypatch, capsys):
+    """The second waits for the first, and finds its folder complete."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def convert(gguf, out):
+        begun.set()
+        assert goes_on.wait(60)
+        fake_convert(gguf, out)
+
+    monkeypatch.setattr(smollm2, "convert", convert)
+    threads = [threading.Thread(target=smollm2.build, args=(tmp_path / "model",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    threads[0].join(0.2)
+    assert len(list(tmp_path.glob(".model.tmp-*"))) == 1
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    said = capsys.readouterr().out
+    assert said.count("converting") == said.count("ready") == said.count("is complete") == 1 and "half-made" not in said
 
 
 def test_missing_package_is_a_message(tmp_path):

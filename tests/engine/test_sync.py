@@ -4,11 +4,13 @@ import gc
 import json
 import math
 import os
+import tempfile
 import threading
 
 import psutil
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from common.engine import vllm
 from common.engine.base import SamplingConfig
@@ -95,7 +97,13 @@ def test_two_ranks_are_one_engine(tmp_path):
     episodes say reaches both ranks at the same step."""
     families = ("llama", "qwen3") if os.environ.get("ENGINE_FAMILIES") == "all" else ("qwen3",)
     models = [make_model(family, family == "llama", tmp_path) for family in families]
-    launch("tests/engine/engine_models.py", tmp_path, *models, ranks=2, warm=VLLM)
+    before = {*os.listdir("/dev/shm")}                                  # also of other people's jobs
+    with tempfile.TemporaryDirectory() as files:                        # the paths of sockets must be short
+        env = {"TMPDIR": files, "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
+        launch("tests/engine/engine_models.py", tmp_path, *models, ranks=2, warm=VLLM, env=env)
+        left = [name for name in os.listdir(files) if not name.startswith("plainrl_")]     # they are just being removed
+    left += [name for name in os.listdir("/dev/shm") if "cpushm" in name and name not in before]
+    assert left == []
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for seen, other, family in zip(*ranks, families):
         check(seen, num_compared(family, family == "llama"))
@@ -117,7 +125,6 @@ def test_two_ranks_are_one_engine(tmp_path):
         announced = seen.pop("finished"), other.pop("finished")
         assert [sorted(x) for x in announced] == [[0, 1, 2, 3, 4]] * 2
         assert seen == other
-    assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import os
 import re
 
 import psutil
 import pytest
 
+from common.checkpoint.signals import STOP_SIGNALS
 from tests.envs.scripted import Player
 
 FILE = "tests/envs/bad_tools.py"
@@ -85,3 +87,16 @@ def test_a_process_whose_trainer_is_gone_ends_in_silence(has_asked, capfd):
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(process.pid).wait(30)
     assert capfd.readouterr().err == ""
+
+
+def test_signals_that_stop_the_trainer_end_no_episode():
+    with Player("tests/engine/episodes_of_tests.py:three_turns") as player:
+        processes = player.processes
+        for number in (0, 1):  # the second shows that the process that starts episodes is still there
+            processes.start(number, {"row": {}, "messages": [], "tokens_left": 100})
+            assert processes.events(30.0)[0][1]["messages"] == []
+            for pid in (processes.server.pid, processes.running[number].pid):
+                for stop in STOP_SIGNALS:
+                    os.kill(pid, stop)
+            processes.tell(number, {"text": "a", "finish_reason": "stop", "tokens_left": 90})
+            assert processes.events(30.0)[0][1]["messages"] == [{"role": "user", "content": "Higher."}]

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -175,6 +176,12 @@ def test_pickles_are_not_read(tiny_llama, world, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"pickled lacks model.safetensors: .* pytorch_model.bin can run code"):
         load_policy(str(folder), FLOAT32, world)
+
+
+def test_weights_of_another_user(tiny_llama, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)                 # the tests may run as root, who reads all
+    with pytest.raises(ValueError, match=r"/model\.safetensors cannot be read by this user: ask its owner"):
+        stored.open_folder(tiny_llama)
 
 
 def test_a_quantized_model_is_refused(tiny_llama, world, tmp_path):

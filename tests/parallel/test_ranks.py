@@ -1,8 +1,13 @@
 """What joining the ranks refuses."""
 
+import os
 import re
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from common.parallel import ranks
 
@@ -45,6 +50,22 @@ def test_the_cpu_build_trains_on_the_cpu(machine, monkeypatch):
     (machine / "nvidia0").touch()
     monkeypatch.setattr("torch.version.cuda", None)
     assert ranks.init().device.type == "cpu"
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_cache_of_compiled_code_that_another_user_made_is_refused(kind, known, machine, monkeypatch):
+    """Under the name that torch takes, also for a user without an entry in passwd."""
+    monkeypatch.setattr(tempfile, "tempdir", str(machine))
+    if not known:
+        monkeypatch.setattr("getpass.getuser", lambda: {}["no such user"])
+    assert Path(default_cache_dir()).parent == machine
+    cache = Path(default_cache_dir())
+    cache.symlink_to("nowhere") if kind == "link" else cache.mkdir()
+    assert ranks.init().device.type == "cpu"                            # its own
+    monkeypatch.setattr(Path, "lstat", lambda _: SimpleNamespace(st_uid=os.getuid() + 1))
+    with pytest.raises(ValueError, match=r"torchinductor_.* belongs to another user \(number \d+\): set TMPDIR"):
+        ranks.init()
 
 
 @pytest.mark.parametrize("replicas", [3, 0])

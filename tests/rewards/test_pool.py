@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint.signals import STOP_SIGNALS
 from rewards import gsm8k, load_reward, lookup
 from rewards.runtime.pool import RewardConfig, RewardPool
 
@@ -99,6 +100,18 @@ def test_pool_kills_what_a_reward_started(tmp_path):
         assert pool.results().failures == ["timeout"]
         time.sleep(2.5)
     assert not marker.exists()
+
+
+def test_signals_that_stop_the_trainer_end_no_worker():
+    """Clusters send them to all processes of a job, and the trainer needs the scores to save what is done."""
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=1) as pool:
+        (worker,) = pool.workers.values()
+        pool.submit(0, "any", "slow", "1")
+        time.sleep(0.1)
+        for number in STOP_SIGNALS:
+            worker.process.send_signal(number)
+        assert pool.results().scores == [1.0]
+        assert list(pool.workers.values()) == [worker] and worker.process.poll() is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -1,13 +1,20 @@
 """What bounds the reward pool: lost rewards, their share, reward dicts, long errors, leftovers and secrets."""
 
+import contextlib
 import math
-import tempfile
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rewards import lookup
+from rewards.runtime import process
 from rewards.runtime.pool import RewardConfig, RewardPool, check_error_frac
 from rewards.runtime.worker import MAX_NAMES
 
@@ -86,15 +93,85 @@ def test_long_exceptions_are_cut_and_interrupts_named(caplog):
 
 def test_nothing_outlives_a_worker(tmp_path, monkeypatch):
     """No temporary folder of a killed worker, and no daemon that left its process group."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     marker = tmp_path / "written_by_a_daemon"
+    monkeypatch.setattr(process, "own_folder", lambda: str(tmp_path))
     with RewardPool(f"{MISBEHAVE}:score", num_workers=1) as pool:
         pool.submit(0, "any", "temporary", "1")
         pool.submit(1, "any", "daemon", "1", {"file": str(marker)})
         assert pool.results().failures == ["crash", None]
+        assert len(list(tmp_path.iterdir())) == 1
     assert list(tmp_path.iterdir()) == []
     time.sleep(2.5)
     assert not marker.exists()
+
+
+# a trainer with a reward worker and an episode, each with a daemon and a temporary file of its own
+TRAINER = """
+import os, sys
+from envs.runtime.processes import EpisodeProcesses
+from rewards.runtime.pool import RewardPool
+reward, episode, end = sys.argv[1:]
+pool = RewardPool(reward, num_workers=1)
+pool.submit(0, "any", "", "")
+assert pool.results().scores == [1.0]
+processes = EpisodeProcesses(episode, 60.0)
+processes.start(0, {"row": {}, "messages": [], "tokens_left": 100})
+assert processes.events(60.0)[0][1]["messages"] == []
+print(os.environ["TMPDIR"], os.listdir(os.environ["TMPDIR"]), flush=True)
+eval(end)
+"""
+LEAVES = """
+import subprocess, tempfile
+def leave():
+    tempfile.mkdtemp()
+    subprocess.Popen(["sleep", "600"])
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    leave()
+    return 1.0
+async def episode(chat, row):
+    leave()
+    await chat.reply()
+"""
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "1 / 0", "sys.exit(0)"])
+def test_nothing_outlives_a_trainer(end, tmp_path):
+    """However it ends, and though its cleaner gets a SIGTERM before, which clusters send to all processes."""
+    def started() -> list[psutil.Process]:
+        found = []
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if each.environ().get("MARK") == str(tmp_path):
+                    found.append(each)
+        return found
+
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    files, mark = tmp_path / "files", {"MARK": str(tmp_path), "TMPDIR": str(tmp_path / "files")}
+    files.mkdir()
+    names = f"{tmp_path}/leaves.py:score", f"{tmp_path}/leaves.py:episode"
+    command = [sys.executable, "-c", TRAINER, *names, f"(sys.stdin.readline(), {end})"]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | mark, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL, text=True) as trainer:
+        assert "plainrl_" in trainer.stdout.readline()
+        wait_for(lambda: len(started()) == 9)           # it, the cleaner, a worker, two for an episode, four daemons
+        (cleaner,) = [each.pid for each in started() if each.cmdline()[1:3] == ["-I", "-S"]]
+        wait_for(lambda: blocks(cleaner, signal.SIGTERM))
+        os.kill(cleaner, signal.SIGTERM)
+        trainer.communicate("go\n", timeout=60)
+    wait_for(lambda: not [*started(), *files.iterdir()])
+
+
+def blocks(pid: int, number: int) -> bool:
+    mask = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+    return bool(int(mask, 16) & 1 << number - 1)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_keywords_may_name_environment_variables(tmp_path, monkeypatch):

@@ -123,6 +123,23 @@ def test_killed_half_way_it_starts_anew(clone):
     assert setup(clone) == "setup: .venv is complete\n"
 
 
+def test_two_at_once_make_one_environment(clone):
+    """The second waits for the first, also to its end by a kill; a third finds the environment complete."""
+    first = start(clone, PIP_HANGS="--require-hashes")
+    while not (clone / "hangs").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    others = [start(clone), start(clone)]
+    for process in others:
+        assert process.stdout.readline() == "setup: waiting for another set-up of .venv\n"
+    assert (clone / ".venv/half-made").exists()
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    said = sorted(process.communicate(timeout=60)[0] for process in others)
+    assert said[0] == "setup: .venv is complete\n" and "5/5" in said[1]
+    assert [process.returncode for process in others] == [0, 0]
+
+
 def test_an_environment_that_does_not_run_is_made_anew(clone):
     setup(clone)
     (clone / ".venv/bin/python").unlink()
