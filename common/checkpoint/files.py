@@ -83,10 +83,10 @@ def remove(path: Path) -> None:
     """Deletes a folder with all that is in it, or of a link the link alone. Says so if that fails: NFS refuses it while
     another process reads a file in the folder."""
     try:
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        else:
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     except OSError as error:
         print(f"{path} could not be deleted: {error}", flush=True)
 
