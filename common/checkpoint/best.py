@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import sync
-from common.parallel.ranks import World
+from common.parallel.ranks import World, print_on_main
 
 FILE = "best.json"
 
@@ -24,16 +24,19 @@ class Best:
         """The best step as {step, metric, value}, which checkpoints keep and best.json shows; {}: none is known."""
 
     def better(self, step: int, results: dict[str, float] | None) -> dict[str, Any]:
-        """This step as {step, metric, value} if its validation ranks it above all before; else {}."""
+        """This step as {step, metric, value} if its validation ranks it above all before; else {}. Raises ValueError if
+        the first validation has no metric of the name --save.best-metric."""
         if not self.is_kept or not results:
             return {}
-        metric = choose_metric(results, self.asked)
+        metric = self.metric or choose_metric(results, self.asked)
         lower_is_better = metric.endswith("loss")
-        if metric != self.metric:
+        if not self.metric:
             self.metric = metric
             what = "lowest" if lower_is_better else "highest"
-            if self.world.is_main:
-                print(f"the checkpoint with the {what} {metric} is kept (--save.best-metric)", flush=True)
+            print_on_main(self.world, f"the checkpoint with the {what} {metric} is kept (--save.best-metric)")
+        if metric not in results:                               # maj@N, if no sample has a vote
+            print_on_main(self.world, f"the validation after step {step} has no {metric}: this step cannot be the best")
+            return {}
         if metric != self.step.get("metric"):                   # an earlier start ranked by another one
             self.step = {}
         before = self.step.get("value", math.inf if lower_is_better else -math.inf)
@@ -67,6 +70,10 @@ def write_best(run_dir: Path, best: dict[str, Any]) -> None:
 
 
 def read_best(run_dir: Path) -> dict[str, Any]:
-    """What `write_best` wrote; {} if there is no best step."""
+    """What `write_best` wrote; {} if there is no best step. Raises ValueError if the file is damaged."""
     file = run_dir / FILE
-    return json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        best = json.loads(file.read_text()) if file.is_file() else {}
+        return {name: best[name] for name in ("step", "metric", "value") if best != {}}
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{file} is damaged: delete it; the run's next start writes it again") from None

@@ -1,6 +1,7 @@
 """The policy of a run as a Hugging Face folder. tools/checkpoints.py makes such a folder from a checkpoint."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 
+from common.checkpoint.files import remove, sync
 from common.model.policy import Policy
 from common.parallel.ranks import World
 from rewards.runtime.cleaner import own_folder
@@ -89,12 +91,12 @@ def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]],
 
 def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],
                rank: int = 0, size: int = 1) -> None:
-    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it, so that a kill leaves the old
-    folder or the new one. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the files, and
-    holds one or two of them; the index is written last."""
-    partial = out.with_name(f".{out.name}.partial")
+    """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it. A kill leaves the old folder or the
+    new one; between the two renames it leaves both, under hidden names. `described`: `tensors` on the meta device. Each
+    of `size` ranks writes some of the files, and holds one or two of them; the index is written last."""
+    partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         write_files(partial, files)
     if size > 1:
         dist.barrier()
@@ -118,8 +120,14 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        shutil.rmtree(out, ignore_errors=True)
+        for path in (*partial.rglob("*"), partial):             # or a crash of the machine leaves empty files
+            sync(path)
+        if os.path.lexists(out):
+            remove(old)
+            out.rename(old)
         partial.rename(out)
+        sync(out.parent)
+        remove(old)
 
 
 def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> None:

@@ -1,12 +1,16 @@
-"""A checkpoint on disk: its manifest, its checksums, and whether it is complete."""
+"""A checkpoint on disk: its name, its manifest, its checksums, and whether it is complete."""
 
 import json
 import os
+import re
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step_(\d{6,})")
+"""What a folder of checkpoints calls a checkpoint. Other names in it, such as step_000002.bak, are the user's."""
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -30,21 +34,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
     """What is wrong with a checkpoint: its manifest, or files whose content differs from what was written. Each of
     `size` ranks reads its share of the files."""
-    manifest = read_manifest(folder)
-    if not manifest:
+    manifest, name = read_manifest(folder), NAME.fullmatch(folder.name)
+    if "files" not in manifest:
         return [f"{MANIFEST} is missing or damaged"]
-    return [
-        f"{name} is missing or has another checksum than when it was written"
-        for name in sorted(manifest["files"])[rank::size]
-        if not (folder / name).is_file() or crc32(folder / name) != manifest["files"][name]["crc32"]
-    ]
+    if name and int(name[1]) != manifest["state"]["step"]:
+        return [f"it is the checkpoint of step {manifest['state']['step']} under another name"]
+    found = []
+    for name in sorted(manifest["files"])[rank::size]:
+        try:
+            if not (folder / name).is_file() or crc32(folder / name) != manifest["files"][name]["crc32"]:
+                found.append(f"{name} is missing or has another checksum than when it was written")
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
+    return found
+
+
+def checkpoints_in(root: Path) -> list[Path]:
+    """Whatever has the name of a checkpoint, the oldest step first. Raises OSError if `root` cannot be read."""
+    names = os.listdir(root) if root.exists() else []
+    return [root / name for name in sorted(filter(NAME.fullmatch, names), key=lambda name: int(name[5:]))]
 
 
 def complete_checkpoints(path: str | Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first; if `path` is a checkpoint, only that. A checkpoint is complete
     if it has a manifest, which is written last. They are found by scanning; no file names the newest."""
     path = Path(path).resolve()
-    return [folder for folder in (path, *sorted(path.glob("checkpoints/step_*"))) if read_manifest(folder)]
+    return [folder for folder in (path, *checkpoints_in(path / "checkpoints")) if read_manifest(folder)]
 
 
 def find(path: str) -> Path:
@@ -62,6 +77,18 @@ def crc32(path: Path) -> int:
         while chunk := file.read(1 << 22):
             value = zlib.crc32(chunk, value)
     return value
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder with all that is in it, or of a link the link alone. Says so if that fails: NFS refuses it while
+    another process reads a file in the folder."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"{path} could not be deleted: {error}", flush=True)
 
 
 def sync(path: Path) -> None:

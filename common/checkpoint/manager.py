@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, which one a run starts from, what a stop signal does.
+"""The checkpoints of a run: when they are written, what a stop signal does. choice.py: which one a run starts from.
 
 RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), `hf/` (config, tokenizer, chat
 template) and manifest.json, which names every file with its size and CRC-32. It is written as .step_N.partial, the
@@ -8,7 +8,6 @@ manifest last, and then renamed: a folder called step_N was complete when it got
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -26,20 +25,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.best import Best, write_best
+from common.checkpoint.choice import choose
 from common.checkpoint.export import write_files
-from common.checkpoint.files import check_files, complete_checkpoints, crc32, find, read_manifest, sync, write_manifest
+from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, remove, sync, write_manifest
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import Parts, ShardWriter, differences, flags_of, load_parts, tensors_of
 from common.metrics import Timer
-from common.parallel.ranks import (
-    World,
-    all_gather_objects,
-    all_max,
-    collective_timeout,
-    on_main,
-    print_on_main,
-    together,
-)
+from common.parallel.ranks import World, all_max, collective_timeout, on_main, print_on_main, together
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
@@ -128,14 +120,14 @@ class Checkpoints:
         self.writing: Future | None = None
         if world.is_main:
             for leftover in self.root.glob(".step_*"):          # A killed process leaves such folders.
-                shutil.rmtree(leftover)
+                remove(leftover)
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(self._mark_dirty)
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
         saved with it, {} for a new run. Raises ValueError if a checkpoint does not fit."""
-        folder = self._choose()
+        folder = choose(self.root, self.config.resume, self.world)
         if folder is None:
             self._resume_best({})
             return {}
@@ -184,10 +176,13 @@ class Checkpoints:
         self.state = json.loads(json.dumps(state))
         self.dirty = False
         self.timer = Timer(self.watchdog.phase)
-        better = self.best.better(state["step"], results)
+        try:
+            better = self.best.better(state["step"], results)
+        except ValueError:                                      # the steps since the last save would be lost
+            self._save()
+            self.wait()
+            raise
         self.best.step = better or self.best.step
-        if self.best.step:
-            self.state["best"] = self.best.step
         is_last = state["step"] == state["total_steps"]
         if is_last or better or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
@@ -236,7 +231,9 @@ class Checkpoints:
         write_best(self.root.parent, best)
         for old in complete_checkpoints(self.root.parent)[: -self.config.keep]:
             if old != self._folder(best.get("step", 0)):        # no checkpoint is of step 0
-                shutil.rmtree(old.rename(old.with_name(f".{old.name}.deleted")))
+                old.rename(old.with_name(f".{old.name}.deleted"))
+        for deleted in self.root.glob(".step_*.deleted"):
+            remove(deleted)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step_{step:06d}"
@@ -254,7 +251,8 @@ class Checkpoints:
                     self.host[name].copy_(tensor)
                 tensors = self.host
             self.saved_step = self.state["step"]
-            self.writing = self.thread.submit(self._write, tensors, self.state)
+            best = {"best": self.best.step} if self.best.step else {}
+            self.writing = self.thread.submit(self._write, tensors, self.state | best)
             if not self.config.async_:
                 self.wait()
 
@@ -296,31 +294,3 @@ class Checkpoints:
         partial.rename(final)
         sync(self.root)
         self._keep(manifest["state"].get("best", {}))
-
-    def _choose(self) -> Path | None:
-        """The checkpoint to start from, after every file of it was read and compared; None for a new run."""
-        for folder in on_main(self.world, self._candidates):
-            damage = all_gather_objects(check_files(folder, self.world.rank, self.world.size))
-            what = "; ".join(sorted(set().union(*damage)))
-            if not what:
-                return folder
-            if folder.parent != self.root:
-                raise ValueError(f"{folder} is damaged: {what}: choose another --save.resume")
-            print_on_main(self.world, f"{folder} is damaged: {what}. Renamed to damaged_{folder.name}")
-            if self.world.is_main:
-                folder.rename(folder.with_name(f"damaged_{folder.name}"))
-        return None
-
-    def _candidates(self) -> list[Path]:
-        """The checkpoints to start from, in the order in which to try them."""
-        own = sorted(self.root.glob("step_*"), reverse=True)
-        how = self.config.resume
-        counts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
-        if how == "auto" or (own and counts != {"0"}):
-            return own
-        if own:
-            raise ValueError(
-                f"--run-dir {self.root.parent} has checkpoints ({own[0].name}), which a later start would continue: "
-                f"with --save.resume {how}, choose another --run-dir or remove them"
-            )
-        return [] if how == "none" else [find(how)]

@@ -12,14 +12,16 @@ from common.parallel.ranks import World, all_gather_objects, on_main
 
 LOCK = ".lock"
 FINISHED = "finished"
+HELD: dict[Path, int] = {}
+"""Lock files of this process -> their descriptors, which are never closed: closing any descriptor ends the lock."""
 
 
 def open_run_folder(run_dir: str, world: World) -> None:
     """Makes the run folder, and locks it until this process ends, however it ends. Call it before anything is written.
     Raises ValueError if it cannot be written, is not the same folder for all ranks, or is in use by another run."""
-    holder = on_main(world, lambda: lock(run_dir))
+    written = on_main(world, lambda: lock(run_dir))
     path = Path(run_dir).resolve() / LOCK
-    found = world.is_main or (path.is_file() and path.read_text() == holder)    # closing it would end rank 0's lock
+    found = world.is_main or (path.is_file() and path.read_text() == written)   # closing it would end rank 0's lock
     blind = [rank for rank, finds in enumerate(all_gather_objects(found)) if not finds]
     if blind:
         raise ValueError(
@@ -37,20 +39,37 @@ def lock(run_dir: str) -> str:
     path = Path(run_dir).resolve() / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)     # never closed, which would end the lock
+        file = HELD[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.write(file, holder().encode())
+        os.fsync(file)                                          # other machines read it at once
     except BlockingIOError:
-        holder = os.read(file, 1000).decode().strip() or "another process"
+        other = os.read(file, 1000).decode().strip() or "another process"
         raise ValueError(
-            f"--run-dir {run_dir} is in use by {holder}: choose another --run-dir, or wait until that run has ended"
+            f"--run-dir {run_dir} is in use by {other}: choose another --run-dir, or wait until that run has ended"
         ) from None
     except OSError as error:
         raise ValueError(f"--run-dir {run_dir}: {path} cannot be written or locked: {error}") from None
-    holder = f"process {os.getpid()} on {socket.gethostname()}\n"
-    os.ftruncate(file, 0)
-    os.write(file, holder.encode())
-    os.fsync(file)                                              # other machines read it at once
-    return holder
+    return holder()
+
+
+def holder() -> str:
+    """What RUN_DIR/.lock says of this process."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def check_holder(run_dir: Path) -> None:
+    """Raises ValueError if a later run has this process's folder too: its file system gives everybody the lock, or
+    .lock was deleted."""
+    path = run_dir.resolve() / LOCK
+    if path not in HELD or not path.exists():
+        return
+    is_same_file = os.path.samestat(path.stat(), os.fstat(HELD[path]))
+    found = os.pread(HELD[path], 1000, 0).decode() if is_same_file else path.read_text()
+    if found != holder():
+        raise ValueError(f"--run-dir {run_dir} is in use by {found.strip() or 'another process'} too, which started "
+                         f"later and goes on: a file system without locks needs a --run-dir for each run")
 
 
 def finished(args: Any) -> str:

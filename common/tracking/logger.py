@@ -19,6 +19,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from common.checkpoint.files import sync
+from common.checkpoint.run_folder import check_holder
 from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
@@ -69,13 +70,18 @@ class Tracker:
         flags = redacted(dataclasses.asdict(args))
         record_start(self.run_dir, flags, world.size)
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
-        with self.jsonl.open("a") as file:
-            size = min(state["size"], file.tell()) if state else 0
-            if size < file.tell():
-                print(f"{self.jsonl}: its last {file.tell() - size} bytes, later than the checkpoint, are dropped")
+        with self.jsonl.open("ab+") as file:
+            found, known = file.tell(), state.get("size", 0)
+            file.seek(0)
+            size = file.read(known).rfind(b"\n") + 1                        # of whole lines
+            if size < known:
+                print(f"{self.jsonl} has lost {known - size} bytes: the steps of these lines are gone from it")
+            elif size < found:
+                print(f"{self.jsonl}: its last {found - size} bytes, later than the checkpoint, are dropped")
             file.truncate(size)
         for file in sorted((self.run_dir / "rollouts").glob("*_*.parquet")):
-            if int(file.stem.partition("_")[2]) > state.get("step", -1):
+            number = file.stem.partition("_")[2]                            # of a step, but in a file of the user's
+            if number.isdecimal() and int(number) > state.get("step", -1):
                 file.unlink()
         if "wandb" in config.to:
             import wandb
@@ -95,9 +101,10 @@ class Tracker:
             self.tensorboard = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
-        """`line` is the step's line on the console."""
+        """`line` is the step's line on the console. Raises ValueError if another run has taken the folder."""
         if not self.is_main:
             return
+        check_holder(self.run_dir)
         print(line, *self.health.look(step, metrics), sep="\n", flush=True)
         with self.jsonl.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -132,8 +139,8 @@ class Tracker:
 def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:
     """Write RUN_DIR/start_N, N counts from 1: the script, the command, the commit and what differs from it. `flags`:
     without secrets. One rank calls it."""
-    number = 1 + len(list(run_dir.glob("start_*")))
-    folder = run_dir / f"start_{number}"
+    numbers = [folder.name.removeprefix("start_") for folder in run_dir.glob("start_*")]
+    folder = run_dir / f"start_{1 + max((int(number) for number in numbers if number.isdecimal()), default=0)}"
     folder.mkdir(parents=True)
     script = Path(sys.argv[0])
     if script.is_file():

@@ -115,6 +115,36 @@ def test_a_step_that_is_validated_after_a_stop_can_be_the_best(run, trained, wor
         assert other.best.step == {} and best.read_best(tmp_path / "other") == {}
 
 
+def test_a_validation_without_the_metric_makes_no_step_the_best(run, trained, world, watch, tmp_path, capsys):
+    """maj@N is missing where no sample has a vote. The default metric stays the one of the first validation."""
+    checkpoints = run(0.5)
+    checkpoints.after_step(STATE | {"step": 2, "total_steps": 99}, {GREEDY: 0.9})
+    checkpoints.after_step(STATE | {"step": 3, "total_steps": 99}, {GREEDY: 0.9, MEAN: 0.4})
+    assert best.read_best(tmp_path) == {"step": 1, "metric": MEAN, "value": 0.5}
+    said = f"the validation after step 2 has no {MEAN}: this step cannot be the best"
+    assert capsys.readouterr().out.count(said) == 1
+    assert on_disk(tmp_path) == [1, 3]
+
+
+def test_a_resumed_run_with_a_wrong_name_loses_no_step(run, tmp_path):
+    """It validates steps later. What it has trained meanwhile, and the best checkpoint, are kept."""
+    run(0.5, 0.2)
+    with pytest.raises(ValueError, match=r"--save.best-metric acc must be a metric that this validation gives"):
+        run(None, None, 0.9, first=3, every=0, best_metric="acc")
+    assert on_disk(tmp_path) == [1, 5]
+    assert run(0.1, first=6).best.step == {"step": 1, "metric": MEAN, "value": 0.5}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"step": 2, "me', b"\xff\xfe", b"[]", b'{"step": 2}'])
+def test_a_damaged_best_json_is_written_again(content, run, tmp_path):
+    run(0.2, 0.9, 0.5)
+    (tmp_path / "best.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"best.json is damaged: delete it; the run's next start writes it again"):
+        best.read_best(tmp_path)
+    run()
+    assert best.read_best(tmp_path)["step"] == 2
+
+
 def test_another_runs_best_stays_its_own(run, model, world, watch, tmp_path, capsys):
     run(0.9)
     state, *_ = resume(tmp_path / "other", model, world, watch, resume=str(tmp_path), keep_best=True)

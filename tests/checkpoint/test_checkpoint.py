@@ -1,6 +1,7 @@
 """Checkpoints give back every byte, on other numbers of ranks too; which ones are kept and taken."""
 
 import binascii
+import errno
 import os
 import pickle
 import shutil
@@ -201,6 +202,44 @@ def test_only_the_newest_are_kept(four, save):
     assert sorted(path.name for path in four.iterdir()) == ["step_000004", "step_000005"]
     with pytest.raises(ValueError, match=r"--save.keep 0 at least 1"):
         manager.SaveConfig(keep=0)
+
+
+def test_the_newest_is_of_the_highest_step(save, model, world, watch, tmp_path):
+    """A seventh digit sorts before the sixth as text."""
+    for step in (999_999, 1_000_000, 1_000_001):
+        save(step, keep=2)
+    assert names(tmp_path) == ["step_1000000", "step_1000001"]
+    assert resume(tmp_path, model, world, watch)[0]["step"] == 1_000_001
+
+
+def test_copies_that_a_user_makes_are_neither_taken_nor_deleted(four, save, model, world, watch):
+    for name in ("step_000001_copy", "step_000004.bak"):
+        shutil.copytree(four / "step_000001", four / name)
+    assert resume(four.parent, model, world, watch)[0]["step"] == 4
+    save(5, keep=2)
+    want = ["step_000001_copy", "step_000004", "step_000004.bak", "step_000005"]
+    assert sorted(path.name for path in four.iterdir()) == want
+
+
+def test_of_a_checkpoint_that_was_moved_the_link_alone_is_deleted(four, save, tmp_path):
+    moved = (four / "step_000001").rename(tmp_path / "moved")
+    (four / "step_000001").symlink_to(moved)
+    save(5, keep=4)
+    assert not (four / "step_000001").is_symlink() and not files.check_files(moved)
+
+
+def test_what_cannot_be_deleted_is_said_and_deleted_later(four, save, monkeypatch, capsys):
+    """NFS keeps a folder while another process reads a file of it. The save and the run go on."""
+    def fail(*_, **__):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", fail)
+        save(5, keep=4)
+    assert f"{four}/.step_000001.deleted could not be deleted: [Errno 39] Directory not" in capsys.readouterr().out
+    assert names(four.parent)[-1] == "step_000005" and (four / ".step_000001.deleted").is_dir()
+    save(6, keep=4)
+    assert not list(four.glob(".*"))
 
 
 def test_what_a_kill_leaves_is_removed(four, save, model, world, watch):

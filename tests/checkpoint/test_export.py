@@ -3,6 +3,7 @@
 # ruff: noqa: F811  (fixtures that are imported)
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +198,59 @@ def test_a_link_in_an_untrusted_checkpoint_is_not_followed(trained, world, watch
     with pytest.raises(ValueError, match=r"step_000002/hf is a symbolic link"):
         checkpoints.export_checkpoint(str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+TINY = {"config.json": b'{"dtype": "float32", "model_type": "of its own"}'}
+
+
+def write(out, value: float) -> None:
+    tensors = {"weight": torch.full((3,), value)}
+    export.replace_hf(out, {"weight": tensors["weight"].to("meta")}, tensors.items(), TINY)
+
+
+def value_in(folder) -> float:
+    return load_file(folder / "model.safetensors")["weight"][0].item()
+
+
+def test_whatever_ends_an_export_loses_no_folder(tmp_path, monkeypatch):
+    """Before each of its renames the old folder is whole; between them the new one is too."""
+    out, rename, found = tmp_path / "model", Path.rename, []
+
+    def look(path: Path, target: Path) -> Path:
+        found.append({folder.name: value_in(folder) for folder in tmp_path.iterdir()})
+        return rename(path, target)
+
+    write(out, 1.0)
+    monkeypatch.setattr(Path, "rename", look)
+    write(out, 2.0)
+    assert found == [{"model": 1.0, ".model.partial": 2.0}, {".model.old": 1.0, ".model.partial": 2.0}]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["model"] and value_in(out) == 2.0
+    out.rename(tmp_path / ".model.old")                                 # killed between the two
+    monkeypatch.undo()
+    write(out, 3.0)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["model"] and value_in(out) == 3.0
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_an_export_replaces_a_link_or_a_file(kind, tmp_path):
+    """Of a folder that was moved elsewhere the link alone."""
+    out, moved = tmp_path / "model", tmp_path / "moved"
+    write(moved, 1.0)
+    if kind == "link":
+        out.symlink_to(moved)
+    else:
+        out.touch()
+    write(out, 2.0)
+    assert value_in(out) == 2.0 and value_in(moved) == 1.0 and not out.is_symlink()
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Else a crash of the machine leaves a finished run with empty files."""
+    synced = []
+    monkeypatch.setattr(export, "sync", lambda path: synced.append(path.relative_to(tmp_path).as_posix()))
+    write(tmp_path / "model", 1.0)
+    files_of_it = [".model.partial", ".model.partial/config.json", ".model.partial/model.safetensors"]
+    assert sorted(synced[:-1]) == files_of_it and synced[-1] == "."
 
 
 def test_a_hub_model_may_have_no_generation_config(trained, exported, monkeypatch, tmp_path):

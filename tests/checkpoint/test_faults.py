@@ -4,6 +4,7 @@ hang. With FAULTS_TABLE=docs/faults.md pytest tests/checkpoint/test_faults.py wr
 # ruff: noqa: F811  (fixtures that are imported)
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -68,6 +69,9 @@ DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a reg
         r"step_000002 is damaged: __0_0.distcp is missing or has another checksum than .*. Renamed to damaged_", 1),
     "a byte of the index flipped": (
         lambda new: flip(new / ".metadata"), r"step_000002 is damaged: .metadata is .* damaged_", 1),
+    "the checkpoint of another step under its name": (
+        lambda new: (shutil.rmtree(new), shutil.copytree(new.with_name("step_000001"), new)),
+        r"step_000002 is damaged: it is the checkpoint of step 1 under another name. Renamed to damaged_", 1),
     "another model, other shapes": (
         lambda new: set_model(new, hidden_size=32),
         r"error: .*does not fit this run: hidden_size was 32, is 24: choose another --run-dir or --save.resume", None),
@@ -100,10 +104,10 @@ def note(fault: str, text: str) -> None:
 
 def said(run_dir, model, world, watch, **flags) -> tuple[str, int | None]:
     """What a start prints, errors too, and the step it resumes from."""
-    out = io.StringIO()
+    out, trained = io.StringIO(), start(model, world)
     with contextlib.redirect_stdout(out):
         try:
-            state = checkpoints_of(run_dir, world, *start(model, world), watch, **flags).resume()
+            state = checkpoints_of(run_dir, world, *trained, watch, **flags).resume()
         except ValueError as error:
             print(f"error: {error}")
             state = {}
@@ -124,6 +128,61 @@ def test_a_damaged_checkpoint(fault, save, model, world, watch, tmp_path, monkey
     if step == 1:
         text, resumed = said(tmp_path / "other", model, world, watch, resume=str(tmp_path / "checkpoints/step_000002"))
         assert resumed is None and re.search(r"error: .*(is damaged|no complete checkpoint).*", text), text
+
+
+def test_a_file_that_cannot_be_read(save, model, world, watch, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
+    save(1)
+    save(2)
+    broken, crc32 = tmp_path / "checkpoints/step_000002/__0_0.distcp", files.crc32
+
+    def read(path: Path) -> int:
+        if path == broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return crc32(path)
+
+    monkeypatch.setattr(files, "crc32", read)
+    text, resumed = said(tmp_path, model, world, watch)
+    assert "step_000002 is damaged: __0_0.distcp cannot be read: Input/output error. Renamed" in text and resumed == 1
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(save, model, world, watch, tmp_path, monkeypatch):
+    """It would drop the metrics of all steps. Nothing is renamed, so the next start, by Slurm too, says the same."""
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
+    save(1)
+    save(2)
+    for folder in files.complete_checkpoints(tmp_path):
+        (folder / "__0_0.distcp").write_bytes(b"")
+    for _ in range(2):
+        text, _ = said(tmp_path, model, world, watch)
+        line = (r"error: \S+step_000002 is damaged: __0_0.*; \S+step_000001 is damaged: __0_0.* when it was written: "
+                r"choose another --run-dir, or move its checkpoints away to start anew\n")
+        assert re.fullmatch(line, text), text
+    note("all checkpoints damaged", text)
+
+
+def test_a_checkpoint_damaged_twice_has_two_names(save, model, world, watch, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
+    for name in ("damaged_step_000002", "damaged_step_000002_2"):
+        save(1)
+        save(2)
+        flip(tmp_path / "checkpoints/step_000002/__0_0.distcp")
+        text, resumed = said(tmp_path, model, world, watch)
+        assert text.splitlines()[0].endswith(f"Renamed to {name}") and resumed == 1
+        assert (tmp_path / "checkpoints" / name / "manifest.json").is_file()
+        shutil.rmtree(tmp_path / "checkpoints/step_000001")
+
+
+def test_checkpoints_that_may_not_be_read(model, world, watch, tmp_path, monkeypatch):
+    """The run does not start anew."""
+    def fail(path: Path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(os, "listdir", fail)
+    text, _ = said(tmp_path, model, world, watch)
+    assert text.startswith(f"error: --run-dir {tmp_path}: its checkpoints cannot be read: [Errno 13] Permission denied")
+    note("a folder of checkpoints that may not be read", text)
 
 
 def test_other_flags_when_they_are_meant(save, model, world, watch, tmp_path):

@@ -1,6 +1,8 @@
 """Two runs cannot share a folder; a finished run is known before anything is loaded or written."""
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,6 +66,56 @@ def test_a_second_run_ends_before_it_loads_anything(holder, tiny_llama, tmp_path
     assert not (tmp_path / "config.json").exists()
 
 
+SECOND = """
+import os, sys
+sys.path.insert(0, {root!r})
+from common.checkpoint import run_folder
+if {without_locks}:                                # as a file system that gives every process the lock
+    run_folder.fcntl.lockf = lambda *_: None
+print(os.getpid(), flush=True)
+run_folder.lock({run_dir!r})
+"""
+
+
+def second_run(run_dir, without_locks: bool) -> tuple[int, str]:
+    """The process id of a run that takes the folder and ends, and what it says."""
+    program = SECOND.format(root=str(ROOT), run_dir=str(run_dir), without_locks=without_locks)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return int(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("without_locks", [True, False])
+def test_a_run_whose_folder_was_taken_ends_at_its_next_step(without_locks, world, tmp_path):
+    """Before it logs the step; the later run goes on. With locks that can only happen after .lock was deleted."""
+    run_folder.open_run_folder(str(tmp_path), world)
+    tracker = Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, {})
+    tracker.log(1, {"x": 1}, "")
+    if not without_locks:
+        _, refusal = second_run(tmp_path, False)
+        assert f"is in use by process {os.getpid()} on" in refusal      # looking at .lock has not ended the lock
+        (tmp_path / ".lock").unlink()
+        tracker.log(2, {"x": 1}, "")                                    # nobody else is there
+    before = (tmp_path / "metrics.jsonl").read_text()
+    later, refusal = second_run(tmp_path, without_locks)
+    assert refusal == ""
+    said = rf"^--run-dir {tmp_path} is in use by process {later} on {socket.gethostname()} too, which started later"
+    with pytest.raises(ValueError, match=said) as error:
+        tracker.log(3, {"x": 1}, "")
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    if without_locks:
+        note("a second run in the same folder, on a file system without locks", f"error: {error.value} (the first run)")
+
+
+@pytest.mark.parametrize(("function", "number"), [("fcntl.lockf", errno.ENOLCK), ("os.write", errno.ENOSPC)])
+def test_a_folder_that_cannot_be_locked_is_an_error(function, number, world, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(function, fail)
+    with pytest.raises(ValueError, match=rf"/\.lock cannot be written or locked: .*{os.strerror(number)}"):
+        run_folder.lock(str(tmp_path))
+
+
 def test_a_finished_run_is_known_without_its_model(tmp_path):
     finished = run_folder.finished
     flags = Flags(SaveConfig(), run_dir=str(tmp_path))
@@ -103,3 +155,36 @@ def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkey
     tracker = Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, {})
     tracker.log(1, {"x": 1}, "")
     assert synced[-1] == tmp_path / "metrics.jsonl"
+
+
+@pytest.mark.parametrize("left", ["", '{"step": 1, "x": 1}\n{"step": 2, '])
+def test_lines_that_metrics_has_lost_are_said(left, world, tmp_path, capsys):
+    """A half line goes too: the next step's would be a part of it."""
+    tracker = Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, {})
+    for step in (1, 2):
+        tracker.log(step, {"x": step}, "")
+    metrics, state = tmp_path / "metrics.jsonl", tracker.state_dict(2)
+    metrics.write_text(left)
+    whole = left[: left.rfind("\n") + 1]
+    capsys.readouterr()
+    again = Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, state)
+    assert capsys.readouterr().out.startswith(f"{metrics} has lost {40 - len(whole)} bytes: the steps of these lines")
+    again.log(3, {"x": 3}, "")
+    assert metrics.read_text() == whole + '{"step": 3, "x": 3}\n'
+
+
+def test_files_that_a_user_removes_or_adds_stop_no_start(world, tmp_path):
+    """A record of an earlier start that is gone; a file among those of responses."""
+    def start(state: dict) -> Tracker:
+        return Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, state)
+
+    start({})
+    start({}).log(1, {"x": 1}, "")
+    shutil.rmtree(tmp_path / "start_1")
+    mine, later = (tmp_path / "rollouts" / name for name in ("my_notes.parquet", "step_000002.parquet"))
+    mine.parent.mkdir()
+    for path in (mine, later):
+        path.touch()
+    start({"step": 1, "size": 20})
+    assert sorted(path.name for path in tmp_path.glob("start_*")) == ["start_2", "start_3"]
+    assert mine.exists() and not later.exists()
