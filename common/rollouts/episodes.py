@@ -117,11 +117,12 @@ class Episodes:
             return
         new = message["messages"]
         between: list[int] | None = []
+        prompt = conversation.prompt
         if episode.num_turns == 0:
-            conversation.begin(new, message["tools"])
+            prompt = conversation.begin(new, message["tools"])
         else:
             between = conversation.between(new)
-        seen = [*conversation.prompt, *conversation.tokens, *(between or [])]
+        seen = [*prompt, *conversation.tokens, *(between or [])]
         if between is None:
             seen = conversation.template.encode(conversation.rendered)
         added = conversation.num_tokens + len(between or [])
@@ -129,8 +130,8 @@ class Episodes:
         if room < 1:
             self.refuse(number, episode, "length")
             return
-        if episode.num_turns:
-            conversation.add_messages(new, between)
+        conversation.prompt = prompt
+        conversation.add_messages(new, between)
         episode.limit = room
         reply = episode.next_reply(between or conversation.prompt)
         if reply.finish_reason:
