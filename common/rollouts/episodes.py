@@ -5,6 +5,7 @@ which is queued, or it ends. All ranks of an engine run the same loop. The first
 messages to the other ranks.
 """
 
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.tool_calls import make_parser
 
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
+OTHER_FILES = 100  # open files that a rank has beside one an episode
 END_REASONS = ("done", "length", "turns", "timeout", "error")
 
 
@@ -124,11 +126,12 @@ class Episodes:
             return
         new = message["messages"]
         between: list[int] | None = []
+        prompt = conversation.prompt
         if episode.num_turns == 0:
-            conversation.begin(new, message["tools"])
+            prompt = conversation.begin(new, message["tools"])
         else:
             between = conversation.between(new)
-        seen = [*conversation.prompt, *conversation.tokens, *(between or [])]
+        seen = [*prompt, *conversation.tokens, *(between or [])]
         if between is None:
             seen = conversation.template.encode(conversation.rendered)
         added = conversation.num_tokens + len(between or [])
@@ -136,8 +139,8 @@ class Episodes:
         if room < 1:
             self.refuse(number, episode, "length")
             return
-        if episode.num_turns:
-            conversation.add_messages(new, between)
+        conversation.prompt = prompt
+        conversation.add_messages(new, between)
         episode.limit = room
         reply = episode.next_reply(between or conversation.prompt)
         if reply.finish_reason:
@@ -189,6 +192,10 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
         raise ValueError(f"--rollout.max-turns {config.max_turns} and --rollout.episodes-at-once "
                          f"{config.episodes_at_once} must be at least 1, --rollout.tool-timeout-s "
                          f"{config.tool_timeout_s:g} above 0")
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files < config.episodes_at_once + OTHER_FILES:
+        raise ValueError(f"--rollout.episodes-at-once {config.episodes_at_once} needs an open file each, and this "
+                         f"process may have {most_files} in all: lower it, or raise `ulimit -n`")
     template = ChatTemplate(tokenizer, template_arguments(tokenizer, template_config), stops)
     parse = make_parser(config.tool_parser, tokenizer) if config.tool_parser else None
     processes = EpisodeProcesses(config.episode, config.tool_timeout_s) if world.rank % config.tp == 0 else None

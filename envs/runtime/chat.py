@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import operator
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,6 +14,10 @@ from unittest import mock
 from transformers.utils import chat_template_utils
 
 MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
+MAX_RESULTS = 400_000  # of all results after one reply; of a further result
+MIN_RESULT = 1000  # are kept
+MAX_CALLS = 32  # calls of tools after one reply; further ones are errors
+MAX_REFUSED = 100  # replies that an episode may ask for in vain
 
 
 class Chat:
@@ -40,6 +45,9 @@ class Chat:
         """Time limit in seconds of a tool, and of all code between two replies (--rollout.tool-timeout-s)."""
         self._ask = ask
         self._tell_tool = tell_tool
+        self._num_refused = 0
+        self._calls_left = MAX_CALLS
+        self._characters_left = MAX_RESULTS
 
     async def reply(self, *messages: dict[str, Any], max_tokens: int | None = None) -> str | None:
         """Add these messages, then let the model write its next turn. Returns its text; None if no room or no turn is
@@ -51,18 +59,23 @@ class Chat:
                                 f"{message!r:.80}")
         if self.turns and not messages:
             raise ValueError("chat.reply() without messages: after the first reply the model must be given something")
-        if max_tokens is not None and max_tokens < 1:
+        if max_tokens is not None and operator.index(max_tokens) < 1:
             raise ValueError(f"chat.reply(max_tokens={max_tokens}) must be at least 1")
-        question: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens}
+        question: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens and operator.index(max_tokens)}
         if not self.turns:
             question["tools"] = [schema_of(tool) for tool in self.tools]
         answer = await self._ask(question)
-        self.messages += messages
         self.finish_reason = answer["finish_reason"]
         self.tokens_left = answer["tokens_left"]
         self.tool_calls = answer.get("tool_calls", [])
         if answer["text"] is None:
+            self._num_refused += 1
+            if self._num_refused > MAX_REFUSED:
+                raise RuntimeError(f"chat.reply() has returned None {MAX_REFUSED} times ({self.finish_reason}): then "
+                                   f"the episode must end")
             return None
+        self.messages += messages
+        self._calls_left, self._characters_left = MAX_CALLS, MAX_RESULTS
         self.turns += 1
         reply = {"role": "assistant", "content": answer["text"]}
         self.messages.append(reply)
@@ -71,6 +84,7 @@ class Chat:
     async def tool_call(self, call: dict[str, Any]) -> dict[str, str]:
         """Run one of `tool_calls`. Returns the message for the model: the result, or the error."""
         self.num_tool_calls += 1
+        self._calls_left -= 1
         name = call.get("name") or ""
         self._tell_tool(name)  # from here on it has --rollout.tool-timeout-s
         try:
@@ -79,11 +93,15 @@ class Chat:
             self.num_tool_errors += 1
             content = f"Error: {type(error).__name__}: {error}"
         self._tell_tool(name)
-        return {"role": "tool", "name": name, "content": content[:MAX_RESULT]}
+        content = content[: min(MAX_RESULT, max(self._characters_left, MIN_RESULT))]
+        self._characters_left -= len(content)
+        return {"role": "tool", "name": name, "content": content}
 
     async def _run_tool(self, name: str, call: dict[str, Any]) -> str:
         if call.get("error"):
             raise ValueError(call["error"])
+        if self._calls_left < 0:
+            raise ValueError(f"this is more than {MAX_CALLS} calls after one reply")
         tools = {tool.__name__: tool for tool in self.tools}
         if name not in tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(tools) or 'none'}")
@@ -92,7 +110,7 @@ class Chat:
         with _alarm(self.timeout_s):
             result = tools[name](**arguments)
             if inspect.isawaitable(result):
-                result = await asyncio.wait_for(result, self.timeout_s)
+                result = await _within(result, self.timeout_s)
         return result if isinstance(result, str) else json.dumps(result)
 
 
@@ -109,11 +127,23 @@ def schema_of(tool: Callable) -> dict[str, Any]:
             raise ValueError(f"the tool {tool.__name__} needs a docstring with its arguments: {error}") from None
 
 
+async def _within(result: Awaitable, seconds: float) -> Any:
+    """Await it, or raise TimeoutError."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await result
+    except TimeoutError:
+        if deadline.expired():
+            raise TimeoutError(f"it took longer than {seconds:g} s") from None
+        raise
+
+
 @contextlib.contextmanager
 def _alarm(seconds: float):
     """Raise TimeoutError in Python code that runs longer. Code that hangs in C ends with the episode's deadline."""
     def expire(*_) -> None:
-        raise TimeoutError(f"it took longer than {seconds:g} s")
+        if asyncio.current_task():  # else `_within` ends the tool that is awaited; here the error would end the loop
+            raise TimeoutError(f"it took longer than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)

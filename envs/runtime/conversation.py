@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jinja2
 
 Message = dict[str, Any]
-PLACE = "@@what the model wrote@@"
+PLACE = "@@what the model wrote"
 
 
 @dataclass
@@ -68,8 +68,11 @@ class ChatTemplate:
     def after_reply(self, messages: Sequence[Message], new: Sequence[Message], tools: list[dict] | None) -> str:
         """The text between the reply that ends `messages` and the next reply. Raises ValueError for a chat template
         that leaves a reply out or writes it twice."""
-        with_place = [*messages[:-1], messages[-1] | {"content": PLACE}, *new]
-        pieces = self.render(with_place, tools).split(PLACE)
+        place = PLACE
+        while any(place in str(message) for message in [*messages, *new]):
+            place += "@"
+        with_place = [*messages[:-1], messages[-1] | {"content": place}, *new]
+        pieces = self.render(with_place, tools).split(place)
         if len(pieces) != 2:
             raise ValueError(f"the chat template writes the last reply {len(pieces) - 1} times, must be once: "
                              f"--data.chat-template-file FILE names another")
@@ -92,14 +95,12 @@ class Conversation:
     rendered: str = ""  # the text that the model saw before its last reply
     routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
 
-    def begin(self, new: Sequence[Message], tools: list[dict] | None) -> None:
+    def begin(self, new: Sequence[Message], tools: list[dict] | None) -> list[int]:
         """The tokens before the first reply. Without new messages and tools they are the prompt's tokens in the
         data."""
         self.tools = tools
-        self.messages += new
-        self.rendered = self.template.render(self.messages, tools)
-        if new or tools:
-            self.prompt = self.template.encode(self.rendered)
+        self.rendered = self.template.render([*self.messages, *new], tools)
+        return self.template.encode(self.rendered) if new or tools else self.prompt
 
     def between(self, new: Sequence[Message]) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the

@@ -8,6 +8,7 @@ import pickle
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+<<<<<<< HEAD
 from rewards.runtime.cleaner import own_folder, remove
 from rewards.runtime.process import ROOT, START_S
+=======
+import psutil
+
+from rewards.runtime.process import ROOT, START_S, find_processes
+>>>>>>> episodes
 from rewards.runtime.worker import MAX_TEXT, unpacked
 
 GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later
@@ -44,7 +51,9 @@ class EpisodeProcesses:
         self.heard: list[tuple[int, dict[str, Any]]] = []  # that nobody has been told yet
         # of temporary files; its name marks what they started
         self.folder = tempfile.mkdtemp(prefix="episodes_", dir=own_folder())
+        self.loaded: set[psutil.Process] = set()  # what the file started when it was imported, and all episodes share
         self.control, theirs = socket.socketpair()
+        self.control.settimeout(START_S)
         env = dict(os.environ, TMPDIR=self.folder, OMP_NUM_THREADS="1")
         env.pop("LD_PRELOAD", None)  # vLLM sets it for its own process
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
@@ -57,23 +66,31 @@ class EpisodeProcesses:
             env=env,
         )
         theirs.close()
-        readable, _, _ = select.select([self.control], [], [], START_S)
-        reply = json.loads(self.control.recv(2**20) or b'{"text": "it died"}') if readable else {"text": "no answer"}
+        try:
+            reply = json.loads(self.control.recv(2**20) or b'{"text": "it died"}')
+        except TimeoutError:
+            reply = {"text": f"no answer after {START_S:g} s"}
         if reply:
             self.close()
             last_line = reply["text"].strip()
             if "ValueError: --rollout.episode" in last_line:  # a mistake in the flag, which says all
                 raise ValueError(last_line[last_line.rindex("--rollout.episode") :])
             raise RuntimeError(f"--rollout.episode {spec} could not be loaded:\n{reply['text']}")
+        self.loaded = self.children()
 
     def start(self, number: int, message: dict[str, Any]) -> None:
         """Start an episode. `message`: {"row", "messages", "tokens_left"}."""
         ours, theirs = socket.socketpair()
-        socket.send_fds(self.control, [b"e"], [theirs.fileno()])
-        theirs.close()
-        pid = int.from_bytes(self.control.recv(8), "little")
+        # neither an episode that reads nothing nor half a message can stop the trainer for longer
+        limit = struct.pack("ll", *divmod(int(self.timeout_s * 1e6), 10**6))
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, direction, limit)
+        pid = 0
+        with theirs, contextlib.suppress(ConnectionError, TimeoutError):
+            socket.send_fds(self.control, [b"e"], [theirs.fileno()])
+            pid = int.from_bytes(self.control.recv(8), "little")
         if not pid:
-            raise RuntimeError("the process that starts episodes has died")
+            raise RuntimeError("the process that starts episodes has died, or does not answer")
         self.running[number] = Process(pid, Connection(ours.detach()), time.monotonic())
         self.tell(number, message)
 
@@ -81,7 +98,7 @@ class EpisodeProcesses:
         process = self.running[number]
         process.since = time.monotonic()
         process.is_busy = True
-        with contextlib.suppress(BrokenPipeError):  # it died meanwhile: `events` will see it
+        with contextlib.suppress(ConnectionError, BlockingIOError):  # it died or does not read: `events` will see it
             process.connection.send_bytes(pickle.dumps(message))
 
     @property
@@ -118,7 +135,7 @@ class EpisodeProcesses:
         seconds = time.monotonic() - process.since
         try:
             message = unpacked(json.loads(process.connection.recv_bytes(MAX_RECEIVED)))
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, ValueError, TypeError, RecursionError):  # the last four: something else wrote there
             message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
         process.since = time.monotonic()
         if "tool" in message:  # one begins or ends: each has the whole time
@@ -131,14 +148,15 @@ class EpisodeProcesses:
     def expire(self, number: int) -> tuple[int, dict[str, Any]]:
         """End an episode that hangs, and read where it hung."""
         process = self.running[number]
-        os.kill(process.pid, signal.SIGUSR2)
         where = b""
         end = time.monotonic() + DUMP_S
-        while (left := end - time.monotonic()) > 0 and select.select([process.connection], [], [], left)[0]:
-            data = os.read(process.connection.fileno(), 2**16)
-            if not data:
-                break
-            where += data
+        with contextlib.suppress(ProcessLookupError, ConnectionResetError):  # it has died; with something unread
+            os.kill(process.pid, signal.SIGUSR2)
+            while (left := end - time.monotonic()) > 0 and select.select([process.connection], [], [], left)[0]:
+                data = os.read(process.connection.fileno(), 2**16)
+                if not data:
+                    break
+                where += data
         self.end(number)
         text = f"no answer after {self.timeout_s:g} s (--rollout.tool-timeout-s)\n"
         text += where[:MAX_TEXT].decode(errors="replace")
@@ -155,6 +173,17 @@ class EpisodeProcesses:
         self.heard = []
         for number in list(self.running):
             self.end(number)
+        while strays := self.children() - self.loaded:
+            for process in strays:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def children(self) -> set[psutil.Process]:
+        """Those of the server: episodes, what the file started, and what episodes started and left behind."""
+        try:
+            return set(psutil.Process(self.server.pid).children())
+        except psutil.NoSuchProcess:
+            return set()
 
     def close(self) -> None:
         self.end_all()

@@ -66,11 +66,13 @@ def load_episode(spec: str) -> Callable:
     return function
 
 
-async def run(connection: Connection, episode: Callable, timeout_s: float) -> dict[str, Any]:
-    """One episode, from its row to its result. `timeout_s` bounds the time between a reply and the next request, which
-    the tools use. No clock runs while the model writes."""
+async def run(connection: Connection, episode: Callable, timeout_s: float) -> None:
+    """One episode, from its row to its result. Then the trainer ends the process: nothing waits for the episode's
+    threads and tasks. `timeout_s` bounds the time between a reply and the next request, which the tools use. No clock
+    runs while the model writes."""
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue = asyncio.Queue()
+    is_asking = False
 
     def hear() -> None:
         try:
@@ -83,10 +85,14 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
     began = loop.time()
 
     async def ask(question: dict[str, Any]) -> dict[str, Any]:
-        nonlocal began
-        deadline.reschedule(None)
+        nonlocal began, is_asking
+        if is_asking:
+            raise RuntimeError("chat.reply() was called while the model writes another reply: await one, then the next")
         send(connection, question | {"seconds": loop.time() - began})
+        is_asking = True
+        deadline.reschedule(None)
         answer = await inbox.get()
+        is_asking = False
         began = loop.time()
         deadline.reschedule(began + timeout_s)
         return answer
@@ -103,14 +109,18 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> di
         # a text is scored by the reward functions, as a response is
         reply = {"text": result} if isinstance(result, str) else packed(reply_of(episode.__name__, result))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        failure = failure_of(error) | {"seconds": loop.time() - began}
-        return failure | {"failure": "timeout"} if deadline.expired() else failure
+        reply = failure_of(error) | ({"failure": "timeout"} if deadline.expired() else {})
     counts = {"num_tool_calls": chat.num_tool_calls, "num_tool_errors": chat.num_tool_errors}
-    return reply | counts | {"seconds": loop.time() - began}
+    more = counts | {"seconds": loop.time() - began}
+    try:
+        send(connection, reply | more, MAX_LAST)
+    except ValueError as error:
+        send(connection, failure_of(error) | more)
 
 
 def send(connection: Connection, message: dict[str, Any], limit: int = MAX_SENT) -> None:
-    data = json.dumps(message, default=plain).encode()
+    # the model may write half a surrogate pair in the JSON of a call: that is no text, and no tokenizer takes it
+    data = json.dumps(message, default=plain, ensure_ascii=False).encode(errors="replace")
     if len(data) > limit:
         raise ValueError(f"the episode sends {len(data)} bytes at once, at most {limit}: shorten what tools return, or "
                          f"the episode's result")
@@ -126,11 +136,14 @@ def run_process(connection: Connection, episode: Callable, timeout_s: float) -> 
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     sys.stdout = sys.stderr = printed
-    message = asyncio.run(run(connection, episode, timeout_s))
-    try:
-        send(connection, message, MAX_LAST)
-    except ValueError as error:
-        send(connection, failure_of(error))
+    asyncio.run(run(connection, episode, timeout_s))
+
+
+def adopt_orphans() -> None:
+    """What an episode started becomes a child of this process when its own parent ends, whatever it did to leave the
+    episode's group: the trainer finds it there, and ends it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def die_with_parent(parent: int) -> None:
@@ -144,6 +157,7 @@ def main() -> None:
     fd, parent, spec, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     die_with_parent(parent)
     ignore_stops()
+    adopt_orphans()
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=fd)

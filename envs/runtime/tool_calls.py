@@ -32,7 +32,9 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., 
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL + 1)  # it logs a traceback for each broken call
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
-    except (ModuleNotFoundError, RuntimeError) as error:  # of a package that is not here, of a token the model lacks
+        parser.extract_tool_calls("", ChatCompletionRequest.model_construct(messages=[], tools=[], tool_choice="auto"))
+    # of a package that is not here, of a token the model lacks, of a parser that only reads streams
+    except (ModuleNotFoundError, RuntimeError) as error:
         raise ValueError(f"--rollout.tool-parser {name} cannot be used with this model here: {error}") from None
     tokens = [re.escape(getattr(parser, key)) for key in START_TOKENS if hasattr(parser, key)]
     start = re.compile(STARTS.get(name) or "|".join(tokens) or "<tool_call>")

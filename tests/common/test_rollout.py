@@ -516,6 +516,14 @@ def test_constant_groups_are_those_without_two_different_scores():
     assert rollout_metrics(sampled, 8, 1.0, 9, 9)["reward/constant_group_frac"] == 0.75
 
 
+def test_a_step_in_which_no_token_was_sampled_has_metrics():
+    """Of episodes that ended before their first reply."""
+    prompts = [Sample(i, i // 2, 0, DATA[0], Response([], [], "stop", []), score=float(i)) for i in range(4)]
+    found = rollout_metrics(gather_rollout(prompts), 0, 2.0, 9, 9)
+    assert (found["response_length/mean"], found["rollout/tokens_per_s"], found["prompt_length/mean"]) == (0, 0, 3)
+    assert "timing_per_token_ms/gen" not in found
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_best_at_k_is_the_mean_over_all_subsets(k):
     accs = np.array([[0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0.5, 2, -1, 0.5, 0]])

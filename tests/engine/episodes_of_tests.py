@@ -62,6 +62,16 @@ async def endless(chat, row):
     return {"score": 1.0, "why": chat.finish_reason, "left": chat.tokens_left}
 
 
+async def opened(chat, row):
+    """A first message of the row's text, then a short one; and what the model wrote back to it."""
+    first = await chat.reply({"role": "user", "content": row["text"]}, max_tokens=4)
+    why = chat.finish_reason
+    text = await chat.reply({"role": "user", "content": "Short."}, max_tokens=4)
+    text = await chat.reply({"role": "user", "content": row["text"][:100] + text}, max_tokens=4)
+    said = [message["content"] for message in chat.messages if message["role"] == "user"]
+    return {"score": 1.0, "first": str(first is not None), "why": why, "num_said": len(said)}
+
+
 async def misbehave(chat, row):
     """What `row["kind"]` says, after a reply."""
     await chat.reply(max_tokens=2)

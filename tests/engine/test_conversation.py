@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from envs.runtime.conversation import ChatTemplate, Conversation
+from envs.runtime.conversation import PLACE, ChatTemplate, Conversation
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
@@ -71,7 +71,9 @@ def make_tokenizer(family: str, seed: int) -> PreTrainedTokenizerFast:
 def start(family: str, seed: int, on_rewriting: str = "error") -> Conversation:
     tokenizer = make_tokenizer(family, seed)
     conversation = Conversation(ChatTemplate(tokenizer, {}, [tokenizer.eos_token_id]), on_rewriting, [], [])
-    conversation.begin([{"role": "user", "content": "ab\nc?"}], None)
+    first = [{"role": "user", "content": "ab\nc?"}]
+    conversation.prompt = conversation.begin(first, None)
+    conversation.add_messages(first, [])
     return conversation
 
 
@@ -174,3 +176,14 @@ def test_messages_that_a_template_refuses_are_named():
     conversation.template.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(ValueError, match=r"writes the last reply 0 times, must be once: --data\.chat-template-file"):
         conversation.template.after_reply([{"role": "assistant", "content": "a"}], [], None)
+
+
+def test_text_may_spell_what_stands_in_for_a_reply():
+    """The name of the place where the last reply goes, in the model's own text and in a user's."""
+    conversation = start("Qwen2.5", 0)
+    tokenizer = conversation.template.tokenizer
+    for text in (PLACE, f"f{PLACE}@@"):
+        conversation.add_reply([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], [])
+        new = [{"role": "user", "content": f"{text}?"}]
+        conversation.add_messages(new, conversation.between(new))
+    assert spell(conversation) == conversation.template.render(conversation.messages, None)

@@ -162,6 +162,20 @@ def test_episodes_end_at_their_limits(run, tokenizer):
     assert gather_rollout([sample]).truncated.tolist() == [True]
 
 
+def test_a_message_that_is_refused_is_in_no_conversation(run, tokenizer):
+    """A first message that does not fit, and is followed by a shorter one, as after any other turn. Text that is no
+    text, half a surrogate pair, is written as "?"."""
+    prompts = [make_prompt(tokenizer, n, text=text) for n, text in enumerate(("word " * 2000, "half \ud83d pair"))]
+    samples = sorted(run("opened", prompts), key=lambda sample: sample.index)
+    assert [(s.extras["first"], s.extras["num_said"]) for s in samples] == [("False", 3.0), ("True", 4.0)]
+    assert samples[0].extras["why"] == "length"
+    for sample, said in zip(samples, (["Short.", "word "], ["half ? pair", "Short.", "half ? pair"]), strict=True):
+        users = [message["content"] for message in sample.response.messages[1:] if message["role"] == "user"]
+        assert [text[: len(start)] for text, start in zip(users, said, strict=True)] == said
+        seen = tokenizer.decode([*sample.response.prompt, *sample.response.tokens])
+        assert all(text in seen for text in users) and len(sample.response.prompt) < 100
+
+
 def test_dropped_episodes_leave_their_group(run, tokenizer):
     metrics = {}
     samples = run("endless", [make_prompt(tokenizer, 0)], max_turns=2, drop=("turns", "error"), metrics=metrics)
@@ -318,6 +332,7 @@ def test_one_sequence_has_the_gradient_of_one_sample_per_turn(played, policy):
     ({"episode": f"{FILE}:plain"}, "plain is a plain `def`; .*\n    async def plain"),
     ({"episode": f"{FILE}:missing"}, r"no function missing in .*; it has .*endless"),
     ({"episode": "nowhere.py:episode"}, r"--rollout\.episode nowhere\.py:episode: .* is not a Python file"),
+    ({"episodes_at_once": 10**9}, r"--rollout\.episodes-at-once 1000000000 needs an open file each, .*ulimit -n"),
     ({"max_turns": 0}, r"--rollout\.max-turns 0 and .* must be at least 1"),
 ])
 def test_flags_that_cannot_work_are_refused(flags, message, tokenizer, world):

@@ -77,6 +77,11 @@ def test_no_text_ends_the_run(tokenizer, name):
     check()
 
 
+def test_a_parser_that_only_reads_streams_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"cohere_command4 cannot be used .*not been implemented"):
+        make_parser("cohere_command4", tokenizer)
+
+
 def test_a_model_family_has_its_parser(tokenizer):
     assert make_parser("qwen2", tokenizer)(WRITTEN["hermes"][0])[0]["name"] == "add"
     assert make_parser("llama", tokenizer)(WRITTEN["llama3_json"][0])[0]["name"] == "add"

@@ -1,13 +1,18 @@
 """Tools that misbehave, for test_tools.py, and an episode that calls what the model calls."""
 
+import asyncio
+import contextlib
 import ctypes
 import itertools
+import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Awaitable
 
 
-def work(kind: str) -> str:
+def work(kind: str) -> str | Awaitable:
     """Misbehave.
 
     Args:
@@ -28,6 +33,12 @@ def work(kind: str) -> str:
         raise KeyError("no such thing")
     if kind == "exit":
         sys.exit(1)
+    if kind == "wait":
+        return asyncio.sleep(60)
+    if kind == "hang in a thread":
+        return asyncio.to_thread(time.sleep, 20)
+    if kind == "half a pair":
+        return "a \ud83d b"
     return "y" * 2**24 if kind == "much" else "fine"
 
 
@@ -48,3 +59,61 @@ async def per_token(chat, row):
     text = await chat.reply()
     numbers = [ord(character) / 7 for character in text] * row["times"] + row["more"]
     return {"score": 1.0, "per_token": numbers, "note": [text]}
+
+
+async def rude(chat, row):
+    """What the row says, with the connection to the trainer and with what the trainer never sees."""
+    kind = row["kind"]
+    if kind == "unread":  # the reply is there, and this process hangs
+        task = asyncio.create_task(chat.reply())
+        await asyncio.sleep(0)
+        time.sleep(60)
+        await task
+    if kind == "asks for ever":
+        while True:
+            await chat.reply({"role": "user", "content": "Go on."})
+    if kind == "asks twice":
+        await asyncio.gather(chat.reply(), chat.reply())
+    if kind == "asks for half a token":
+        await chat.reply(max_tokens=1.5)
+    await chat.reply()
+    if kind == "orphan" and os.fork():  # the child holds the connection open
+        os._exit(3)
+    if kind == "orphan":
+        time.sleep(60)
+    if "bytes" in row:
+        sockets = [fd for fd in range(3, 20) if "socket" in os.path.realpath(f"/proc/self/fd/{fd}")]
+        for fd in sockets:
+            os.set_blocking(fd, False)
+            os.write(fd, row["bytes"])
+        time.sleep(60)
+    if kind == "a task that does not end":
+        chat.task = asyncio.create_task(endless())
+        await asyncio.sleep(0)
+    if kind == "much":
+        chat.tools = [work]
+        results = [await chat.tool_call({"name": "work", "arguments": '{"kind": "much"}'}) for _ in range(34)]
+        return {"score": 1.0, "lengths": [float(len(result["content"])) for result in results],
+                "last": results[-1]["content"]}
+    return 1.0
+
+
+async def endless() -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1)
+
+
+async def leave_processes(chat, row):
+    """Start processes that leave the episode's group, one of them without its environment, and one by two forks."""
+    await chat.reply()
+    known = [subprocess.Popen(["sleep", "300"], start_new_session=True, env=env).pid for env in (None, {})]
+    read, write = os.pipe()
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            os.write(write, str(os.getpid()).encode())
+            os.closerange(0, 64)
+            time.sleep(300)
+        os._exit(0)
+    return {"score": 1.0, "pids": json.dumps([*known, int(os.read(read, 100))])}

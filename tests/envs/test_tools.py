@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import struct
 
 import psutil
 import pytest
@@ -22,6 +23,8 @@ def test_faults_of_tools(capfd):
     told = {
         "fine": "fine", "hang": "Error: TimeoutError: it took longer than 1 s",
         "raise": "Error: KeyError: 'no such thing'", "much": "y" * 100_000, "print": "fine",
+        "wait": "Error: TimeoutError: it took longer than 1 s", "half a pair": "a ? b",
+        "hang in a thread": "Error: TimeoutError: it took longer than 1 s",
     }
     kinds = [*told, "hang in C", "die", "segfault", "exit"]
     with Player(FILE, timeout_s=1.0) as player:
@@ -30,12 +33,63 @@ def test_faults_of_tools(capfd):
         message, said = found[kind]
         assert said == [text], kind
         assert message["score"] == 1.0 and message["extra"] == {"turns": 2.0} and message["num_tool_calls"] == 1
-        assert message["num_tool_errors"] == (kind in ("hang", "raise"))
+        assert message["num_tool_errors"] == text.startswith("Error")
     failures = {kind: found[kind][0]["failure"] for kind in kinds if kind not in told}
     assert failures == {"hang in C": "timeout", "die": "crash", "segfault": "crash", "exit": "exception"}
     assert "bad_tools.py" in found["hang in C"][0]["text"] and found["exit"][0]["kind"] == "SystemExit"
     printed = capfd.readouterr().err
     assert "[an episode printed more than 10000 characters]" in printed and printed.count("x" * 100) == 100
+
+
+def framed(text: bytes) -> bytes:
+    return struct.pack("!i", len(text)) + text
+
+
+def test_an_episode_ends_and_the_trainer_goes_on(capfd):
+    """Whatever it does with its connection, and whatever it leaves behind."""
+    written = {"no JSON": framed(b"hello"), "a number": framed(b"5"), "deep": framed(b"[" * 10**5),
+               "half a message": struct.pack("!i", 1000) + b"{"}
+    expected = {
+        "unread": "timeout", "orphan": "timeout", **dict.fromkeys(written, "crash"),
+        "asks for ever": "returned None 100 times", "asks twice": "while the model writes another reply",
+        "asks for half a token": "cannot be interpreted as an integer", "a task that does not end": "",
+    }
+    rows = [{"kind": kind} | ({"bytes": written[kind]} if kind in written else {}) for kind in expected]
+    with Player(FILE + ":rude", timeout_s=1.0) as player:
+        found = player.play_all([(row, ["Yes."]) for row in rows])
+    for (kind, rule), (message, _) in zip(expected.items(), found, strict=True):
+        assert rule in f"{message.get('failure')}: {message.get('text')}" and ("score" in message) == (not rule), kind
+
+
+def test_what_calls_after_one_reply_may_return():
+    """At most 32 calls run, and their results have some 400,000 characters in all."""
+    with Player(FILE + ":rude") as player:
+        message, _ = player.play({"kind": "much"}, ["Yes."])
+    assert message["extra"]["lengths"] == [1e5] * 4 + [1e3] * 28 + [len(message["extra"]["last"])] * 2
+    assert message["extra"]["last"] == "Error: ValueError: this is more than 32 calls after one reply"
+    assert (message["num_tool_calls"], message["num_tool_errors"]) == (34, 2)
+
+
+def test_processes_that_left_their_episode_end_with_the_rollout():
+    with Player(FILE + ":leave_processes") as player:
+        message, _ = player.play({}, ["Yes."])
+        pids = json.loads(message["extra"]["pids"])
+        assert len(pids) == 3 and all(psutil.pid_exists(pid) for pid in pids)
+        player.processes.end_all()
+        assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_a_process_that_hangs_before_it_reads_its_row():
+    """The row may be longer than the connection holds. What the file started for all episodes lives on."""
+    with Player("tests/envs/bad_forks.py", timeout_s=0.5) as player:
+        (service,) = player.processes.loaded
+        found = player.play_all([({"text": "x" * size}, []) for size in (1, 2**20)])
+        player.processes.end_all()
+        assert service.is_running()
+        player.processes.server.kill()
+        with pytest.raises(RuntimeError, match="the process that starts episodes has died"):
+            player.processes.start(2, {})
+    assert [message["failure"] for message, _ in found] == ["timeout", "timeout"]
 
 
 def test_what_cannot_be_called():
