@@ -1,10 +1,12 @@
 """Messages and weights between the ranks that train and the ranks that sample (async_grpo.py). Messages go through the
 job's store. Trainers ask for one thing at a time and samplers do it, so no number depends on which side is faster."""
 
+import contextlib
 import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +20,7 @@ from common.engine.sync import Checksum
 from common.parallel.ranks import World, all_gather_objects, all_names, collective_timeout, on_main
 
 PART = 1 << 22  # bytes in one entry of the store, which takes 8 MiB
+LEAVE_S = 10  # a stop signal leaves 30 s to the whole run
 
 
 class Bridge:
@@ -52,6 +55,17 @@ class Bridge:
             time.sleep(0.005)
         parts = iter(lambda: self.store.queue_pop(self.inbox), b"")
         return on_main(self.world, lambda: pickle.loads(b"".join(parts)))
+
+    def end(self) -> None:
+        """The trainers end the samplers, which answer with `ended`. Without torchrun the first trainer has the store:
+        it leaves after the samplers, unless a scorer or an engine keeps them for longer than LEAVE_S."""
+        self.send(("end",))
+        if self.world.rank == 0:
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait(["ended"], timedelta(seconds=LEAVE_S))
+
+    def ended(self) -> None:
+        self.store.set("ended", "")
 
 
 class RemoteEngine(Engine):

@@ -64,6 +64,10 @@ def act(action: str) -> None:
         raise ArithmeticError("asked to fail")
     elif action == "hang":
         time.sleep(600)
+    elif action == "freeze":                            # the other ranks, until this one has ended, or for 3 s
+        others = " ".join(str(p.pid) for p in psutil.Process(os.getppid()).children() if p.pid != os.getpid())
+        until = f"for i in $(seq 30); do kill -0 {os.getpid()} || break; sleep 0.1; done"
+        subprocess.Popen(["sh", "-c", f"kill -STOP {others}; {until}; kill -CONT {others}"])
     else:
         raise ValueError(action)
 
