@@ -49,9 +49,11 @@ class Bridge:
         return self.store.queue_len(self.inbox) > 0
 
     def receive(self, on_wait: Callable[[], Any] = lambda: None) -> Any:
-        """Wait for a message. Meanwhile all ranks call `on_wait`, again and again."""
+        """Wait for a message. Meanwhile all ranks call `on_wait`, again and again. If it returns True, on all of them,
+        they wait no longer, and None is returned."""
         while not on_main(self.world, self.has_message):
-            on_wait()
+            if on_wait():
+                return None
             time.sleep(0.005)
         parts = iter(lambda: self.store.queue_pop(self.inbox), b"")
         return on_main(self.world, lambda: pickle.loads(b"".join(parts)))

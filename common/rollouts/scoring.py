@@ -16,7 +16,7 @@ from common.engine.base import Engine, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import World, all_gather_objects, all_names, all_sum, seed_of
+from common.parallel.ranks import World, all_gather_objects, all_max, all_names, all_sum, seed_of
 from common.rollout import Response, Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes, measure_episodes
 from common.segments import group_mean, group_std
@@ -55,11 +55,13 @@ def start_rollout(engine: Engine, scoring: Scoring, data: PromptSet, rows: Seque
 
     Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
     `seed`, its prompt's place in `rows` and its number in the group. When `stop()` turns true, sampling ends early;
-    then the result must not be collected. `with_greedy`: one more response, greedy, numbered after all the others.
+    then the result must not be collected. `with_greedy`: one more response, greedy, numbered after all the others; from
+    samplers on other ranks, such responses are waited for here.
     """
     if isinstance(engine, RemoteEngine):
         engine.bridge.send(("rollout", rows, num_samples, sampling, seed, with_greedy))
-        return RemoteRollout(engine.bridge, data)
+        made = engine.bridge.receive(lambda: all_max([stop()]).item()) if with_greedy else None
+        return RemoteRollout(engine.bridge, data, made and made[0])
     prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
     samples, seeds = [], []
     for group, prompt in prompts.items():
@@ -152,8 +154,6 @@ class RemoteRollout:
         self.made = made
 
     def collect(self, meter: Meter) -> Rollout:
-        if self.made is None:
-            self.made, _ = self.bridge.receive()
         for name, value in self.made["metrics"].items():
             meter.mean(name, torch.tensor([value], dtype=torch.float64))
         return responses_from_state(self.made["samples"], self.data, self.bridge.world)

@@ -122,6 +122,16 @@ def test_a_signal_to_either_side_stops_both_and_the_run_continues_exactly(fault,
     assert_same_run(tmp_path, in_one_go, TOTAL)
 
 
+def test_a_signal_ends_a_validation(flags, tmp_path):
+    """The samplers leave it unfinished, which would take another 30 tokens of a second each."""
+    start = server()
+    faults = "rollout:25:1:slow:1,validation:1:0:usr1:0.5"              # the first 24 tokens are the probe's
+    start(tmp_path / "log", faults, "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2)
+    said = (tmp_path / "log").read_text()
+    assert start.codes == [138, 0] and "there is nothing to save yet" in said, said[-3000:]
+    assert 0 < said.count("slow rollout") < 12
+
+
 def test_a_scorer_that_hangs_ends_both_sides(flags, tmp_path):
     start = server()
     code = start(tmp_path / "log", "reward:5:1:hang", "async_grpo.py", *flags, "--run-dir", tmp_path,
