@@ -164,6 +164,12 @@ class Checkpoints:
             f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
             f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
         )
+        made_by = manifest["flags"]["script"]
+        held = {name: value for name, value in self.state.get("script", {}).items() if value}
+        if held and made_by != self.flags["script"]:
+            counts = [f"{len(value)} {name}" if isinstance(value, list) else name for name, value in held.items()]
+            print_on_main(self.world, f"dropped what only {made_by} can use of the checkpoint: {', '.join(counts)}")
+            self.state["script"] = {}                           # it would be used, long after, when that script resumes
         self.starts_from_own = folder.parent == self.root
         self._resume_best(self.state.pop("best", {}))
         return json.loads(json.dumps(self.state))
