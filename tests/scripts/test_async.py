@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 
 import pyarrow.parquet as pq
@@ -87,9 +88,13 @@ def test_tokens_are_of_the_weights_of_their_version(flags, in_one_go, tiny_llama
 
 
 def test_two_ranks_on_each_side_give_the_same_numbers(flags, in_one_go, tmp_path):
+    """They continue a run of one rank on each side, with the rollout that was made ahead."""
+    shutil.copytree(in_one_go / "checkpoints/step_000001", tmp_path / "checkpoints/step_000001")
+    shutil.copy(in_one_go / "metrics.jsonl", tmp_path)
     layout = ["--samplers", "2", "--total-steps", "3", "--run-dir", tmp_path]
-    launch("async_grpo.py", *flags, *layout, ranks=4, warm=True)
-    for ours, theirs in zip(metrics(tmp_path)[1:], metrics(in_one_go)[1:4], strict=True):
+    done = launch("async_grpo.py", *flags, *layout, ranks=4, warm=True)
+    assert "--samplers was 1, is 2" in done.stdout and "resumed after step 1" in done.stdout
+    for ours, theirs in zip(metrics(tmp_path)[2:], metrics(in_one_go)[2:4], strict=True):
         for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss",
                      "rollout_corr/kl", "rollout/staleness"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
