@@ -118,7 +118,7 @@ def sample(run: Run, bridge: Bridge) -> None:
         kind, *asked = bridge.receive(lambda: run.watchdog.phase("waiting for the trainers"))
         run.watchdog.phase(f"{kind}, for the trainers")
         if kind == "end":
-            return
+            return bridge.ended()
         if kind == "weights":
             bridge.send(receive_weights(engine, bridge))
             continue
@@ -158,7 +158,7 @@ def main(args: Args) -> None:
         bridge = Bridge(run.world)
         if not run.world.trains:
             return sample(run, bridge)
-        run.closing.callback(bridge.send, ("end",))
+        run.closing.callback(bridge.end)
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
         engine.bridge = bridge
         policy, optimizer = run.load_trained(args.model, args.optim)

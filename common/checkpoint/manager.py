@@ -37,7 +37,7 @@ NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path",
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
 MAY_CHANGE = re.compile(
     "--(save|log|offload|policy.(gradient|share|replicas|sequence)|run-dir|model |"
-    "reward.(num-workers|concurrency|timeout)|data|train-data|val-data|eval|total-|max-tokens-per-gpu|"
+    "reward.(num-workers|concurrency|timeout)|data|train-data|val-data|eval|total-|max-tokens-per-gpu|samplers|"
     "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
@@ -156,6 +156,12 @@ class Checkpoints:
             f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
             f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
         )
+        made_by = manifest["flags"]["script"]
+        held = {name: value for name, value in self.state.get("script", {}).items() if value}
+        if held and made_by != self.flags["script"]:
+            counts = [f"{len(value)} {name}" if isinstance(value, list) else name for name, value in held.items()]
+            print_on_main(self.world, f"dropped what only {made_by} can use of the checkpoint: {', '.join(counts)}")
+            self.state["script"] = {}                           # it would be used, long after, when that script resumes
         self.starts_from_own = folder.parent == self.root
         self._resume_best(self.state.pop("best", {}))
         return json.loads(json.dumps(self.state))

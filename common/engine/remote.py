@@ -1,10 +1,12 @@
 """Messages and weights between the ranks that train and the ranks that sample (async_grpo.py). Messages go through the
 job's store. Trainers ask for one thing at a time and samplers do it, so no number depends on which side is faster."""
 
+import contextlib
 import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +20,7 @@ from common.engine.sync import Checksum
 from common.parallel.ranks import World, all_gather_objects, all_names, collective_timeout, on_main
 
 PART = 1 << 22  # bytes in one entry of the store, which takes 8 MiB
+LEAVE_S = 10  # a stop signal leaves 30 s to the whole run
 
 
 class Bridge:
@@ -46,12 +49,25 @@ class Bridge:
         return self.store.queue_len(self.inbox) > 0
 
     def receive(self, on_wait: Callable[[], Any] = lambda: None) -> Any:
-        """Wait for a message. Meanwhile all ranks call `on_wait`, again and again."""
+        """Wait for a message. Meanwhile all ranks call `on_wait`, again and again. If it returns True, on all of them,
+        they wait no longer, and None is returned."""
         while not on_main(self.world, self.has_message):
-            on_wait()
+            if on_wait():
+                return None
             time.sleep(0.005)
         parts = iter(lambda: self.store.queue_pop(self.inbox), b"")
         return on_main(self.world, lambda: pickle.loads(b"".join(parts)))
+
+    def end(self) -> None:
+        """The trainers end the samplers, which answer with `ended`. Without torchrun the first trainer has the store:
+        it leaves after the samplers, unless a scorer or an engine keeps them for longer than LEAVE_S."""
+        self.send(("end",))
+        if self.world.rank == 0:
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait(["ended"], timedelta(seconds=LEAVE_S))
+
+    def ended(self) -> None:
+        self.store.set("ended", "")
 
 
 class RemoteEngine(Engine):

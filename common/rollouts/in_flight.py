@@ -5,13 +5,13 @@ log-probs of the other groups are kept. In the next step, after the weight sync,
 the new weights compute the keys and values again and sample the rest, with another random seed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
 import torch
 
-from common.engine.base import Request
+from common.engine.base import Request, SamplingConfig
 from common.layout.response import Response
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, seed_of
@@ -30,6 +30,7 @@ class Group:
     seeds: list[int]
     responses: list[Response]
     outcomes: list[dict[str, Any] | None]  # of episodes that have ended, what they sent last
+    flags: str  # with which it is sampled
 
 
 def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict[str, Any], sampler: PromptSampler,
@@ -37,15 +38,17 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     """Like `start_rollout`, but the groups returned may come from earlier steps; extra prompts are drawn from
     `sampler`. A group is scored when it is complete. `state` holds the groups in flight between two rollouts, the
     oldest first, as plain JSON for checkpoints. They are distributed anew over the engines, whose number may change on
-    resume. If --rollout.in-flight is lower after a resume, groups without room are dropped. All ranks call this
-    together."""
+    resume. If --rollout.in-flight is lower after a resume, groups without room are dropped, and groups that were
+    sampled with other flags. All ranks call this together."""
     engine, scoring, data = source.engine, source.scoring, source.data
     rows, num_samples, sampling, seed = request.rows, request.num_samples, request.sampling, request.seed
     step = int(seed[1])
     num_wanted = len(engine.local_prompts(len(rows)))
     carried = state.get("in_flight", [])
     room = round(sampling.in_flight * len(rows)) - len(rows)
-    saved = [old for old in carried if old["step"] + sampling.max_staleness >= step]  # --rollout.max-staleness 0: none
+    flags = repr([num_samples, sampling.episode, *(getattr(sampling, field.name) for field in fields(SamplingConfig))])
+    alike = [old for old in carried if old["flags"] == flags]
+    saved = [old for old in alike if old["step"] + sampling.max_staleness >= step]  # --rollout.max-staleness 0: none
     saved = saved[:room]
     new = [*enumerate([*rows, *sampler.take(room - len(saved))])]
     share = slice(engine.engine_rank, None, engine.num_engines)
@@ -53,7 +56,7 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]}) for old in saved[share]]
     for number, row in new[share]:
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-        groups.append(Group(row, step, seeds, [Response() for _ in seeds], [None] * num_samples))
+        groups.append(Group(row, step, seeds, [Response() for _ in seeds], [None] * num_samples, flags))
     # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step > group.step}
     samples = [Sample(k, 0, group.row, data[group.row]) for group in groups for k in range(num_samples)]

@@ -16,7 +16,7 @@ from common.engine.remote import Bridge, RemoteEngine
 from common.layout.response import Response
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import World, all_gather_objects, all_names, all_sum, seed_of
+from common.parallel.ranks import World, all_gather_objects, all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import EpisodeRequest, Episodes, measure_episodes
 from rewards import lookup
@@ -73,12 +73,14 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
     """Sample responses to each prompt `data[row]`; scoring of a response starts when it ends.
 
     Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
-    `request.seed`, its prompt's place in the rows and its number in the group."""
+    `request.seed`, its prompt's place in the rows and its number in the group. Responses `with_greedy` from samplers on
+    other ranks are waited for here."""
     engine, scoring, data = source.engine, source.scoring, source.data
     rows, num_samples, sampling = request.rows, request.num_samples, request.sampling
     if isinstance(engine, RemoteEngine):
         engine.bridge.send(("rollout", request))
-        return RemoteRollout(engine.bridge, data)
+        made = engine.bridge.receive(lambda: all_max([source.stop()]).item()) if request.with_greedy else None
+        return RemoteRollout(engine.bridge, data, made and made[0])
     prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
     samples, seeds = [], []
     for group, prompt in prompts.items():
@@ -172,8 +174,6 @@ class RemoteRollout:
         self.made = made
 
     def collect(self, meter: Meter) -> Rollout:
-        if self.made is None:
-            self.made, _ = self.bridge.receive()
         for name, value in self.made["metrics"].items():
             meter.mean(name, torch.tensor([value], dtype=torch.float64))
         return responses_from_state(self.made["samples"], self.data, self.bridge.world)

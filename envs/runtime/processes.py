@@ -17,14 +17,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-<<<<<<< HEAD
-from rewards.runtime.cleaner import own_folder, remove
-from rewards.runtime.process import ROOT, START_S
-=======
 import psutil
 
-from rewards.runtime.process import ROOT, START_S, find_processes
->>>>>>> episodes
+from rewards.runtime.cleaner import own_folder, remove
+from rewards.runtime.process import ROOT, START_S
 from rewards.runtime.worker import MAX_TEXT, unpacked
 
 GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later

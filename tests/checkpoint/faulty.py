@@ -1,6 +1,8 @@
 """Runs a script as `python SCRIPT FLAGS` does, with one fault at a chosen instant: `faulty.py FAULT SCRIPT FLAGS`.
 
 FAULT is POINT:COUNT:RANK:ACTION[:DELAY_S]; `write:3:0:kill`: as rank 0 writes its third tensor to disk, it is killed.
+Several are joined by commas, at most one a rank. `rollout:9:1:slow:2`: from the ninth on each call takes 2 s more, and
+prints that.
 """
 
 import atexit
@@ -25,9 +27,14 @@ import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+LIKE_TORCHRUN = {"TORCHELASTIC_RUN_ID": "warm"}  # with this in `env` of a warm start, its server stands for torchrun
 POINTS = {
     "rollout": "common.engine.hf HFEngine._sample",
+    "decode": "common.engine.vllm VLLMEngine.step",
     "episode": "envs.runtime.processes EpisodeProcesses.tell",
+    "validation": "common.run evaluate",
+    "send": "common.engine.remote Bridge.send",
+    "receive": "common.engine.remote Bridge.receive",
     "reward": "rewards.runtime.pool RewardPool.results",
     "forward": "common.model.policy Policy.forward",
     "optimizer": "torch.optim AdamW.step",
@@ -64,6 +71,10 @@ def act(action: str) -> None:
         raise ArithmeticError("asked to fail")
     elif action == "hang":
         time.sleep(600)
+    elif action == "freeze":                            # the other ranks, until this one has ended, or for 3 s
+        others = " ".join(str(p.pid) for p in psutil.Process(os.getppid()).children() if p.pid != os.getpid())
+        until = f"for i in $(seq 30); do kill -0 {os.getpid()} || break; sleep 0.1; done"
+        subprocess.Popen(["sh", "-c", f"kill -STOP {others}; {until}; kill -CONT {others}"])
     else:
         raise ValueError(action)
 
@@ -85,7 +96,10 @@ def set_fault(point: str, count: int, rank: int, action: str, delay_s: float) ->
         calls += 1
         mine = calls
         result = original(*args, **kwargs) if point.endswith(" after") else None
-        if mine == count:
+        if action == "slow" and mine >= count:
+            print(f"slow {point}", flush=True)
+            time.sleep(delay_s)
+        elif mine == count:
             if delay_s:
                 threading.Timer(delay_s, act, [action]).start()
             else:
@@ -126,8 +140,8 @@ def run(fault: str, script: str, *flags: str) -> None:
         record_draws(os.environ["DRAWS"])
     if "PHASES" in os.environ:
         record_phases(os.environ["PHASES"])
-    if fault != "none":
-        point, count, rank, action, delay_s = [*fault.split(":"), "0"][:5]
+    for one in fault.split(",") if fault != "none" else []:
+        point, count, rank, action, delay_s = [*one.split(":"), "0"][:5]
         set_fault(point, int(count), int(rank), action, float(delay_s))
     sys.argv[:] = [script, *flags]
     runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -144,7 +158,35 @@ def serve(*more: str) -> None:
         command = json.loads(line)
         open(command["log"], "w").close()
         children = [fork(command, env) for env in command["environments"]]
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
+        codes = codes_of(children, LIKE_TORCHRUN.items() <= command["environments"][0].items())
+        print(json.dumps([codes[pid] for pid in children]), flush=True)
+
+
+def codes_of(children: list[int], like_torchrun: bool) -> dict[int, int]:
+    """The exit codes of all children. Like torchrun, if asked: after the first failure, and at a signal to this
+    process, those that are left get a signal, and 30 s later SIGKILL."""
+    codes: dict[int, int] = {}
+
+    def send(number: int) -> None:
+        for pid in set(children) - codes.keys():
+            os.kill(pid, number)
+
+    def end(number: int) -> None:
+        send(number)
+        signal.alarm(signal.alarm(30) or 30)
+
+    handlers = {signal.SIGTERM: lambda number, _: end(number), signal.SIGINT: lambda number, _: end(number),
+                signal.SIGALRM: lambda *_: send(signal.SIGKILL)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if like_torchrun}
+    while len(codes) < len(children):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if like_torchrun and codes[pid]:
+            end(signal.SIGTERM)
+    signal.alarm(0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return codes
 
 
 def freeze() -> None:

@@ -194,6 +194,22 @@ def test_other_flags_when_they_are_meant(save, model, world, watch, tmp_path):
     assert resumed == 2 and "other flags: --lr was 0.5, is 0.01" in text
 
 
+def test_what_another_script_keeps_in_a_checkpoint_is_dropped_and_said(save, model, world, watch, tmp_path):
+    """Else it would be in all later checkpoints: the first script would train on old rollouts when it comes back."""
+    save(2)
+    folder = tmp_path / "checkpoints/step_000002"
+    state = files.read_manifest(folder)["state"] | {"script": {"ahead": [{}, {}], "surplus": [], "kl_coef": 0.1}}
+    set_manifest(folder, state=state)
+    run = checkpoints_of(tmp_path, world, *start(model, world), watch)
+    assert run.resume()["script"] == state["script"]
+    set_flags(folder, script="async_grpo.py")
+    run = checkpoints_of(tmp_path, world, *start(model, world), watch, allow_changes=True)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert run.resume()["script"] == {}
+    assert "dropped what only async_grpo.py can use of the checkpoint: 2 ahead, kl_coef\n" in out.getvalue()
+
+
 @contextlib.contextmanager
 def small_disk(mb: int):
     """A file system of its own; needs root."""

@@ -154,6 +154,21 @@ def test_a_lower_in_flight_drops_the_youngest_groups_and_counts_them(awake):
     assert steps.state["in_flight"] == [] and steps.metrics["rollout/staleness/max"] == 0
 
 
+@pytest.mark.parametrize("flags", [{"num_samples": 3}, {"max_response_length": 4}, {"temperature": 0.5}], ids=str)
+def test_groups_that_were_sampled_with_other_flags_are_dropped_and_counted(flags, awake):
+    """After a resume with --save.allow-changes. Here they would have too few responses, or be longer than allowed."""
+    before, after = Steps(awake, in_flight=2.0), Steps(awake, in_flight=2.0, **flags)
+    before(awake, 0)
+    left, after.state, after.sampler = before.state["in_flight"], before.state, before.sampler
+    num_tokens = sum(len(response["tokens"]) for group in left for response in group["responses"])
+    rows = copy.deepcopy(after.sampler).take(8)
+    rollout = after(awake, 1)
+    assert after.metrics["rollout/dropped_tokens"] == num_tokens > 4 * len(left)
+    seen = [sample.row for sample in rollout.samples[:: after.num_samples]]
+    assert sorted(seen + [group["row"] for group in after.state["in_flight"]]) == sorted(rows)
+    assert after.metrics["rollout/staleness/max"] == 0
+
+
 def test_a_rollout_in_the_same_step_continues_what_the_one_before_left(awake):
     """dapo.py's dynamic sampling: several rollouts by one version of the policy."""
     steps = Steps(awake, in_flight=2.0)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 
 import pyarrow.parquet as pq
@@ -87,9 +88,13 @@ def test_tokens_are_of_the_weights_of_their_version(flags, in_one_go, tiny_llama
 
 
 def test_two_ranks_on_each_side_give_the_same_numbers(flags, in_one_go, tmp_path):
+    """They continue a run of one rank on each side, with the rollout that was made ahead."""
+    shutil.copytree(in_one_go / "checkpoints/step_000001", tmp_path / "checkpoints/step_000001")
+    shutil.copy(in_one_go / "metrics.jsonl", tmp_path)
     layout = ["--samplers", "2", "--total-steps", "3", "--run-dir", tmp_path]
-    launch("async_grpo.py", *flags, *layout, ranks=4, warm=True)
-    for ours, theirs in zip(metrics(tmp_path)[1:], metrics(in_one_go)[1:4], strict=True):
+    done = launch("async_grpo.py", *flags, *layout, ranks=4, warm=True)
+    assert "--samplers was 1, is 2" in done.stdout and "resumed after step 1" in done.stdout
+    for ours, theirs in zip(metrics(tmp_path)[2:], metrics(in_one_go)[2:4], strict=True):
         for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss",
                      "rollout_corr/kl", "rollout/staleness"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
@@ -109,15 +114,27 @@ def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_o
 
 @pytest.mark.parametrize("fault", ["rollout:100:1:usr1", "forward:16:0:usr1"])
 def test_a_signal_to_either_side_stops_both_and_the_run_continues_exactly(fault, flags, in_one_go, tmp_path):
-    """While a sampler samples: the step is finished. Before the first optimizer step of a step: that is given up."""
+    """While a sampler samples: the step is finished. Before the first optimizer step of a step: that is given up. At
+    the end of the second start the trainer, which has the store of the job, does not leave before the sampler."""
     start = server()
     flags = [*flags, "--run-dir", tmp_path, "--save.every", "0"]
     assert start(tmp_path / "log", fault, "async_grpo.py", *flags, ranks=2) == 128 + signal.SIGUSR1
     assert start.codes == [138, 0]
     assert re.search(r"stopped by SIGUSR1 after step \d, which is saved", (tmp_path / "log").read_text())
     assert len(steps_on_disk(tmp_path)) == 1
-    assert start(tmp_path / "log", "none", "async_grpo.py", *flags, ranks=2) == 0
+    assert start(tmp_path / "log", "export:1:0:freeze", "async_grpo.py", *flags, ranks=2) == 0
+    assert start.codes == [0, 0], (tmp_path / "log").read_text()[-6000:]
     assert_same_run(tmp_path, in_one_go, TOTAL)
+
+
+def test_a_signal_ends_a_validation(flags, tmp_path):
+    """The samplers leave it unfinished, which would take another 30 tokens of a second each."""
+    start = server()
+    faults = "rollout:25:1:slow:1,validation:1:0:usr1:0.5"              # the first 24 tokens are the probe's
+    start(tmp_path / "log", faults, "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2)
+    said = (tmp_path / "log").read_text()
+    assert start.codes == [138, 0] and "there is nothing to save yet" in said, said[-3000:]
+    assert 0 < said.count("slow rollout") < 12
 
 
 def test_a_scorer_that_hangs_ends_both_sides(flags, tmp_path):
