@@ -60,6 +60,8 @@ def check_rollout(
             f"{'--samplers' if world.num_samplers else 'world size'} {num_ranks} and the model's {heads} attention "
             f"heads must be multiples of --rollout.tp {config.tp}"
         )
+    if config.max_response_length < 1:
+        raise ValueError(f"--rollout.max-response-length {config.max_response_length} must be at least 1")
     max_sequence_length = max_prompt_length + config.max_response_length
     if max_sequence_length > hf_config.max_position_embeddings:
         raise ValueError(

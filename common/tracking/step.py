@@ -77,7 +77,7 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
         "rollout/truncated_frac": float(sampled.truncated.double().mean()),
         "reward/constant_group_frac": len(sampled.group[constant].unique()) / len(sampled.group.unique()),
         "rollout/tokens_per_s": num_sampled_tokens / gen_s,
-        "timing_per_token_ms/gen": 1000 * gen_s / num_sampled_tokens,
+        "timing_per_token_ms/gen": 1000 * gen_s / max(num_sampled_tokens, 1),   # 0: all episodes failed at once
     }
     for name, values, limit in (
         ("prompt_length", sampled.prompt_lengths, max_prompt_length),
