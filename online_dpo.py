@@ -25,9 +25,8 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.make import check_sizes
 from common.metrics import preference_metrics, spread
 from common.rollout import scatter_fields, sum_per_response
-from common.rollouts.answers import add_answers
+from common.rollouts.answers import add_answers, group_log_mean_exp
 from common.run import Run, RunArgs
-from common.segments import group_mean
 from common.tracking.console import run_script
 
 
@@ -111,7 +110,7 @@ def ipo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> 
 
 def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
     """log p / p_ref, rewards and groups of responses [S] -> the loss of each [S]."""
-    return (log_ratio - (rewards - group_mean(rewards.exp(), group).log()) / beta).square()
+    return (log_ratio - (rewards - group_log_mean_exp(rewards, group)) / beta).square()
 
 
 LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss, "sppo": sppo_loss}

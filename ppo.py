@@ -252,7 +252,8 @@ def main(args: Args) -> None:
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= {"critic/vf_explained_var": explained, "actor/kl_coef": kl_coef}
             if args.kl_controller == "adaptive" and args.kl_reward_coef:
-                kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, P * G)
+                num_scored = int(rollout.has_score.sum())
+                kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, num_scored)
             run.script_state["kl_coef"] = kl_coef
             run.finish(step, rollout, minibatches, rewards, metrics)
 

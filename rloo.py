@@ -115,8 +115,9 @@ def greedy_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Ten
 
 def length_weighted_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
     """OPO (Hao et al. 2025, arXiv 2505.23585): R_i minus the group's mean weighted by response length."""
+    centred = rewards - group_mean(rewards, group)                                              # [S]
     weights = lengths * rewards.isfinite()                                                      # [S]
-    return rewards - group_sum(rewards * weights, group) / group_sum(weights, group).clamp(min=1)
+    return centred - group_sum(centred * weights, group) / group_sum(weights, group).clamp(min=1)
 
 
 def scaled_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:

@@ -55,8 +55,10 @@ def group_count(x: Tensor, group: Tensor) -> Tensor:
 
 
 def group_mean(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: for each response the mean over its group; ignores NaN, and is NaN for a group without values."""
-    return group_sum(x, group) / group_count(x, group)      # 0 / 0 is the NaN of a group without values
+    """[S] -> [S]: for each response the mean over its group; ignores NaN, and is NaN for a group without values. Of
+    equal values it is that value: the sum of three 0.1 is not 0.3, and what is left of it is added again."""
+    mean = group_sum(x, group) / group_count(x, group)      # 0 / 0 is the NaN of a group without values
+    return mean + group_sum(x - mean, group) / group_count(x, group)
 
 
 def group_std(x: Tensor, group: Tensor) -> Tensor:
@@ -78,9 +80,7 @@ def group_lead(x: Tensor, group: Tensor) -> Tensor:
 
 def is_constant(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S] bool: True if all values of the response's group are equal. Ignores NaN."""
-    low = x.new_full((_num_groups(group),), torch.inf).scatter_reduce(0, group, x.nan_to_num(nan=torch.inf), "amin")
-    high = x.new_full((_num_groups(group),), -torch.inf).scatter_reduce(0, group, x.nan_to_num(nan=-torch.inf), "amax")
-    return (high <= low)[group]
+    return group_sum((x - group_mean(x, group)).abs(), group) == 0
 
 
 def _num_groups(group: Tensor) -> int:

@@ -80,10 +80,27 @@ def is_scored(hf_config: PretrainedConfig) -> bool:
     return any(name.endswith(SCORED) for name in hf_config.architectures or ())
 
 
+def check_vocabulary(hf_config: PretrainedConfig, ours: PretrainedConfig, flag: str) -> None:
+    """Raise ValueError if a policy with the config `ours` can sample tokens that the model of `flag` does not have.
+    Vocabularies are padded beyond the tokenizer, to different sizes, and all of it can be sampled."""
+    size, least = (config.get_text_config().vocab_size for config in (hf_config, ours))
+    if size < least:
+        raise ValueError(f"{flag} has a vocabulary of {size} tokens, must have at least the {least} of --model, "
+                         f"padding included: choose another one, or pad its embedding")
+
+
+def read_critic(path: str, config: ModelConfig, ours: PretrainedConfig) -> PretrainedConfig:
+    """The config of --critic-model, for a policy with the config `ours`."""
+    hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
+    check_vocabulary(hf_config, ours, f"--critic-model {path}")
+    return hf_config
+
+
 def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig:
     """The config of --teacher. Raises ValueError if its tokens are not those of `model`."""
-    hf_config = read_config(path, config, "--teacher")
-    if auto_class(hf_config) is not auto_class(read_config(model, config)):
+    hf_config, ours_config = read_config(path, config, "--teacher"), read_config(model, config)
+    check_vocabulary(hf_config, ours_config, f"--teacher {path}")
+    if auto_class(hf_config) is not auto_class(ours_config):
         raise ValueError(f"--teacher {path} must read images if --model does, and else not")
     theirs, ours = (
         AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_vocab().items()

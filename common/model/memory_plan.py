@@ -13,7 +13,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from common.kernels import tile_shape
 from common.model.flops import head_dim, mlp_widths
-from common.model.loading import CAUSAL_LM, GIB, NO_ADAPTERS, SCORED, read_config, read_teacher, uses_liger
+from common.model.loading import GIB, NO_ADAPTERS, read_critic, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
 from common.model.optimizers import WEIGHTS, block_size
@@ -138,7 +138,7 @@ class MemoryPlan:
             routers_of(self.policy.largest)  # refuses what has none
         self.trained = [self.policy]
         if critic:
-            config = read_config(critic, policy, "--critic-model", CAUSAL_LM + SCORED)
+            config = read_critic(critic, policy, hf_config)
             self.trained.append(Model(config, policy, ranks, AutoModel, args.lora, args.critic_optim.kind))
         # with sequence parallel, the keys of all ranks, and of them what is seen
         self.keys = 2.0 * policy.sequence_parallel if policy.sequence_parallel > 1 else 0.0

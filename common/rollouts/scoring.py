@@ -21,7 +21,7 @@ from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import EpisodeRequest, Episodes, measure_episodes
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
-from rewards.runtime.worker import MAX_NAMES
+from rewards.runtime.worker import MAX_NAMES, MAX_SCORE
 
 
 class Scoring:
@@ -33,7 +33,7 @@ class Scoring:
         episodes (--rollout.episode) may return the scores."""
         if not config.function and not model_config.alone and not episode:
             lookup(set(data_sources), config.kwargs)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.config = tokenizer, config
         self.model: RewardModel | None = None
         self.episodes: Episodes | None = None
         self.advance: Callable[[], None] = lambda: None
@@ -136,9 +136,11 @@ class PendingRollout:
         scores = Scores([], [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
         if self.scoring.pool is not None:
             scores = self.scoring.pool.results()
-            num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
-            limit = self.scoring.pool.max_error_frac
-            check_error_frac(int(num_failed), int(num_scored), limit, scores.first_failure)
+        if self.scoring.model is not None:
+            self.judge(mine, scores, meter)
+        num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
+        limit = self.scoring.config.max_error_frac
+        check_error_frac(int(num_failed), int(num_scored), limit, scores.first_failure)
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
             sample.score, sample.extras, sample.step = score, extras, self.step
         is_timeout = [kind == "timeout" for kind in scores.failures]
@@ -149,20 +151,32 @@ class PendingRollout:
         for name in all_names(numbers)[:MAX_NAMES]:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
-        if self.scoring.model is not None:
-            judged = self.scoring.model.score([
-                sample.response.messages or [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
-                for sample in mine
-            ])
-            meter.mean("reward/model", torch.tensor(judged, dtype=torch.float64))
-            for sample, score in zip(mine, judged, strict=True):
-                sample.score += self.scoring.model.weight * score
         if self.scoring.episodes is not None:
             measure_episodes(meter, mine, self.sampling.drop)
             for sample in mine:
                 if sample.response.end_reason in self.sampling.drop:
                     sample.score = torch.nan
         return gather_rollout(mine)
+
+    def judge(self, mine: list[Sample], scores: Scores, meter: Meter) -> None:
+        """Add the reward model's scores to those of the reward functions. All ranks call this together. A sum that is
+        no number, or too large, is a failure, to which --reward.on-error applies."""
+        model, on_error = self.scoring.model, self.scoring.config.on_error
+        judged = model.score([
+            sample.response.messages or [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
+            for sample in mine
+        ])
+        meter.mean("reward/model", torch.tensor([x for x in judged if math.isfinite(x)], dtype=torch.float64))
+        for i, judgement in enumerate(judged):
+            scores.scores[i] += model.weight * judgement
+            if scores.failures[i] is None and not abs(scores.scores[i]) <= MAX_SCORE:
+                text = (f"the reward model gave {judgement}, times --reward-model.weight {model.weight:g}; the rule is "
+                        f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included")
+                if on_error == "stop":
+                    raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
+                scores.failures[i] = "invalid"
+                scores.first_failure = scores.first_failure or text
+                scores.scores[i] = 0.0 if on_error == "zero" else math.nan
 
 
 class RemoteRollout:

@@ -11,6 +11,7 @@ from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Rollout, Sample
 from envs.runtime.conversation import EpisodeConfig
+from rewards.runtime.worker import MAX_SCORE
 
 
 def check_turns(config: EpisodeConfig, per_turn: bool) -> None:
@@ -25,17 +26,20 @@ def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float
     where turns of the same number in one group of episodes form a group. All ranks call it.
 
     A turn's reward is its number in the episode's `turn_scores`, times `reward_coef`. A penalty on the episode's reward
-    [S] is subtracted from the reward of each turn; NaN there makes each turn's reward NaN. Raises ValueError, naming
-    the row, if an episode has not one number a turn."""
+    [S] is subtracted from the reward of each turn; NaN there makes each turn's reward NaN. Without any turn there is
+    one unit without a reward. Raises ValueError, naming the row, if an episode has not one number a turn, or one that
+    is too large for a reward."""
     if not per_turn:
         return batch, rewards, rollout.group
     rows = []
     first = (rollout.num_sequences.cumsum(0) - rollout.num_sequences).long().tolist()               # [S] sequences
     for index, row, turns, scores in sorted(chain(*all_gather_objects([*map(turns_of, rollout.samples)]))):
-        if not isinstance(scores, list) or len(scores) != len(turns):
+        if not isinstance(scores, list) or len(scores) != len(turns) or max(map(abs, scores), default=0) > MAX_SCORE:
             raise ValueError(f"row {row} of --train-data: turn_scores is {scores!r:.80}, with --advantage-per-step an "
-                             f"episode (--rollout.episode) must return a list of one number a turn, here {len(turns)}")
+                             f"episode (--rollout.episode) must return a list of one number a turn, of at most "
+                             f"{MAX_SCORE:g} in size, here {len(turns)}")
         rows += [(score, index, n, first[index] + part, at) for n, ((part, at), score) in enumerate(zip(turns, scores))]
+    rows = rows or [(math.nan, 0, 0, 0, 0)]
     scores, *numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 5).T                        # [U] each
     index, n, sequence, first_token = (values.long() for values in numbers)
     scores = reward_coef * scores + (rewards - reward_coef * rollout.scores)[index]

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import errno
 import json
+import math
 import os
 import sys
 import traceback
@@ -82,7 +83,9 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
         description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
     try:
         refuse_others_flags(flags, arguments, sys.argv[0])
-        main(tyro.cli(flags, description=description, args=arguments))
+        args = tyro.cli(flags, description=description, args=arguments)
+        refuse_nan(args)
+        main(args)
     except ValueError as error:
         exit_with_error(error)
     except OSError as error:
@@ -108,6 +111,18 @@ def refuse_others_flags(flags: type, arguments: list[str], script: str) -> None:
         if last:
             found = f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
             raise ValueError(f"{Path(script).name} has no flag {flag}; {found}")
+
+
+def refuse_nan(flags: Any, before: str = "--") -> None:
+    """Raise ValueError for a flag that is NaN. It is neither above nor below any bound, so that it passes most checks,
+    turns off the limits that are flags, and makes every loss NaN."""
+    for name, value in vars(flags).items():
+        flag = f"{before}{name.rstrip('_').replace('_', '-')}"
+        if dataclasses.is_dataclass(value):
+            refuse_nan(value, f"{flag}.")
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+        if any(isinstance(x, float) and math.isnan(x) for x in values):
+            raise ValueError(f"{flag} {value} must be a number")
 
 
 def declared_flags(file: Path) -> set[str]:

@@ -8,12 +8,14 @@ names the type of each value that became a text or was cut.
 """
 
 import binascii
+import contextlib
 import ctypes
 import faulthandler
 import functools
 import inspect
 import itertools
 import json
+import math
 import numbers
 import os
 import pickle
@@ -195,13 +197,17 @@ def fault_of(lists: dict[str, list[float]]) -> str:
 
 
 def plain(value: Any) -> float | str:
-    """A number as float (numpy and torch scalars too), anything else as text."""
+    """A number as float (numpy and torch scalars too), anything else as text. An int or a fraction that is larger than
+    any float is infinite."""
     if hasattr(value, "item"):
         try:
             value = value.item()
         except (ValueError, RuntimeError):  # more than one element
             return str(value)
-    return float(value) if isinstance(value, numbers.Real) else str(value)
+    try:
+        return float(value) if isinstance(value, numbers.Real) else str(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def metric_or_text(value: Any) -> float | str:
@@ -218,7 +224,8 @@ def numbers_of(value: Any) -> list[float] | None:
         return None
     kinds = set(map(type, value))
     if kinds <= {float, int, bool}:  # the usual case, many times faster
-        return list(map(float, value))
+        with contextlib.suppress(OverflowError):
+            return list(map(float, value))
     if not all(issubclass(kind, numbers.Real) or hasattr(kind, "item") for kind in kinds):
         return None
     found = [plain(number) for number in value]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_fro
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
 from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import rollout_metrics
-from rewards.runtime.pool import Scores
+from rewards.runtime.pool import RewardConfig, Scores
 
 LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
 DATA = [Prompt([1] * (3 + row), f"source{row % 2}", str(row), {"row": row}, []) for row in range(6)]
@@ -103,12 +104,13 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
 
     answers = []
     pool = SimpleNamespace(submit=lambda i, source, text, truth, info: answers.append((int(text), info["row"])),
-                           max_error_frac=0.5, results=lambda: Scores(
+                           results=lambda: Scores(
                                [], [float(row in (4, 2) if number == 2 else number) for number, row in answers],
                                [{} for _ in answers], [None for _ in answers]))
     engine = SimpleNamespace(local_prompts=range, complete=complete, tp_rank=0, config=SimpleNamespace(tp=1))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"{tokens[0]}")
-    judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None, model=None)
+    judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None, model=None,
+                            config=RewardConfig())
     sampling = validation_sampling(RolloutConfig(val_top_k=5, top_k=3), temperature=0.7)
     request = RolloutRequest([5, 4, 3, 2], num_samples, sampling, (7, "val"))
     found = evaluate(RolloutSource(engine, judge, DATA), request, recorded.extend)
@@ -129,8 +131,8 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     names = sorted(f"{name}_{rank}" for name in range(40) for rank in range(2))
     scores = Scores([*range(4)], [float("nan")] * 3 + [1.0], [{f"{n}_0": 1.0 for n in range(40)}] * 4,
                     ["timeout", "crash", "crash", None])
-    pool = SimpleNamespace(results=lambda: scores, max_error_frac=0.5)
-    judge = SimpleNamespace(pool=pool, model=None, episodes=None)
+    pool = SimpleNamespace(results=lambda: scores)
+    judge = SimpleNamespace(pool=pool, model=None, episodes=None, config=RewardConfig())
     monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
     monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
     pending = scoring.PendingRollout(None, judge, make_samples([0.0] * 4), SamplingConfig())
@@ -140,6 +142,32 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     assert meter.sums.keys() - {"reward/timeout_frac", "reward/error_frac"} == {f"reward/{n}" for n in names[:64]}
     lost_elsewhere = 2
     with pytest.raises(RuntimeError, match=r"62% of the samples have no reward \(5 of 8 on all ranks\)"):
+        pending.collect(Meter())
+
+
+@pytest.mark.parametrize(("on_error", "want"), [("drop", math.nan), ("zero", 0.0), ("stop", None)])
+def test_a_reward_models_score_that_is_no_number_is_a_failure(world, on_error, want):
+    """It counts, against the limit too; a sample that the reward function lost stays its failure."""
+    lost = 0.0 if on_error == "zero" else math.nan
+    scores = Scores([*range(6)], [1.0, 2.0, 3.0, 4.0, lost, 6.0], [{}] * 6, [None] * 4 + ["timeout", None])
+    judged = [0.5, math.nan, math.inf, -3e9, 1.0, -2.0]
+    judge = SimpleNamespace(pool=SimpleNamespace(results=lambda: scores), episodes=None,
+                            model=SimpleNamespace(score=lambda conversations: judged, weight=2.0),
+                            config=RewardConfig(on_error=on_error, max_error_frac=0.7))
+    pending, meter = scoring.PendingRollout(None, judge, make_samples([0.0] * 6), SamplingConfig()), Meter()
+    rule = r"the reward model gave nan, times --reward-model.weight 2; the rule is a finite number of at most 1e\+09 "
+    if want is None:
+        with pytest.raises(RuntimeError, match=rf"reward of sample 1 failed and --reward.on-error is stop: {rule}"):
+            pending.collect(meter)
+        return
+    got = pending.collect(meter)
+    assert got.scores.tolist() == pytest.approx([2.0, want, want, want, lost + 2.0, 2.0], nan_ok=True)
+    metrics = meter.reduce()
+    assert (metrics["reward/error_frac"], metrics["reward/timeout_frac"]) == (3 / 6, 1 / 6)
+    assert metrics["reward/model"] == pytest.approx((0.5 - 3e9 + 1 - 2) / 4)
+    judge.config.max_error_frac, scores.failures = 0.5, [None] * 4 + ["timeout", None]
+    scores.scores, scores.first_failure = [1.0] * 6, ""
+    with pytest.raises(RuntimeError, match=rf"(?s)67% of the samples have no reward \(4 of 6 .*{rule}"):
         pending.collect(Meter())
 
 
@@ -209,6 +237,17 @@ def test_group_statistics_by_hand():
     assert group_lead(x[:6], group[:6]).tolist() == [0, 2, 0, 0, 0, 0]
     assert is_constant(x, group).tolist() == [False, False, False, True, True, True, True]
     assert is_constant(x[:0], group[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1.1, -1 / 3, 1e9 / 3, 5e-324, 1e300])
+def test_the_mean_of_equal_values_is_that_value(value):
+    """Their sum over their number often is not: 0.1 + 0.1 + 0.1 is above 0.3."""
+    group = torch.arange(1, 65).repeat_interleave(torch.arange(1, 65))
+    x = torch.full((len(group),), value, dtype=torch.float64)
+    assert torch.equal(group_mean(x, group), x) and (group_std(x, group) == 0).all() and is_constant(x, group).all()
+    assert (group_sum(x, group) / group_count(x, group) != x).any() or value in (5e-324, 1e300)
+    x[0] = x[-1] = value * (1 + 2**-52) if abs(value) > 1e-300 else 0.0     # the smallest difference that there is
+    assert is_constant(x, group).tolist() == [True] + [True] * (len(x) - 65) + [False] * 64
 
 
 def test_only_responses_without_an_advantage_are_left_out(world):
@@ -514,6 +553,7 @@ def test_constant_groups_are_those_without_two_different_scores():
     ones, flags = torch.ones(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
     sampled = Rollout([], scores, group, group, ones, ones, ones, ones, ~flags)
     assert rollout_metrics(sampled, 8, 1.0, 9, 9)["reward/constant_group_frac"] == 0.75
+    assert rollout_metrics(sampled, 0, 1.0, 9, 9)["rollout/tokens_per_s"] == 0     # all episodes failed at once
 
 
 def test_a_step_in_which_no_token_was_sampled_has_metrics():

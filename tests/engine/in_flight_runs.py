@@ -12,12 +12,15 @@ from common.prompts import Prompt, PromptSampler
 from common.rollout import Rollout
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.scoring import RolloutRequest, RolloutSource
+from rewards.runtime.pool import RewardConfig
 from tests.engine import engine_models
 
 # longer than a block of vLLM's cache, whose keys and values could be found again
 DATA = [Prompt([5 + row, 17, 300, *range(40, 75 + row % 5)], "", "", {}, []) for row in range(40)]
 NO_TEXT = types.SimpleNamespace(decode=lambda *_, **__: "")
-NO_SCORERS = types.SimpleNamespace(pool=None, model=None, episodes=None, advance=lambda: None, tokenizer=NO_TEXT)
+NO_SCORERS = types.SimpleNamespace(
+    pool=None, model=None, episodes=None, advance=lambda: None, tokenizer=NO_TEXT, config=RewardConfig()
+)
 ENDS = tuple(range(0, 512, 16))  # a response ends after 15 tokens or so
 
 

@@ -430,6 +430,7 @@ def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
         ({"temperature": 0.0}, r"--rollout.temperature 0.0 must be above 0"),
         ({"temperature": 2.5}, r"--rollout.temperature 2.5: vLLM takes at most 2"),
         ({"tp": 2}, r"world size 1 and the model.s . attention heads must be multiples of --rollout.tp 2"),
+        ({"max_response_length": 0}, "--rollout.max-response-length 0 must be at least 1"),
         ({"max_response_length": 9000}, r"exceed the model's context of 8192 tokens: lower --rollout.max-resp"),
         ({"top_p": 0.9, "top_k": 3}, r"top-p 0.9 and --rollout.top-k 3: .* biased unless .* engine correction"),
         ({"top_k": 9}, r"--rollout.top-k 9: responses then come from a filtered distribution"),

@@ -175,6 +175,7 @@ def test_with_one_turn_each_it_is_the_usual_advantage(world):
     ({}, "turn_scores is ''"),
     ({"turn_scores": [1.0, 2.0]}, r"turn_scores is \[1.0, 2.0\]"),
     ({"turn_scores": "[1.0, nan, 2.0]"}, r"turn_scores is '\[1.0, nan, 2.0\]'"),
+    ({"turn_scores": [1.0, -1e39, 2.0]}, r"turn_scores is \[1.0, -1e\+39, 2.0\]"),
 ])
 def test_wrong_turn_scores_are_refused(extras, said, world):
     samples = make_samples()
@@ -183,8 +184,23 @@ def test_wrong_turn_scores_are_refused(extras, said, world):
     samples[7].response.tokens, samples[7].response.logp = [9] * 5, [0.0] * 5
     rollout = gather_rollout(samples)
     batch = Batch.build([[1]], [[2]])
-    with pytest.raises(ValueError, match=f"row 7 of --train-data: {said}, with --advantage-per-step .* here 3$"):
+    rule = r"one number a turn, of at most 1e\+09 in size, here 3$"
+    with pytest.raises(ValueError, match=f"row 7 of --train-data: {said}, with --advantage-per-step .* {rule}"):
         to_units(batch, rollout, rollout.scores, 1.0, True)
+
+
+def test_a_step_without_any_turn_has_one_unit_without_a_reward(world):
+    """All episodes failed before the first reply, or returned without one."""
+    samples = make_samples()[:4]
+    for sample in samples:
+        sample.response = Response([], [], "stop", [], end_reason="done")
+        sample.extras = {"turn_scores": []}
+    rollout = gather_rollout(samples)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    batch = Batch.cat([*minibatch])
+    units, rewards, group = to_units(batch, rollout, rollout.scores, 1.0, True)
+    assert rewards.isnan().tolist() == [True] and group_advantages(rewards, group, True).tolist() == [0]
+    assert (units.to_tokens(group_advantages(rewards, group, True)) == 0).all() and len(units.index) == len(batch.index)
 
 
 if __name__ == "__main__":

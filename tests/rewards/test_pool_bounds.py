@@ -68,6 +68,19 @@ def test_reward_dicts_are_bounded(caplog):
     assert caplog.text.count("key 'error_frac' of a reward dict is left out") == 1
 
 
+def test_ints_and_fractions_larger_than_any_float_are_infinite(caplog):
+    """Beside the score a text, as all that is not finite; as a score a failure that shows the number."""
+    huge = ["return {'score': 1, 'n': 10**400, 'm': -10**5000}", "return 10**400",
+            "return -__import__('fractions').Fraction(10**400, 3)"]
+    with RewardPool(f"{MISBEHAVE}:score", num_workers=1) as pool:
+        for index, text in enumerate(huge):
+            pool.submit(index, "any", text, "1")
+        results = pool.results()
+    assert results.failures == [None, "invalid", "invalid"]
+    assert results.extras[0] == {"n": "inf", "m": "-inf"}
+    assert "score returned 1000000000" in caplog.text and "; the rule is a finite number of at most 1e+09" in caplog.text
+
+
 def test_rewards_without_a_finite_sum_are_failures():
     with RewardPool((f"{MISBEHAVE}:score",) * 2, num_workers=1, weights=(1.0, 1.0)) as pool:
         for index, number in enumerate(["1e308", "-1e308", "1e10", "9e8", "1.0"]):

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo_variants
+import ppo
 from common.model.loading import read_teacher
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
@@ -87,6 +88,22 @@ def test_a_teacher_that_cannot_be_one_is_refused(tiny_llama, teacher, tmp_path):
     AutoConfig.from_pretrained(tiny_llama).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must have the tokens of --model: only one has '<extra>' as 4096"):
         read_teacher(teacher, str(tmp_path), config)
+
+
+def test_a_vocabulary_that_is_padded_less_than_the_policys_is_refused(tiny_llama, tmp_path):
+    """The tokenizer is the same, and the policy samples the padding, too. More padding does no harm."""
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path)
+    padded = AutoConfig.from_pretrained(tiny_llama)
+    padded.vocab_size += 64
+    padded.save_pretrained(tmp_path)
+    said = r" has a vocabulary of 4096 tokens, must have at least the 4160 of --model, padding included: choose"
+    with pytest.raises(ValueError, match=f"--teacher {tiny_llama}{said}"):
+        read_teacher(tiny_llama, str(tmp_path), ModelConfig())
+    assert read_teacher(str(tmp_path), tiny_llama, ModelConfig()).vocab_size == 4160
+    args = ppo.Args(model=str(tmp_path), train_data=("x",))
+    with pytest.raises(ValueError, match=f"--critic-model {tiny_llama}{said}"):
+        MemoryPlan(args, padded, 1, 64, critic=tiny_llama)
+    assert len(MemoryPlan(args, AutoConfig.from_pretrained(tiny_llama), 1, 64, critic=str(tmp_path)).trained) == 2
 
 
 def test_the_teachers_size_is_in_the_memory_plan(tiny_llama, tmp_path):

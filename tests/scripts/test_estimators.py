@@ -26,7 +26,9 @@ def make_batch() -> Batch:
     batch = Batch.build([[1] * (1 + i % 3) for i in range(7)], [[2] * len(mask) for mask in MASKS], masks=MASKS)
     T = len(batch.tokens)
     batch.old_logp = torch.where(batch.mask, -2 * torch.rand(T, generator=generator, dtype=torch.float64), torch.nan)
-    batch.extra["sum_p2"] = torch.where(batch.mask, torch.rand(T, generator=generator, dtype=torch.float64), torch.nan)
+    p = batch.old_logp.exp()
+    others = (1 - p) ** 2 * torch.rand(T, generator=generator, dtype=torch.float64)
+    batch.extra["sum_p2"] = torch.where(batch.mask, p**2 + others, torch.nan)
     batch.returns = torch.where(batch.mask, torch.randn(T, generator=generator, dtype=torch.float64), torch.nan)
     return batch
 
@@ -70,6 +72,19 @@ def test_the_optimal_token_baseline(order):
     for key in alone:
         own = of_token.index(key)
         assert float(got[batch.mask][own]) == pytest.approx(float(batch.returns[batch.mask][own]))
+
+
+def test_the_baseline_of_tokens_that_are_almost_certain_is_no_larger_than_the_returns():
+    """Their squared gradients are smaller than what float32 loses of them: some come out below 0."""
+    batch, rollout = make_batch(), make_rollout()
+    gap = 3e-5 * torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch.old_logp = torch.where(batch.mask, torch.log1p(-gap).float(), torch.nan)
+    batch.extra["sum_p2"] = torch.where(batch.mask, ((1 - gap) ** 2 + gap**2).float(), torch.nan)
+    squares = (1 - 2 * batch.old_logp.double().exp() + batch.extra["sum_p2"].double())[batch.mask]
+    assert (squares < 0).any() and (squares > 0).any()
+    batch.returns = torch.where(batch.mask, (batch.index % 2).double()[batch.sequence_ids], torch.nan)
+    got = optimal_token_baseline(batch.returns, batch, rollout)[batch.mask]
+    assert got.min() >= 0 and 0.01 < got.max() <= 1
 
 
 def test_a_dummy_changes_no_token_baseline():

@@ -48,19 +48,21 @@ def runs(flags, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_loss_of_sppo_is_that_of_the_paper():
-    """Value and derivative in float64, one response after the other; a group of three and one of two."""
+@pytest.mark.parametrize("shift", [0.0, 1000.0, -1000.0])
+def test_the_loss_of_sppo_is_that_of_the_paper(shift):
+    """Value and derivative in float64, one response after the other; a group of three and one of two. What is added to
+    all rewards changes nothing, also where exp(reward) is infinite or 0."""
     rng = random.Random(0)
     group, beta = torch.tensor([0, 1, 0, 1, 0]), 0.4
     log_ratio = torch.tensor([rng.gauss(0, 2) for _ in range(5)], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([rng.gauss(0, 1) for _ in range(5)], dtype=torch.float64)
-    loss = online_dpo.sppo_loss(log_ratio, beta, rewards, group)
+    loss = online_dpo.sppo_loss(log_ratio, beta, rewards + shift, group)
     slopes = torch.autograd.grad(loss.sum(), log_ratio)[0].tolist()
     for i in range(5):
         mates = [math.exp(rewards[j]) for j in range(5) if group[j] == group[i]]
         aim = (rewards[i].item() - math.log(sum(mates) / len(mates))) / beta
-        assert abs(loss[i].item() - (log_ratio[i].item() - aim) ** 2) < 1e-10 < loss[i]
-        assert abs(slopes[i] - 2 * (log_ratio[i].item() - aim)) < 1e-10 < abs(slopes[i])
+        assert abs(loss[i].item() - (log_ratio[i].item() - aim) ** 2) < 1e-10 * max(1, abs(shift)) < loss[i]
+        assert abs(slopes[i] - 2 * (log_ratio[i].item() - aim)) < 1e-10 * max(1, abs(shift)) < abs(slopes[i])
 
 
 def test_the_best_and_the_worst_of_a_group_are_a_pair():

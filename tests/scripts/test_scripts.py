@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import dapo
+import grpo
 import rloo
 from common.batch import Batch
 from common.correction import CorrectionConfig, resolve_correction
@@ -89,7 +90,7 @@ VARIANTS = {
                            "--reward.function", f"{ROOT / 'tests/scripts/reward_parts.py'}:compute_score"],
     "grpo lost": ["--run-zero-advantage", *LOST],
     "rloo lost": ["--run-zero-advantage", *LOST],
-    "ppo lost": LOST,
+    "ppo lost": [*LOST, "--total-steps", "2", "--kl-reward-coef", "0.1", "--kl-controller", "adaptive"],
     "dapo lost": LOST,
 }
 # What these change is a formula of a token, of a response or of a group, and groups are known on every rank. That
@@ -294,6 +295,14 @@ def test_adaptive_controller_moves_the_coefficient(runs):
     assert coefs[2] == pytest.approx(coefs[1] * (1 + 0.2 * 12 / 10000))
 
 
+def test_the_controller_counts_the_responses_that_have_a_reward(runs):
+    """Those that were lost have no KL: with all of them lost, the coefficient stays."""
+    first, second = runs[1]["ppo lost"]
+    num_scored = round(12 * (1 - first["reward/error_frac"]))
+    assert 0 < num_scored < 12 and first["actor/reward_kl_penalty"] == 0
+    assert second["actor/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * num_scored / 10000), rel=1e-12)
+
+
 def test_dapo_samples_until_enough_groups_differ(runs):
     rows = [row for row in runs[1]["dapo"] if row["rollout/gen_batches"] > 1]
     assert rows and all(0 < row["reward/constant_group_frac"] < 1 for row in rows)
@@ -340,6 +349,19 @@ def test_baselines_by_hand():
     # 2 of 5 scored responses are in a group with unequal rewards: alpha 2.5
     assert_equal(baseline("gpg", [[1, 0], [2, 2], [7, NAN]]), [1.25, -1.25, 0, 0, 0, 0])
     assert_equal(baseline("gpg", [[2, 2], [0, 0]]), [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("value", [0.1, -0.7, 1e9 / 3])
+def test_groups_of_equal_rewards_have_no_advantage(value):
+    """Not even one of rounding, with which they would run through the model. Groups of 1 to 16, the last one lost."""
+    group = torch.arange(17).repeat_interleave(torch.arange(1, 18))
+    rewards, lengths = torch.full((len(group),), value, dtype=torch.float64), torch.arange(len(group)).double() + 1
+    rewards[-17:] = NAN
+    for norm_by_std in (True, False):
+        assert not grpo.group_advantages(rewards, group, norm_by_std).any()
+    for name in ("rloo", "reinforce++-baseline", "opo", "gpg"):
+        found = rloo.BASELINES[name].function(rewards, group, lengths, lengths)
+        assert not found.nan_to_num().any(), name
 
 
 def test_groups_to_train_by_hand():

@@ -2,12 +2,15 @@
 
 import errno
 import json
+import math
+import re
 import shutil
 import sys
 
 import pytest
 
 import grpo
+import grpo_variants
 import ppo
 from common.rollouts.validation import spread_rows
 from common.tracking.console import refuse_others_flags, run_script, summary, without_nested
@@ -77,6 +80,30 @@ def test_a_switch_of_another_script_and_a_script_that_cannot_be_read(monkeypatch
         with pytest.raises(ValueError, match=f"^mine.py has no flag {flag}; a.py has it$"):
             refuse_others_flags(grpo.Args, [flag], "x/mine.py")
     refuse_others_flags(grpo.Args, ["--half"], "mine.py")
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--kl-loss-coef", "nan"], "--kl-loss-coef nan"),
+    (["--rollout.max-probe-diff", "NaN"], "--rollout.max-probe-diff nan"),
+    (["--optim.betas", "0.9", "nan"], ""),                              # tyro's own box: the flag's own check is first
+    (["--reward.weights", "1", "nan"], r"--reward.weights \(1.0, nan\)"),
+    (["--loss-numbers", "tau_pos", "nan"], r"--loss-numbers {'tau_pos': nan}"),
+])
+def test_flags_that_are_no_number_are_refused(flags, said, monkeypatch, capsys):
+    """A bound that is compared with NaN holds, and the limits that are flags would be off."""
+    monkeypatch.setattr(sys, "argv", ["grpo_variants.py", "--model", "m", "--train-data", "d", *flags])
+    with pytest.raises(SystemExit) as stop:
+        run_script(pytest.fail, grpo_variants.Args, grpo_variants.__doc__)
+    assert stop.value.code == 2
+    assert re.fullmatch(rf"error: {said} must be a number\n" if said else r"(?s).*must be in \[0, 1\), both.*",
+                        capsys.readouterr().err)
+
+
+def test_infinite_flags_may_be_meant(monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d", "--clip-high", "inf"])
+    run_script(given.append, grpo.Args, grpo.__doc__)
+    assert given[0].clip_high == math.inf
 
 
 def test_a_full_disk_is_one_line(monkeypatch, capsys):
