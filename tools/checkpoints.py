@@ -6,6 +6,7 @@
 """
 
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,12 @@ from common.checkpoint.state import Reader
 from common.model.lora import merge
 from common.model.stored import Experts, open_folder, weights_of
 from common.tracking.console import exit_with_error
+from tools.terminal import visible
 
+WRITTEN = (".json", ".safetensors", ".jinja", ".txt", ".model")
+"""How the names of an export's files end."""
+TEMPLATES = "additional_chat_templates"
+"""A folder that some tokenizers have."""
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
 
@@ -77,6 +83,22 @@ def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, 
     return {"adapter_config.json": json.dumps(config, indent=2).encode(), "adapter_model.safetensors": content}
 
 
+def check_out(out: Path, model: str) -> None:
+    """Raises ValueError if what is at `out` was not made by an export: it would be replaced. `model`: of the run."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        kind = "symbolic link" if out.is_symlink() else "file"
+        raise ValueError(f"{out} is a {kind}: name a folder that is not there")
+    if out.resolve() == Path(model).resolve():
+        raise ValueError(f"{out} is the run's --model, which would be replaced: name another folder")
+    present = sorted(out.iterdir()) if out.is_dir() else []
+    foreign = [path.name for path in present if path.name != TEMPLATES
+               and (path.is_dir() or path.is_symlink() or path.suffix not in WRITTEN)]
+    if foreign or (present and not any((out / name).is_file() for name in ("config.json", "adapter_config.json"))):
+        other = visible(foreign[0] if foreign else present[0].name)
+        raise ValueError(f"{out} is no earlier export, and would be replaced (it has {other}): name a folder that is "
+                         f"not there")
+
+
 def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: bool = False) -> None:
     """Write a policy as a Hugging Face folder. SOURCE: a checkpoint, or a run folder (its newest checkpoint).
 
@@ -84,13 +106,15 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     folder = find(source)
     if damage := check_files(folder):
         raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
+    flags = read_manifest(folder)["flags"]
+    out = Path(os.path.abspath(out))                                    # "." has no name
+    check_out(out, flags["--model"])
     files = {}
     for path in [folder / "hf", *(folder / "hf").rglob("*")]:
         if path.is_symlink():
             raise ValueError(f"{path} is a symbolic link, which no run writes: its target would be copied to {out}")
         if path.is_file() and not path.name.startswith("model"):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
-    flags = read_manifest(folder)["flags"]
     has_adapters = flags.get("--lora.rank")
     if adapter and not has_adapters:
         raise ValueError(f"{folder} has no adapters: --adapter is for runs with --lora.rank")
@@ -113,14 +137,22 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
 
 def list_checkpoints(run: Positional[str]) -> None:
     """Show the checkpoints of a run folder, and read them all to find damage."""
-    best = read_best(Path(run))
-    for folder in sorted((Path(run).resolve() / "checkpoints").glob("*step_*")):
+    folders = sorted((Path(run).resolve() / "checkpoints").glob("*step_*"))
+    if not folders:
+        raise ValueError(f"{run} holds no checkpoints/step_N: give the folder of a run that has saved")
+    try:
+        best = read_best(Path(run)) or {"step": -1, "metric": "", "value": 0.0}
+        kept, shown = f"step_{best['step']:06d}", f"best: {best['metric']} {best['value']:.4g}"
+    except (ValueError, KeyError, TypeError):
+        kept = ""
+        print("best.json is damaged: which checkpoint is the best is not known")
+    for folder in folders:
         manifest, damage = read_manifest(folder), "; ".join(check_files(folder))
         gb = sum(entry["size"] for entry in manifest.get("files", {}).values()) / 2**30
         state = f"damaged: {damage}" if damage else "complete"
-        if folder.name == f"step_{best.get('step', 0):06d}":
-            state += f"  best: {best['metric']} {best['value']:.4g}"
-        print(f"{folder.name}  {gb:.2f} GiB  {manifest.get('world_size')} rank(s)  {state}")
+        if folder.name == kept:
+            state += f"  {shown}"
+        print(visible(f"{folder.name}  {gb:.2f} GiB  {manifest.get('world_size')} rank(s)  {state}"))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         outer = json.loads((folder / MANIFEST).read_text())
         is_sound = zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
     return outer["manifest"] if is_sound else {}
 

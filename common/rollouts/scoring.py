@@ -3,6 +3,7 @@
 `start_rollout` samples. `PendingRollout.collect` waits for the scores and returns a `Rollout`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -19,6 +19,7 @@ from transformers import (
 
 from common.batch import Batch
 from common.checkpoint import export
+from common.checkpoint.files import crc32, write_manifest
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
@@ -251,6 +252,56 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     write(tmp_path / "model", 1.0)
     files_of_it = [".model.partial", ".model.partial/config.json", ".model.partial/model.safetensors"]
     assert sorted(synced[:-1]) == files_of_it and synced[-1] == "."
+
+
+def write_checkpoint(run, **manifest):
+    """A complete checkpoint as `list` and `export` see it, with one file."""
+    folder = run / "checkpoints/step_000001"
+    (folder / "hf").mkdir(parents=True)
+    (folder / "a").write_text("a")
+    files = {"a": {"size": 1, "crc32": crc32(folder / "a")}}
+    write_manifest(folder, {"files": files, "world_size": 1, "flags": {"--model": str(run / "base")}} | manifest)
+    return folder
+
+
+@pytest.mark.parametrize(("out", "rule"), [
+    ("run", r"run is no earlier export, and would be replaced \(it has base\)"),
+    ("run/checkpoints", r"\(it has step_000001\)"), ("run/checkpoints/step_000001", r"\(it has a\)"),
+    (".", r"\(it has file\)"), ("file", "file is a file"), ("link", "link is a symbolic link"),
+    ("run/base", "base is the run's --model, which would be replaced"), ("notes", r"\(it has mine.txt\)"),
+])
+def test_an_export_replaces_nothing_but_an_export(out, rule, tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "run")
+    for name in ("run/base/config.json", "notes/mine.txt", "file"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "link").symlink_to("notes")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rule):
+        checkpoints.export_checkpoint(str(tmp_path / "run"), Path(out))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_list_of_links_files_and_damage(tmp_path, capsys):
+    """Loops, dangling links, names with escapes, a damaged best.json: each is a line, and nothing is changed."""
+    folder = write_checkpoint(tmp_path)
+    for name, target in (("step_000002", "step_000001"), ("step_000003", "step_000003"), ("step_000004", "/none")):
+        (folder.parent / name).symlink_to(target)
+    (folder.parent / "step_000005").write_text("a file")
+    (folder.parent / "step_000006").mkdir()
+    (folder.parent / "step_000006/manifest.json").write_text('{"a":' * 100_000)
+    (folder.parent / "damaged_step_\x1b[31m").mkdir()
+    (tmp_path / "best.json").write_text("{half")
+    before = sorted(folder.parent.iterdir())
+    checkpoints.list_checkpoints(str(tmp_path))
+    first, damaged, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("best.json is damaged") and damaged.startswith(r"damaged_step_\x1b[31m  0.00 GiB")
+    assert [line.split("rank(s)  ")[1] for line in lines] == ["complete"] * 2 + 4 * [
+        "damaged: manifest.json is missing or damaged"]
+    assert sorted(folder.parent.iterdir()) == before
+    with pytest.raises(ValueError, match="nowhere holds no checkpoints/step_N"):
+        checkpoints.list_checkpoints(str(tmp_path / "nowhere"))
 
 
 def test_a_hub_model_may_have_no_generation_config(trained, exported, monkeypatch, tmp_path):

@@ -196,7 +196,8 @@ def test_a_step_without_any_turn_has_one_unit_without_a_reward(world):
         sample.response = Response([], [], "stop", [], end_reason="done")
         sample.extras = {"turn_scores": []}
     rollout = gather_rollout(samples)
-    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    layout = Layout(CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, layout)
     batch = Batch.cat([*minibatch])
     units, rewards, group = to_units(batch, rollout, rollout.scores, 1.0, True)
     assert rewards.isnan().tolist() == [True] and group_advantages(rewards, group, True).tolist() == [0]
