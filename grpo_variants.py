@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
@@ -25,8 +26,7 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.make import check_sizes
 from common.metrics import spread
 from common.model.policy import Policy
-from common.parallel.exchange import choose_largest
-from common.parallel.ranks import all_gather_objects, seed_of
+from common.parallel.ranks import all_gather_objects, all_sum, seed_of
 from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
@@ -208,6 +208,30 @@ def covariances(microbatches: list, logps: list[Tensor]) -> list[Tensor]:
     _, advantage, _ = moments(torch.cat([b.advantage[b.mask] for b in microbatches]).double())
     _, logp, _ = moments(torch.cat([x.detach()[b.mask] for b, x in zip(microbatches, logps)]).double())
     return [(b.advantage.double() - advantage) * (x.detach().double() - logp) for b, x in zip(microbatches, logps)]
+
+
+def choose_largest(
+    microbatches: list[Batch], scores: list[Tensor], candidates: list[Tensor], seed: int, fraction: float,
+) -> list[Tensor]:
+    """Choose the max(1, fraction * tokens) candidates with the largest score over all ranks: [T] bools each.
+
+    Equal scores are ordered by random numbers of (seed, response, position), so neither micro-batches, nor their order,
+    nor ranks change the choice. `scores` are float64 [T] and `candidates` bool [T], one of each a micro-batch."""
+    count = max(1, int(fraction * all_sum([sum(b.mask.sum() for b in microbatches)]).item()))
+    keys = [_random_numbers(seed, b) for b in microbatches]
+    rows = [torch.stack([-s.cpu(), k], dim=1)[c.cpu()] for s, k, c in zip(scores, keys, candidates)]
+    rows = torch.cat(rows).numpy()                                                      # [n, 2]
+    first = rows[np.lexsort(rows.T[::-1])][:count]                                      # rising by (-score, key)
+    first = np.concatenate(all_gather_objects(first))                                   # at most `count` rows a rank
+    chosen = torch.from_numpy(first[np.lexsort(first.T[::-1])][:count, 1])
+    return [c & torch.isin(k, chosen).to(c.device) for c, k in zip(candidates, keys)]
+
+
+def _random_numbers(seed: int, batch: Batch) -> Tensor:
+    """A number below 1 for each token, from one generator for each response: [T] float64, no two equal."""
+    seeds = [seed_of(seed, number) for number in batch.number.tolist()]
+    numbers = [np.random.default_rng(s).random(length) for s, length in zip(seeds, batch.lengths.tolist())]
+    return torch.from_numpy(np.concatenate(numbers))
 
 
 @errors.record  # torchrun prints a failed rank's traceback last

@@ -25,8 +25,9 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.make import check_sizes
 from common.metrics import preference_metrics, spread
 from common.rollout import scatter_fields, sum_per_response
-from common.rollouts.answers import add_answers, group_log_mean_exp
+from common.rollouts.answers import add_answers
 from common.run import Run, RunArgs
+from common.segments import group_log_mean_exp
 from common.tracking.console import run_script
 
 

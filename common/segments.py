@@ -67,6 +67,12 @@ def group_std(x: Tensor, group: Tensor) -> Tensor:
     return (squares / (group_count(x, group) - 1).clamp(min=1)).sqrt()
 
 
+def group_log_mean_exp(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: for each response log(mean(exp(x))) over its group, also where exp(x) would be infinite or 0."""
+    top = x.new_full((_num_groups(group),), -torch.inf).scatter_reduce(0, group, x, "amax")[group]
+    return top + group_mean((x - top).exp(), group).log()
+
+
 def group_lead(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: each group's largest value gets its lead over the second largest; all others get 0 (ties, too)."""
     lead = torch.zeros_like(x)

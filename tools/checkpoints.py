@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tyro.conf import Positional
 
-from common.checkpoint.best import read_best
+from common.checkpoint.best import FILE
 from common.checkpoint.export import dtype_of, model_of, replace_hf
 from common.checkpoint.files import check_files, find, read_manifest
 from common.checkpoint.state import Reader
@@ -34,6 +34,16 @@ TEMPLATES = "additional_chat_templates"
 """A folder that some tokenizers have."""
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
+
+
+def read_best(run_dir: Path) -> dict[str, Any]:
+    """What `write_best` wrote; {} if there is no best step. Raises ValueError if the file is damaged."""
+    file = run_dir / FILE
+    try:
+        best = json.loads(file.read_text()) if file.is_file() else {}
+        return {name: best[name] for name in ("step", "metric", "value") if best != {}}
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{file} is damaged: delete it; the run's next start writes it again") from None
 
 
 def described(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -67,13 +67,3 @@ def write_best(run_dir: Path, best: dict[str, Any]) -> None:
     sync(partial)
     partial.rename(run_dir / FILE)
     sync(run_dir)
-
-
-def read_best(run_dir: Path) -> dict[str, Any]:
-    """What `write_best` wrote; {} if there is no best step. Raises ValueError if the file is damaged."""
-    file = run_dir / FILE
-    try:
-        best = json.loads(file.read_text()) if file.is_file() else {}
-        return {name: best[name] for name in ("step", "metric", "value") if best != {}}
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{file} is damaged: delete it; the run's next start writes it again") from None

@@ -22,6 +22,7 @@ from common.metrics import Meter
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, PackedModel, Policy
 from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
+from common.prompts import Prompt
 from envs.runtime.conversation import EpisodeConfig
 
 
@@ -87,9 +88,8 @@ def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutCon
 class Request:
     """A response to sample. An unfinished one is continued, with its tokens as part of the prompt."""
 
-    prompt: Sequence[int]
+    prompt: Prompt
     seed: int | None  # None: greedy
-    images: Images | None = None
     response: Response = field(default_factory=Response)  # as an earlier call left it
 
 
@@ -165,7 +165,8 @@ class Engine:
         on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
     ) -> list[Response]:
         """One response per prompt (token ids), in order; greedy if the seed is None. See `complete`."""
-        requests = [Request(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        rows = [Prompt(list(tokens), "", "", {}, []) for tokens in prompts]
+        requests = [Request(row, seed) for row, seed in zip(rows, seeds, strict=True)]
         return self.complete(requests, sampling, on_finish, stop)
 
     def complete(
@@ -182,8 +183,9 @@ class Engine:
             if not request.response.finish_reason:
                 count = len(request.response.tokens)
                 limited = replace(sampling, max_response_length=sampling.max_response_length - count)
-                prompt = [*request.prompt, *request.response.tokens]
-                self.add(i, prompt, seed_of(request.seed, count) if count else request.seed, limited, request.images)
+                tokens = [*request.prompt.tokens, *request.response.tokens]
+                seed = seed_of(request.seed, count) if count else request.seed
+                self.add(i, tokens, seed, limited, request.prompt.images)
         while self.has_unfinished() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)

@@ -4,7 +4,7 @@ import importlib.util
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,45 +112,42 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
     return hf_config
 
 
+class Weights(NamedTuple):
+    """How the weights of a model are held."""
+
+    frozen: bool = False
+    lora: LoRAConfig = NO_ADAPTERS
+    dtype: torch.dtype = torch.float32  # of what is trained; frozen weights have the compute dtype: none accumulates
+    like: Policy | None = None  # of the same folder, unchanged since it was loaded: its shards are copied
+
+
 def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
                 dtype: torch.dtype = torch.float32) -> Policy:
-    """The causal LM of a Hugging Face folder, sharded.
-
-    Trained weights have `dtype`. Frozen weights have the compute dtype: nothing is accumulated in them."""
-    policy = _empty_policy(path, config, world, frozen, lora, dtype)
-    _read_in_turns(path, policy.lm, weights_of(policy.lm, path, open_folder(path)) | new_adapters(policy.lm), world)
-    _check_policy(policy, path, config, world)
-    return policy
+    """The causal LM of a Hugging Face folder, sharded."""
+    return _load_policy(path, config, world, Weights(frozen, lora, dtype))
 
 
 def copy_frozen(policy: Policy, path: str, config: ModelConfig, world: World) -> Policy:
     """A frozen policy with the shards of `policy`, which was loaded from the same folder. Nothing is read."""
-    copied = _empty_policy(path, config, world, frozen=True)
-    for own, theirs in zip(kept_tensors(copied.lm).values(), kept_tensors(policy.lm).values(), strict=True):
-        own.detach().copy_(theirs.detach())
-    _check_policy(copied, path, config, world)
-    return copied
+    return _load_policy(path, config, world, Weights(frozen=True, like=policy))
 
 
-def _empty_policy(path: str, config: ModelConfig, world: World, frozen: bool, lora: LoRAConfig = NO_ADAPTERS,
-                  dtype: torch.dtype = torch.float32) -> Policy:
+def _load_policy(path: str, config: ModelConfig, world: World, weights: Weights) -> Policy:
     hf_config = read_config(path, config)
-    stored = getattr(torch, config.compute_dtype) if frozen or lora.rank else dtype
-    lm = _build(auto_class(hf_config), path, hf_config, config, world, stored)
-    if lora.rank:
-        add_adapters(lm, lora, dtype)
+    lm = _build(auto_class(hf_config), path, hf_config, config, world, weights)
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
-    if config.router_replay != "none" and not frozen:
+    if config.router_replay != "none" and not weights.frozen:
         policy.routers = routers_of(lm)
-    shard(policy, lm, config, world, frozen)
+    shard(policy, lm, config, world, weights.frozen)
+    if weights.like is None:
+        _read_in_turns(path, lm, weights_of(lm, path, open_folder(path)) | new_adapters(lm), world)
+    else:
+        for own, theirs in zip(kept_tensors(lm).values(), kept_tensors(weights.like.lm).values(), strict=True):
+            own.detach().copy_(theirs.detach())
+    check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
     return policy
-
-
-def _check_policy(policy: Policy, path: str, config: ModelConfig, world: World) -> None:
-    score = partial(policy.score, temperature=1.0)
-    check_packing(score, path, read_config(path, config), config.compute_dtype, world.device)
 
 
 def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | Reference:
@@ -170,10 +167,7 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
     A causal LM gets a head of zeros, so every value starts at 0. A reward model (a *ForSequenceClassification with one
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
-    kept = getattr(torch, config.compute_dtype) if frozen or lora.rank else dtype
-    critic = Critic(_build(AutoModel, path, hf_config, config, world, kept))
-    if lora.rank:
-        add_adapters(critic.backbone, lora, dtype)
+    critic = Critic(_build(AutoModel, path, hf_config, config, world, Weights(frozen, lora, dtype)))
     stored = open_folder(path)
     weights = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
     if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads
@@ -189,9 +183,10 @@ def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = Fal
 
 
 def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: ModelConfig, world: World,
-           dtype: torch.dtype) -> PreTrainedModel:
+           weights: Weights) -> PreTrainedModel:
     """The model, without memory for its weights."""
     attention = choose_attention(world.device, hf_config, config)
+    dtype = getattr(torch, config.compute_dtype) if weights.frozen or weights.lora.rank else weights.dtype
     kinds = {"text_config": attention, "vision_config": "sdpa"} if hf_config.model_type in FAMILIES else attention
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
@@ -202,6 +197,8 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
         model.get_decoder().requires_grad_(True)
     if uses_liger(world.device, hf_config, config):
         apply_liger_kernel(model, LIGER_KERNELS)
+    if weights.lora.rank:
+        add_adapters(model, weights.lora, weights.dtype)
     return model
 
 

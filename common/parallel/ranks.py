@@ -1,9 +1,7 @@
 """Processes: the group that torchrun made (or a group of one), the device, groups of ranks, sums, seeds."""
 
-import getpass
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,7 +61,8 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     if not trains:
         replicas = sequence_parallel = expert_parallel = 1  # they are of the trainers' models
     num_shards(size, replicas, sequence_parallel, expert_parallel)  # before the ranks wait for each other
-    check_cache()
+    # torch runs compiled code from here: by default from a folder in /tmp, whose name another user can take first
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
@@ -92,19 +91,6 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     groups = make_groups(device.type, timeout, replicas, sequence_parallel, expert_parallel)
     return World(rank, size, device, **groups, trains=trains, samples=not (trains and num_samplers),
                  num_samplers=num_samplers, job_store=store)
-
-
-def check_cache() -> None:
-    """torch runs compiled code from a cache whose name in the temporary folder is known to all users of the machine.
-    Raises ValueError if another user took that name first."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # without an entry in passwd, as in a container
-        user = f"uid_{os.getuid()}"
-    cache = Path(tempfile.gettempdir(), f"torchinductor_{user}")
-    if os.path.lexists(cache) and (owner := cache.lstat().st_uid) != os.getuid():
-        raise ValueError(f"{cache}, from which torch runs compiled code, belongs to another user (number {owner}): "
-                         f"set TMPDIR to a folder of your own")
 
 
 def collective_timeout(timeout_s: float) -> timedelta:

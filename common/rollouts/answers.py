@@ -1,4 +1,4 @@
-"""For online_dpo.py: the data's answers to prompts, beside the responses that were sampled, and SPPO's baseline."""
+"""The data's answers to prompts, beside the responses that were sampled: the pairs of online_dpo.py."""
 
 import math
 from dataclasses import replace
@@ -22,12 +22,3 @@ def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]
     scored = rollout.has_score.nonzero()[:, 0]
     pairs = torch.stack([len(rollout) + rollout.group[scored], scored], dim=1)
     return rollout.cat(gather_rollout(answers)), pairs.flatten()
-
-
-def group_log_mean_exp(rewards: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: for each response log(mean(exp(reward))) over its group, also where exp(reward) is infinite or 0."""
-    found = torch.zeros_like(rewards)
-    for number in group.unique():
-        members = group == number
-        found[members] = rewards[members].logsumexp(0) - math.log(members.sum())
-    return found

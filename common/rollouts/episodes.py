@@ -7,18 +7,18 @@ messages to the other ranks.
 
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.dataset.store import template_arguments
-from common.engine.base import Engine, RolloutConfig
+from common.engine.base import Engine, Request, RolloutConfig
 from common.layout.response import Response
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
-from common.prompts import Prompt, TemplateConfig
+from common.prompts import TemplateConfig
 from common.rollout import Sample
 from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
@@ -55,16 +55,6 @@ class Episode:
 
 
 @dataclass
-class EpisodeRequest:
-    """An episode to run. An unfinished one restarts; the model's earlier replies are replayed to it as long as the
-    environment repeats what it said before."""
-
-    prompt: Prompt
-    seed: int | None  # None: greedy
-    begun: Response = field(default_factory=Response)  # as earlier calls left it; replies are added
-
-
-@dataclass
 class Episodes:
     """The processes and settings that episodes need beside the engine."""
 
@@ -74,12 +64,13 @@ class Episodes:
     processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
     parse: Callable[[str, list[dict]], list[dict]] | None  # a reply with special tokens, the tools' schemas -> calls
 
-    def run(self, engine: Engine, requests: Sequence[EpisodeRequest], sampling: RolloutConfig,
+    def run(self, engine: Engine, requests: Sequence[Request], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
-        """Run these episodes. `on_end(i, response, reply)` is called as episode i ends, with the last message of its
-        process. Once `stop()` is true, no more is sampled."""
+        """Run an episode for each request. `on_end(i, response, reply)` is called as episode i ends, with the last
+        message of its process. Once `stop()` is true, no more is sampled. An unfinished episode restarts; the model's
+        earlier replies are replayed to it as long as the environment repeats what it said before."""
         engine.begin(stop)
-        waiting = [i for i in reversed(range(len(requests))) if not requests[i].begun.finish_reason]
+        waiting = [i for i in reversed(range(len(requests))) if not requests[i].response.finish_reason]
         running: dict[int, Episode] = {}
         while (running or waiting) and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:
@@ -108,14 +99,14 @@ class Episodes:
         if self.processes is not None:
             self.processes.end_all()
 
-    def start(self, number: int, request: EpisodeRequest, sampling: RolloutConfig) -> Episode:
+    def start(self, number: int, request: Request, sampling: RolloutConfig) -> Episode:
         prompt = request.prompt
         if self.processes is not None:
             start = {"row": prompt.row, "messages": prompt.messages, "tokens_left": sampling.max_response_length}
             self.processes.start(number, start)
         messages = list(prompt.messages)
         conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages)
-        return Episode(conversation, request.seed, request.begun)
+        return Episode(conversation, request.seed, request.response)
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> None:

@@ -17,7 +17,6 @@ from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, seed_of
 from common.prompts import PromptSampler
 from common.rollout import Sample
-from common.rollouts.episodes import EpisodeRequest
 from common.rollouts.scoring import PendingRollout, RolloutRequest, RolloutSource
 
 
@@ -85,12 +84,10 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
         take(number)
     seeds = [*chain.from_iterable(group.seeds for group in groups)]
     begun = [*chain.from_iterable(group.responses for group in groups)]
+    asked = [Request(*one) for one in zip((sample.prompt for sample in samples), seeds, begun)]
     if scoring.episodes is not None:
-        asked = [EpisodeRequest(*one) for one in zip((s.prompt for s in samples), seeds, begun)]
         scoring.episodes.run(engine, asked, sampling, end, has_ended)
     else:
-        asked = [Request(s.prompt.tokens, seed, s.prompt.images, response)
-                 for s, seed, response in zip(samples, seeds, begun)]
         engine.complete(asked, sampling, end, has_ended)
     for place, number in enumerate(sorted(taken)):
         for sample in samples[number * num_samples : (number + 1) * num_samples]:

@@ -19,7 +19,7 @@ from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import World, all_gather_objects, all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
-from common.rollouts.episodes import EpisodeRequest, Episodes, measure_episodes
+from common.rollouts.episodes import Episodes, measure_episodes
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
 from rewards.runtime.worker import MAX_NAMES, MAX_SCORE
@@ -92,11 +92,10 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
             samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
             seeds.append(seed_of(*request.seed, group, number))
     pending = PendingRollout(engine, scoring, samples, sampling)
+    asked = [Request(sample.prompt, seed) for sample, seed in zip(samples, seeds)]
     if scoring.episodes is not None:
-        asked = [EpisodeRequest(sample.prompt, seed) for sample, seed in zip(samples, seeds)]
         scoring.episodes.run(engine, asked, sampling, pending.score, source.stop)
     else:
-        asked = [Request(s.prompt.tokens, seed, s.prompt.images) for s, seed in zip(samples, seeds)]
         engine.complete(asked, sampling, pending.score, source.stop)
     return pending
 

@@ -17,6 +17,7 @@ from tests.checkpoint.test_checkpoint import model, names, resume, trained, watc
 from tests.checkpoint.test_resume import assert_same_run, flags, metrics, start, steps_on_disk  # noqa: F401
 from tests.conftest import launch
 from tests.rank_worker import STATE, checkpoints_of
+from tools.checkpoints import read_best
 
 GREEDY, MEAN = "val-core/sums/acc/greedy", "val-core/sums/acc/mean@4"
 
@@ -52,7 +53,7 @@ def test_the_best_stays_beside_the_newest(in_background, values, kept, found, ru
     run(*values, async_=in_background)
     assert on_disk(tmp_path) == kept
     want = {} if found is None else {"step": found, "metric": MEAN, "value": values[found - 1]}
-    assert best.read_best(tmp_path) == want
+    assert read_best(tmp_path) == want
     assert (tmp_path / "best.json").exists() == bool(want)
     for folder in files.complete_checkpoints(tmp_path):
         assert not files.check_files(folder)
@@ -71,12 +72,12 @@ def test_without_the_flag_no_step_is_the_best(run, tmp_path):
     run(0.95, first=4, keep_best=False)
     assert on_disk(tmp_path) == [4] and not (tmp_path / "best.json").exists()
     run(0.1, first=5, every=0)                                          # on again: nothing is known of the steps before
-    assert on_disk(tmp_path) == [5] and best.read_best(tmp_path)["step"] == 5
+    assert on_disk(tmp_path) == [5] and read_best(tmp_path)["step"] == 5
 
 
 def test_of_a_loss_the_lowest_is_the_best(run, tmp_path, capsys):
     run(3.0, 2.0, 2.5, metric="val/loss", best_metric="val/loss")
-    assert best.read_best(tmp_path) == {"step": 2, "metric": "val/loss", "value": 2.0}
+    assert read_best(tmp_path) == {"step": 2, "metric": "val/loss", "value": 2.0}
     assert "the checkpoint with the lowest val/loss is kept (--save.best-metric)" in capsys.readouterr().out
 
 
@@ -84,11 +85,11 @@ def test_a_resumed_run_knows_the_best(run, tmp_path, capsys):
     run(0.2, 0.9, 0.5)
     (tmp_path / "best.json").unlink()                                   # the checkpoint knows it
     resumed = run(0.8, 0.9, first=4)
-    assert resumed.best.step == {"step": 2, "metric": MEAN, "value": 0.9} == best.read_best(tmp_path)
+    assert resumed.best.step == {"step": 2, "metric": MEAN, "value": 0.9} == read_best(tmp_path)
     assert on_disk(tmp_path) == [2, 5]
     assert capsys.readouterr().out.count(f"the checkpoint with the highest {MEAN} is kept") == 2    # once a start
     run(0.1, first=6, best_metric=GREEDY, metric=GREEDY)                # ranked by another one: it begins anew
-    assert best.read_best(tmp_path)["step"] == 6
+    assert read_best(tmp_path)["step"] == 6
 
 
 def test_a_best_checkpoint_that_is_gone_is_said(run, tmp_path, capsys):
@@ -96,7 +97,7 @@ def test_a_best_checkpoint_that_is_gone_is_said(run, tmp_path, capsys):
     shutil.rmtree(tmp_path / "checkpoints/step_000002")
     run(0.3, first=4)
     assert "step_000002, which was the best checkpoint, is gone" in capsys.readouterr().out
-    assert best.read_best(tmp_path)["step"] == 4
+    assert read_best(tmp_path)["step"] == 4
 
 
 def test_a_step_that_is_validated_after_a_stop_can_be_the_best(run, trained, world, watch, tmp_path):
@@ -105,14 +106,14 @@ def test_a_step_that_is_validated_after_a_stop_can_be_the_best(run, trained, wor
     assert on_disk(tmp_path) == [1, 3]
     again = run()
     again.after_validation({MEAN: 0.9})
-    assert on_disk(tmp_path) == [3] and best.read_best(tmp_path) == {"step": 3, "metric": MEAN, "value": 0.9}
+    assert on_disk(tmp_path) == [3] and read_best(tmp_path) == {"step": 3, "metric": MEAN, "value": 0.9}
     again.after_step(STATE | {"step": 4, "total_steps": 99}, {MEAN: 0.7})
     assert on_disk(tmp_path) == [3, 4]
     for more in ({}, {"resume": str(tmp_path)}):
         other = checkpoints_of(tmp_path / "other", world, *trained, watch, keep_best=True, **more)
         other.resume()
         other.after_validation({MEAN: 0.9})
-        assert other.best.step == {} and best.read_best(tmp_path / "other") == {}
+        assert other.best.step == {} and read_best(tmp_path / "other") == {}
 
 
 def test_a_validation_without_the_metric_makes_no_step_the_best(run, trained, world, watch, tmp_path, capsys):
@@ -120,7 +121,7 @@ def test_a_validation_without_the_metric_makes_no_step_the_best(run, trained, wo
     checkpoints = run(0.5)
     checkpoints.after_step(STATE | {"step": 2, "total_steps": 99}, {GREEDY: 0.9})
     checkpoints.after_step(STATE | {"step": 3, "total_steps": 99}, {GREEDY: 0.9, MEAN: 0.4})
-    assert best.read_best(tmp_path) == {"step": 1, "metric": MEAN, "value": 0.5}
+    assert read_best(tmp_path) == {"step": 1, "metric": MEAN, "value": 0.5}
     said = f"the validation after step 2 has no {MEAN}: this step cannot be the best"
     assert capsys.readouterr().out.count(said) == 1
     assert on_disk(tmp_path) == [1, 3]
@@ -140,9 +141,9 @@ def test_a_damaged_best_json_is_written_again(content, run, tmp_path):
     run(0.2, 0.9, 0.5)
     (tmp_path / "best.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"best.json is damaged: delete it; the run's next start writes it again"):
-        best.read_best(tmp_path)
+        read_best(tmp_path)
     run()
-    assert best.read_best(tmp_path)["step"] == 2
+    assert read_best(tmp_path)["step"] == 2
 
 
 def test_another_runs_best_stays_its_own(run, model, world, watch, tmp_path, capsys):
@@ -166,10 +167,10 @@ def test_a_kill_between_writing_and_deleting_loses_no_best(ends_at, run, monkeyp
         patch.setattr(Path, "rename", rename_or_end)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.after_step(STATE | {"step": 3, "total_steps": 99}, {MEAN: 0.9})
-    named = best.read_best(tmp_path)["step"]
+    named = read_best(tmp_path)["step"]
     assert named in on_disk(tmp_path) and named == (1 if ends_at == "best.json" else 3)
     run(0.3, first=4)
-    assert on_disk(tmp_path) == [3, 4] and best.read_best(tmp_path) == {"step": 3, "metric": MEAN, "value": 0.9}
+    assert on_disk(tmp_path) == [3, 4] and read_best(tmp_path) == {"step": 3, "metric": MEAN, "value": 0.9}
 
 
 def test_the_metric_is_chosen_by_name():

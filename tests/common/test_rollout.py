@@ -65,7 +65,7 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
     seen = {}
 
     def complete(requests, sampling, on_finish, stop):
-        seen.update(prompts=[request.prompt for request in requests], seeds=[request.seed for request in requests])
+        seen.update(prompts=[r.prompt.tokens for r in requests], seeds=[r.seed for r in requests])
         for i in reversed(range(len(requests))):
             on_finish(i, Response([i], [-0.5], "stop"))
 

@@ -29,7 +29,7 @@ from common import losses
 from common.batch import Batch
 from common.checkpoint.state import tensors_of
 from common.engine import base
-from common.engine.base import Engine, RolloutConfig
+from common.engine.base import Engine, EngineSetup, RolloutConfig
 from common.model import loading
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import MemoryPlan
@@ -167,8 +167,8 @@ def _extrapolate(by_depth: dict[int, dict[str, Peak]], num_layers: int) -> dict[
 class Handover(Engine):
     """An engine that takes the weights and forgets them, and says the same to every prompt."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, setup: EngineSetup):
+        super().__init__(setup)
         self.waiting: list[int] = []
 
     def _load(self, tensors, sent) -> tuple[int, set[str]]:
@@ -220,7 +220,8 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
     trained = [policy] if critic is None else [critic, policy]
     optimizers = [make_optimizer(model, OptimConfig(kind=case.kind)) for model in trained]
     probe = [[3 + i] * case.prompt_length for i in range(4)]
-    engine = Handover(RolloutConfig(max_probe_diff=0), case.policy, world, probe)
+    longest = case.prompt_length + case.response_length
+    engine = Handover(EngineSetup("", None, RolloutConfig(max_probe_diff=0), case.policy, world, probe, [], longest, 0))
     frozen = [] if reference is None else [reference]
     engine.offload = Offload(case.offload, trained + frozen, optimizers)
     batch = microbatch(case)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import torch
 
-from common.engine.base import RolloutConfig
+from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.remote import RemoteEngine
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
@@ -35,7 +35,7 @@ def test_samplers_get_no_more_than_a_block_at_a_time(tmp_path, world, smollm):
     config = ModelConfig(compute_dtype="float32")
     policy = load_policy(make_vision_model("qwen3_vl", tmp_path / "model"), config, world)
     second = types.SimpleNamespace(num_samplers=1, size=3, rank=1, is_main=False)           # it sends no data
-    engine, sent = RemoteEngine(RolloutConfig(), config, second, []), []
+    engine, sent = RemoteEngine(EngineSetup("", None, RolloutConfig(), config, second, [], [], 0, 0)), []
     engine.bridge = types.SimpleNamespace(send=sent.append, receive=lambda: (0, [], None))
     engine._load(policy.full_tensors(None), defaultdict(int))           # checksums
     begin, *buckets, end = sent
