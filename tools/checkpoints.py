@@ -118,7 +118,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
         raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
     flags = read_manifest(folder)["flags"]
     out = Path(os.path.abspath(out))                                    # "." has no name
-    check_out(out, flags["--model"])
+    check_out(out, flags.get("--model", ""))
     files = {}
     for path in [folder / "hf", *(folder / "hf").rglob("*")]:
         if path.is_symlink():
