@@ -103,8 +103,7 @@ def record(args: Args) -> None:
                         row |= sample(psutil.Process(job.pid), args.ranks)
                         samples.write(json.dumps(row) + "\n")
         assert job.returncode == 0, (folder / "log").read_text()[-6000:]
-        left = [path.name for path in folder.iterdir() if path.name.startswith(("reward_worker_", "episodes_"))]
-        assert not left, left
+        assert not list(folder.glob("plainrl_*")), "temporary files are left"
 
 
 def table(rows: list[dict[str, float]]) -> None:
@@ -124,13 +123,15 @@ def draw(rows: list[dict[str, float]], picture: str) -> None:
 
     figure, axes = plt.subplots(2, 3, figsize=(12, 5), sharex=True, constrained_layout=True)
     for axis, (name, label) in zip(axes.flat, COLUMNS.items()):
-        axis.plot([row["step"] for row in rows], [row[name] for row in rows], linewidth=0.7)
-        axis.set_ylim(0, 1.3 * max(row[name] for row in rows))
+        values = [row[name] for row in rows]
+        axis.plot([row["step"] for row in rows], values, linewidth=0.5, alpha=0.4)
+        middles = [statistics.median(values[max(i - 25, 0) : i + 25]) for i in range(len(values))]
+        axis.plot([row["step"] for row in rows], middles, color="black", linewidth=1.5)
+        axis.set_ylim(0, 1.2 * sorted(values)[int(0.995 * len(values))])
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.set_xlabel("step")
-    figure.savefig(picture, dpi=110)
+    figure.supxlabel("step (blue: each; black: medians of 50)", fontsize=9)
+    figure.savefig(picture, dpi=100)
 
 
 def main(args: Args) -> None:
