@@ -36,7 +36,7 @@ from common.rollout import Minibatch
 from common.tracking.console import batch_line, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.phase import Phase
-from common.tracking.step import Flops, peak_flops, step_metrics
+from common.tracking.step import peak_flops, step_metrics
 
 
 @dataclass
@@ -315,7 +315,7 @@ class Training:
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
         self.metrics |= step_metrics(
-            self.meter, self.timer, self.world, lengths, minibatches, Flops(flops, self.peak_flops)
+            self.meter, self.timer, self.world, lengths, minibatches, (flops, self.peak_flops)
         )
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}

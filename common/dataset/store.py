@@ -180,7 +180,7 @@ def load_rows(files: Sequence[str], form: RowFormat) -> tuple[pa.Table, Loaded]:
 def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
     """Stream `files` into the Arrow file `path`. Raises ValueError for a row that breaks a rule, unless such rows are
     skipped, and if no row is left."""
-    config: TemplateConfig = form.config
+    config = form.config
     flag, limit = form.limit
     if limit < 1:
         raise ValueError(f"{flag} {limit} must be at least 1")

@@ -113,8 +113,7 @@ class Engine:
     """The parts that both engines share: which prompts an engine samples, the order of calls, checks after a sync."""
 
     def __init__(self, setup: EngineSetup):
-        config: RolloutConfig = setup.config
-        world = setup.world
+        config, world = setup.config, setup.world
         self.config = config
         self.world = world
         self.dtype = getattr(torch, setup.model_config.compute_dtype)

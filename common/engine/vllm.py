@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from common.dataset.images import Images, decode
-from common.engine.base import Engine, EngineSetup, RolloutConfig, SamplingConfig
+from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
 from common.layout.response import Response
 from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
-from common.model.policy import ModelConfig
 from common.parallel.ranks import all_names, seed_of
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
@@ -32,8 +31,7 @@ class VLLMEngine(Engine):
 
     def __init__(self, setup: EngineSetup):
         super().__init__(setup)
-        config: RolloutConfig = setup.config
-        model_config: ModelConfig = setup.model_config
+        config, model_config = setup.config, setup.model_config
         self.on_cpu = self.world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -26,9 +26,6 @@ def check_sizes(config: PretrainedConfig) -> None:
         size = fields.get(name)                                         # families differ in these fields
         if isinstance(size, int) and not 1 <= size <= most:
             raise ValueError(f"{name} is {size}, must be from 1 to {most:,}")
-    whole, parts = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
-    if whole and parts and whole % parts:
-        raise ValueError(f"num_attention_heads {whole} must be a multiple of num_key_value_heads {parts}")
 
 
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:

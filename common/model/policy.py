@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.kernels import Head, linear_logp
@@ -87,7 +86,7 @@ class Policy(PackedModel):
         row, hidden = self.hidden_before(self.lm.base_model, batch)
         logp, entropy, sum_p2 = linear_logp(
             hidden,
-            Head(self.lm.get_output_embeddings().weight, **head_options(self.lm.config)),
+            output_head(self.lm),
             row.batch.tokens[row.sampled],
             temperature,
             with_entropy_grad=entropy_grad,
@@ -165,10 +164,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
-def head_options(config: PretrainedConfig) -> dict[str, float]:
-    """What a family does to its logits after the matrix product (Gemma: soft-cap; Cohere, Granite: scale)."""
-    fields = config.to_dict()
-    options = {"softcap": fields.get("final_logit_softcapping"), "logit_scale": fields.get("logit_scale")}
-    if "logits_scaling" in fields:
-        options["logit_scale"] = 1.0 / config.logits_scaling
-    return {name: value for name, value in options.items() if value is not None}
+def output_head(lm: nn.Module) -> Head:
+    """The head, and what a family does to its logits after the product (Gemma: soft-cap; Cohere, Granite: scale)."""
+    fields = lm.config.to_dict()
+    scale = 1.0 / fields["logits_scaling"] if "logits_scaling" in fields else fields.get("logit_scale") or 1.0
+    return Head(lm.get_output_embeddings().weight, fields.get("final_logit_softcapping"), scale)

@@ -82,9 +82,8 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
 
     for number in range(len(groups)):
         take(number)
-    seeds = [*chain.from_iterable(group.seeds for group in groups)]
-    begun = [*chain.from_iterable(group.responses for group in groups)]
-    asked = [Request(*one) for one in zip((sample.prompt for sample in samples), seeds, begun)]
+    pairs = chain.from_iterable(zip(group.seeds, group.responses) for group in groups)
+    asked = [Request(sample.prompt, seed, response) for sample, (seed, response) in zip(samples, pairs)]
     if scoring.episodes is not None:
         scoring.episodes.run(engine, asked, sampling, end, has_ended)
     else:

@@ -52,7 +52,7 @@ def write_step(recorder: Recorder, step: int, rollout: Rollout, minibatches: lis
     """Write RUN_DIR/rollouts/step_STEP.parquet, if that step has a file (--log.rollouts-every): the first whole groups,
     at least one, up to --log.rollouts-max responses. Every rank calls it. `step` counts from 1; `minibatches` are those
     after the update; `rewards` [S]: the numbers that the advantages were made from."""
-    config: LogConfig = recorder.config
+    config = recorder.config
     if config.rollouts_every == 0 or (step > 1 and step % config.rollouts_every):
         return
     ends = rollout.group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
@@ -101,7 +101,7 @@ def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int
 def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> None:
     """Write RUN_DIR/rollouts/val_STEP.parquet: the first --log.rollouts-max responses, without numbers per token, if
     steps have such files. Every rank calls it, with its own samples."""
-    config: LogConfig = recorder.config
+    config = recorder.config
     if not config.rollouts_every:
         return
     first = [sample for sample in samples if sample.index < config.rollouts_max]

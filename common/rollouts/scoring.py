@@ -139,13 +139,11 @@ class PendingRollout:
         if self.scoring.model is not None:
             self.judge(mine, scores, meter)
         num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
-        limit = self.scoring.config.max_error_frac
-        check_error_frac(int(num_failed), int(num_scored), limit, scores.first_failure)
+        check_error_frac(int(num_failed), int(num_scored), self.scoring.config.max_error_frac, scores.first_failure)
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
             sample.score, sample.extras, sample.step = score, extras, self.step
-        is_timeout = [kind == "timeout" for kind in scores.failures]
         is_error = [kind not in (None, "timeout") for kind in scores.failures]
-        meter.mean("reward/timeout_frac", torch.tensor(is_timeout, dtype=torch.float64))
+        meter.mean("reward/timeout_frac", torch.tensor([kind == "timeout" for kind in scores.failures]))
         meter.mean("reward/error_frac", torch.tensor(is_error, dtype=torch.float64))
         numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
         for name in all_names(numbers)[:MAX_NAMES]:

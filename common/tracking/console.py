@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import errno
 import json
-import math
 import os
 import sys
 import traceback
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+
+from common.checkpoint.state import flags_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -113,15 +114,11 @@ def refuse_others_flags(flags: type, arguments: list[str], script: str) -> None:
             raise ValueError(f"{Path(script).name} has no flag {flag}; {found}")
 
 
-def refuse_nan(flags: Any, before: str = "--") -> None:
+def refuse_nan(args: Any) -> None:
     """Raise ValueError for a flag that is NaN. It is neither above nor below any bound, so that it passes most checks,
     turns off the limits that are flags, and makes every loss NaN."""
-    for name, value in vars(flags).items():
-        flag = f"{before}{name.rstrip('_').replace('_', '-')}"
-        if dataclasses.is_dataclass(value):
-            refuse_nan(value, f"{flag}.")
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
-        if any(isinstance(x, float) and math.isnan(x) for x in values):
+    for flag, value in flags_of(args).items():
+        if any(x != x for x in (value if isinstance(value, list) else [value])):  # only NaN differs from itself
             raise ValueError(f"{flag} {value} must be a number")
 
 

@@ -3,7 +3,6 @@
 import resource
 import time
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,16 +31,13 @@ def peak_flops(world: World, dtype: str) -> float | None:
     return next((flops for chip, flops in PEAK_FLOPS.items() if chip in name), None)
 
 
-class Flops(NamedTuple):
-    update: float  # of the policy's updates, on all ranks
-    peak: float | None  # FLOP/s of one rank's chip; None: unknown, then there is no MFU
-
-
 def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, minibatches: list[Minibatch],
-                 flops: Flops) -> dict[str, float]:
+                 flops: tuple[float, float | None]) -> dict[str, float]:
     """The step's metrics; the only place where its meter is reduced. All ranks call this together.
 
-    `lengths` [S]: tokens of the sequences in the update. `minibatches`: this rank's micro-batches."""
+    `lengths` [S]: tokens of the sequences in the update. `minibatches`: this rank's micro-batches. `flops`: of the
+    policy's updates on all ranks; and the peak FLOP/s of one rank's chip (None: unknown, then there is no MFU)."""
+    update_flops, peak = flops
     num_tokens = int(lengths.sum())
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
     meter.max("global_seqlen/balanced_max", here)
@@ -65,10 +61,10 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
     for phase in PER_TOKEN_PHASES & timer.seconds.keys():
         metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / num_tokens
     if "update_actor" in timer.seconds:
-        achieved = flops.update / timer.seconds["update_actor"] / world.size
+        achieved = update_flops / timer.seconds["update_actor"] / world.size
         metrics["perf/update_tflops"] = achieved / 1e12
-        if flops.peak is not None:
-            metrics["perf/mfu/actor"] = achieved / flops.peak
+        if peak is not None:
+            metrics["perf/mfu/actor"] = achieved / peak
     return metrics
 
 

@@ -31,10 +31,6 @@ class Tokens:
         """[T] -> [S]: the mean over each sequence's tokens with mask."""
         return segment_mean(x, self.mask, self.cu_seqlens)
 
-    def expand(self, x: Tensor) -> Tensor:
-        """[S] -> [T]."""
-        return expand(x, self.cu_seqlens, len(self.mask))
-
 
 def _stats(tokens: Tokens, ratio: Tensor, high=None, low=None, capped=None) -> dict[str, Tensor]:
     """`high`, `low`: clipped at the upper, lower bound; `capped`: held by the dual clip. ppo_kl: KL(old || current)."""
@@ -71,7 +67,7 @@ def ppo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = 3.0):
 
 def gspo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = None):
     """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
-    mean = tokens.expand(tokens.mean((tokens.logp - tokens.old_logp).detach()))
+    mean = expand(tokens.mean((tokens.logp - tokens.old_logp).detach()), tokens.cu_seqlens, len(tokens.mask))
     ratio = (mean + tokens.logp - tokens.logp.detach()).clamp(-20, 20).exp()
     loss, cut = _clipped(ratio, tokens.advantage, clip_low, clip_high, clip_dual)
     return loss, _stats(tokens, ratio, *cut)
@@ -83,7 +79,7 @@ def gmpo(tokens: Tokens, clip_low, clip_high):
     high, low = (advantage > 0) & (log_ratio > clip_high), (advantage < 0) & (log_ratio < -clip_low)
     clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
     loss = -tokens.mean(advantage) * tokens.mean(clipped).exp()                                 # [S]
-    loss = torch.where(tokens.mask, tokens.expand(loss), 0)
+    loss = torch.where(tokens.mask, expand(loss, tokens.cu_seqlens, len(tokens.mask)), 0)
     return loss, _stats(tokens, log_ratio.exp(), high, low)
 
 

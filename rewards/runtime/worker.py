@@ -8,14 +8,12 @@ names the type of each value that became a text or was cut.
 """
 
 import binascii
-import contextlib
 import ctypes
 import faulthandler
 import functools
 import inspect
 import itertools
 import json
-import math
 import numbers
 import os
 import pickle
@@ -207,7 +205,7 @@ def plain(value: Any) -> float | str:
     try:
         return float(value) if isinstance(value, numbers.Real) else str(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return float("inf") if value > 0 else float("-inf")
 
 
 def metric_or_text(value: Any) -> float | str:
@@ -223,9 +221,8 @@ def numbers_of(value: Any) -> list[float] | None:
     if not isinstance(value, list | tuple):
         return None
     kinds = set(map(type, value))
-    if kinds <= {float, int, bool}:  # the usual case, many times faster
-        with contextlib.suppress(OverflowError):
-            return list(map(float, value))
+    if kinds <= {float, bool}:  # the usual case, many times faster
+        return list(map(float, value))
     if not all(issubclass(kind, numbers.Real) or hasattr(kind, "item") for kind in kinds):
         return None
     found = [plain(number) for number in value]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.engine.base import RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.vllm import VLLMEngine
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
@@ -111,7 +111,8 @@ def start(world, tmp_path, monkeypatch):
     def make(trainer_gb=0.0, **flags):
         config, model_config = RolloutConfig(max_response_length=24, **flags), ModelConfig(compute_dtype="float32")
         engines.append(OnGPU.__new__(OnGPU))
-        engines[0].__init__(model, config, model_config, world, PROMPTS[:2], [2], 128, 0, trainer_gb)
+        setup = EngineSetup(model, None, config, model_config, world, PROMPTS[:2], [2], 128, 0, trainer_gb)
+        engines[0].__init__(setup)
         return engines[0], load_policy(model, model_config, world)
 
     return make

@@ -56,6 +56,7 @@ class Flags:
         self.classes: dict[Key, dict[str, ast.AnnAssign]] = {}
         self.bases: dict[Key, list[ast.expr]] = {}
         self.functions: dict[str, ast.FunctionDef] = {}                 # `__init__` of a class under its name
+        self.holders: dict[str, dict[str, ast.expr]] = {}               # other classes -> their fields' annotations
         for file, tree in self.trees.items():
             for node in tree.body:
                 if not isinstance(node, ast.ClassDef):
@@ -63,9 +64,11 @@ class Flags:
                 for method in node.body:
                     if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                         self.functions[node.name] = method
+                fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
+                if not node.name.endswith(("Args", "Config")):
+                    self.holders[node.name] = {ast.unparse(x.target): x.annotation for x in fields}
                 decorated = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
                 if decorated and node.name.endswith(("Args", "Config")):
-                    fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
                     self.classes[file, node.name] = {ast.unparse(x.target): x for x in fields}
                     self.bases[file, node.name] = node.bases
 
@@ -119,8 +122,12 @@ class Flags:
                 if self.declared_in((file, name), field) == (file, name) and ((file, name), field) not in read]
 
     def parameters(self, file: str, function: ast.FunctionDef) -> dict[str, Key]:
+        """What is known of a function's parameters, and of the fields of those that hold flag classes."""
         arguments = [*function.args.args, *function.args.kwonlyargs]
-        return {a.arg: key for a in arguments if (key := self.find(file, a.annotation))}
+        held = {f"{a.arg}.{name}": key for a in arguments if a.annotation is not None
+                for name, kind in self.holders.get(ast.unparse(a.annotation), {}).items()
+                if (key := self.find("", kind))}
+        return held | {a.arg: key for a in arguments if (key := self.find(file, a.annotation))}
 
     def type_of(self, node: ast.expr, names: dict[str, Key]) -> Key | None:
         """The flag class of an expression, where `names` are of known classes."""

@@ -17,7 +17,7 @@ from common.prompts import Prompt
 from common.rollout import Response, Rollout, Sample
 from common.rollouts.record import Recorder, write_step, write_validation
 from common.tracking.logger import LogConfig
-from common.tracking.step import Flops, rollout_metrics, step_metrics
+from common.tracking.step import rollout_metrics, step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ["What is 2 + 3?", "How many apples </script> <b>& pears</b>?"]
@@ -118,7 +118,7 @@ def metrics(rank: int, size: int) -> dict[str, float]:
         other_lengths=torch.zeros(4), num_sequences=torch.ones(4), truncated=torch.tensor([False, False, True, False]),
     )
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
-    found = step_metrics(meter, timer, world, rollout.lengths, minibatches, Flops(8e9, 5e9))
+    found = step_metrics(meter, timer, world, rollout.lengths, minibatches, (8e9, 5e9))
     return found | rollout_metrics(rollout, 17, 2.0, max_prompt_length=8, max_response_length=10)
 
 

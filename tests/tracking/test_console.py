@@ -86,8 +86,8 @@ def test_a_switch_of_another_script_and_a_script_that_cannot_be_read(monkeypatch
     (["--kl-loss-coef", "nan"], "--kl-loss-coef nan"),
     (["--rollout.max-probe-diff", "NaN"], "--rollout.max-probe-diff nan"),
     (["--optim.betas", "0.9", "nan"], ""),                              # tyro's own box: the flag's own check is first
-    (["--reward.weights", "1", "nan"], r"--reward.weights \(1.0, nan\)"),
-    (["--loss-numbers", "tau_pos", "nan"], r"--loss-numbers {'tau_pos': nan}"),
+    (["--reward.weights", "1", "nan"], r"--reward.weights \[1.0, nan\]"),
+    (["--loss-numbers", "tau_pos", "nan"], r"--loss-numbers.tau-pos nan"),
 ])
 def test_flags_that_are_no_number_are_refused(flags, said, monkeypatch, capsys):
     """A bound that is compared with NaN holds, and the limits that are flags would be off."""
