@@ -42,7 +42,7 @@ def run_tests(program: str, cases: list[tuple], total_s: float) -> list[str]:
     verdicts = []
     for case in cases:
         limits = Limits(timeout_s=min(CASE_S, max(0.1, end - time.monotonic())))
-        verdicts.append(judge(program, *case, limits, SANDBOX.url, SANDBOX.isolated))
+        verdicts.append(judge(program, case, limits, SANDBOX.url, SANDBOX.isolated))
         if verdicts[-1] == "timeout":
             break
     return verdicts
