@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.batch import Batch
-from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -21,10 +21,8 @@ def sample(engine, prompts, policy, begun: list[int] | None = None) -> float:
     `begun`: each response is continued that has these tokens; they are not compared."""
     rows = [row for row in range(len(prompts)) for _ in range(2)]
     begun = begun or []
-    responses = engine.generate(
-        [prompts[row].tokens for row in rows], range(len(rows)), SamplingConfig(1.0, 12 + len(begun)),
-        images=[prompts[row].images for row in rows], begun=[Response(begun, [0.0] * len(begun), "") for _ in rows],
-    )
+    requests = [Request(prompts[row], seed, Response(begun, [0.0] * len(begun), "")) for seed, row in enumerate(rows)]
+    responses = engine.complete(requests, SamplingConfig(1.0, 12 + len(begun)), lambda *_: None, lambda: False)
     batch = Batch.build([prompts[row].tokens for row in rows], [response.tokens for response in responses],
                         rollout_logps=[response.logp for response in responses],
                         masks=[[n >= len(begun) for n in range(len(response.tokens))] for response in responses])
