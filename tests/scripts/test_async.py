@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import async_grpo
 from common.checkpoint import files
-from tests.checkpoint.faulty import server
+from tests.checkpoint.faulty import LIKE_TORCHRUN, server
 from tests.checkpoint.test_resume import assert_same_run, final_state, metrics, steps_on_disk, tiny_run
 from tests.conftest import STOPS, VLLM, launch, make_tiny_llama
 from tests.engine.episode_runs import FILE
@@ -135,6 +135,17 @@ def test_a_signal_ends_a_validation(flags, tmp_path):
     said = (tmp_path / "log").read_text()
     assert start.codes == [138, 0] and "there is nothing to save yet" in said, said[-3000:]
     assert 0 < said.count("slow rollout") < 12
+
+
+def test_an_error_names_the_rank_of_the_job(flags, tmp_path):
+    """Not the rank among the samplers, which is 0."""
+    start = server()
+    start(tmp_path / "log", "rollout:1:1:raise", "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2,
+          env=LIKE_TORCHRUN)
+    said = (tmp_path / "log").read_text()
+    assert start.codes == [1, 1] and "[rank 0] another rank ended, in phase" in said, said[-3000:]
+    assert re.search(r"\[rank 1\] ended by an error:\n(.*\n)*ArithmeticError: asked to fail", said)
+    assert "[rank0]" not in said
 
 
 def test_a_scorer_that_hangs_ends_both_sides(flags, tmp_path):
