@@ -31,6 +31,7 @@ from rewards import json_object
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 BATCH_ROWS = 512  # read and stored together
+BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
 TOKENS = pa.list_(pa.int32())
 FILES = pa.list_(pa.binary())  # null where a prompt has no images, as engine_tokens
 SCHEMA = pa.schema({"tokens": TOKENS, "row": pa.large_string(), "engine_tokens": TOKENS, "images": FILES})
@@ -179,7 +180,7 @@ def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: st
         for file in loaded.files:
             rows = enumerate(read_rows(file, [] if all_columns else columns.values()))
             while batch := list(islice(rows, BATCH_ROWS)):
-                kept: list[dict[str, Any]] = []
+                kept, num_bytes, separator = [], 0, "["
                 for number, row in batch:
                     try:
                         found = row_of(row)
@@ -188,14 +189,23 @@ def store_rows(path: str, files: Sequence[str], config: TemplateConfig, flag: st
                         if found.get("videos") or (found["images"] and (all_columns or "images" not in schema.names)):
                             raise ValueError("images or videos is not empty; nothing here reads videos, and images do "
                                              "not go with sft.py, dpo.py and --rollout.episode")
-                        kept += encode(found, loaded)
+                        new = encode(found, loaded)
                     except ValueError as error:
                         if config.on_bad_row == "error":
                             raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
                                              f"leaves such rows out") from None
                         bad.append({"file": file, "row": number, "rule": str(error)})
+                        continue
+                    for one in new:
+                        data_hash.update(f"{separator}{one!r}".encode())
+                        separator = ", "
+                        num_bytes += sum(map(len, one.get("images", ())))
+                    kept += new
+                    if num_bytes > BATCH_BYTES:
+                        stream.write_batch(pa.RecordBatch.from_pylist(kept, schema))
+                        kept, num_bytes = [], 0
                 loaded.num_rows += len(batch)
-                data_hash.update(repr(kept).encode())
+                data_hash.update(b"[]" if separator == "[" else b"]")
                 stream.write_batch(pa.RecordBatch.from_pylist(kept, schema))
     if loaded.num_rows == loaded.num_filtered + len(bad):
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
@@ -235,14 +245,17 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
             if not found:
                 raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
                                  f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
-            ends = list(accumulate(parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)))
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=found):
+            groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+            ends = list(accumulate(group.num_rows for group in groups))
+            row_bytes = sum(group.total_byte_size for group in groups) // max([1, *ends]) + 1
+            num_rows = min(BATCH_ROWS, BATCH_BYTES // row_bytes + 1)
+            for batch in parquet.iter_batches(num_rows, columns=found):
                 yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
                 num_read += len(batch)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         where = " as parquet" if file.endswith(PARQUET) else ""
         if ends and not isinstance(error, KeyError):
-            last = min(num_read + BATCH_ROWS, ends[-1]) - 1
+            last = min(num_read + num_rows, ends[-1]) - 1
             where += (f" in its rows {num_read} to {last} (of row groups {bisect(ends, num_read)} to "
                       f"{bisect(ends, last)}, all counted from 0)")
         raise ValueError(f"{file} cannot be read{where}: {error}") from None
