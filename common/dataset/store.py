@@ -32,6 +32,7 @@ from rewards.runtime.cleaner import own_folder
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 BATCH_ROWS = 512  # read and stored together
+BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
 TOKENS = pa.list_(pa.int32())
 FILES = pa.list_(pa.binary())  # null where a prompt has no images, as engine_tokens
 SCHEMA = pa.schema({"tokens": TOKENS, "row": pa.large_string(), "engine_tokens": TOKENS, "images": FILES})
@@ -192,7 +193,7 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
         for file in loaded.files:
             rows = enumerate(read_rows(file, [] if form.all_columns else columns.values()))
             while batch := list(islice(rows, BATCH_ROWS)):
-                kept: list[dict[str, Any]] = []
+                kept, num_bytes = [], 0
                 for number, row in batch:
                     try:
                         found = row_of(row)
@@ -202,14 +203,20 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
                         if found.get("videos") or (found["images"] and no_images):
                             raise ValueError("images or videos is not empty; nothing here reads videos, and images do "
                                              "not go with sft.py, dpo.py and --rollout.episode")
-                        kept += form.encode(found, loaded)
+                        new = form.encode(found, loaded)
                     except ValueError as error:
                         if config.on_bad_row == "error":
                             raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
                                              f"leaves such rows out") from None
                         bad.append({"file": file, "row": number, "rule": str(error)})
+                        continue
+                    data_hash.update(repr(new).encode())
+                    kept += new
+                    num_bytes += sum(len(image) for one in new for image in one.get("images", ()))
+                    if num_bytes > BATCH_BYTES:
+                        stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
+                        kept, num_bytes = [], 0
                 loaded.num_rows += len(batch)
-                data_hash.update(repr(kept).encode())
                 stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
     if loaded.num_rows == loaded.num_filtered + len(bad):
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
@@ -249,14 +256,17 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
             if not found:
                 raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
                                  f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
-            ends = list(accumulate(parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)))
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=found):
+            groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+            ends = list(accumulate(group.num_rows for group in groups))
+            row_bytes = sum(group.total_byte_size for group in groups) // max([1, *ends]) + 1
+            num_rows = min(BATCH_ROWS, BATCH_BYTES // row_bytes + 1)
+            for batch in parquet.iter_batches(num_rows, columns=found):
                 yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
                 num_read += len(batch)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         where = " as parquet" if file.endswith(PARQUET) else ""
         if ends and not isinstance(error, KeyError):
-            last = min(num_read + BATCH_ROWS, ends[-1]) - 1
+            last = min(num_read + num_rows, ends[-1]) - 1
             where += (f" in its rows {num_read} to {last} (of row groups {bisect(ends, num_read)} to "
                       f"{bisect(ends, last)}, all counted from 0)")
         raise ValueError(f"{file} cannot be read{where}: {error}") from None

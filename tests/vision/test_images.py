@@ -3,7 +3,10 @@
 import base64
 import io
 import json
+import struct
+import zlib
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,8 +15,9 @@ from transformers import AutoTokenizer
 
 import tools.report
 from common.checkpoint.export import hf_files
+from common.dataset import store
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
-from common.dataset.images import load_processor
+from common.dataset.images import MAX_PIXELS, decode, load_processor
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig
 from common.engine.make import check_rollout
@@ -121,14 +125,105 @@ def test_content_lists_of_several_messages(tokenizer, tmp_path):
             load_prompts([str(tmp_path / "bad.jsonl")], tokenizer, DataConfig())
 
 
+def file_of(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options) -> bytes:
+    """An image's file; `pixels` [height, width] or [height, width, channels]."""
+    file = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A grey picture of zeros, compressed a thousand times."""
+    header, rows = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0), zlib.compress(bytes((width + 1) * height))
+    chunks = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks)
+
+
+STROKE = np.zeros((6, 4, 4), dtype=np.uint8)                            # black, and transparent beside a row
+STROKE[2, :, 3] = 255
+ON_WHITE = np.full((6, 4, 3), 255, dtype=np.uint8)
+ON_WHITE[2] = 0
+GREY = np.array([[0, 300, 32768], [65535, 255, 256]], dtype=np.uint16)
+TURN = Image.Exif()
+TURN[0x0112] = 6                                                        # the camera was held on its side
+EIGHT_BITS = np.repeat(GREY[..., None] // 256, 3, axis=-1)
+RGB = np.random.default_rng(0).integers(0, 255, (2, 3, 3), dtype=np.uint8)
+FRAMES = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+ALL = {"save_all": True, "append_images": FRAMES[1:]}
+
+
+@pytest.mark.parametrize(("file", "seen"), [
+    (file_of(STROKE), ON_WHITE), (file_of(Image.fromarray(STROKE).convert("LA")), ON_WHITE),
+    (file_of(STROKE, "GIF"), ON_WHITE), (file_of(STROKE, "WEBP", lossless=True), ON_WHITE),
+    (file_of(np.full((1, 1, 4), (255, 0, 0, 51), np.uint8)), [[[255, 204, 204]]]),
+    (file_of(GREY), EIGHT_BITS), (file_of(GREY, "TIFF"), EIGHT_BITS),
+    (file_of(RGB, exif=TURN), np.rot90(RGB, -1)), (file_of(RGB, "TIFF", exif=TURN), np.rot90(RGB, -1)),
+    (file_of(Image.fromarray(255 - RGB).convert("CMYK"), "TIFF"), 255 - RGB),
+    (file_of(FRAMES[0], "GIF", **ALL), FRAMES[0]), (file_of(FRAMES[0], "PNG", **ALL), FRAMES[0]),
+], ids=["RGBA", "LA", "GIF", "WEBP", "half", "16 bits", "16 bits, TIFF", "turned", "turned, TIFF", "CMYK", "animated",
+        "animated PNG"])
+def test_a_picture_is_read_as_people_see_it(file, seen):
+    (image,) = decode([file])
+    assert image.mode == "RGB" and np.array_equal(np.asarray(image), np.asarray(seen))
+
+
+def test_a_prompt_may_have_100_images_but_not_too_many_pixels(tokenizer, tmp_path):
+    """Pixels are counted before any is decoded. The sides of one image may not be too different for the model."""
+    row = make_row("<image>" * 100, *[picture(30, 30, 0)] * 100)
+    (found,) = load([row], tokenizer, tmp_path)
+    assert len(found.images.files) == 100
+    third = png_of(MAX_PIXELS // 9000 // 3 + 1, 9000)
+    assert len(third) < 2**18
+    for files, rule in (([third] * 3, rf"3 images have \d+ pixels in all, must be at most {MAX_PIXELS}"),
+                        ([png_of(100_000, 1)], "aspect ratio must be smaller than 200")):
+        bad = make_row("<image>" * len(files), *({"bytes": file, "path": None} for file in files))
+        with pytest.raises(ValueError, match=rf"row 0 .counted from 0.: images cannot be read .ValueError: .*{rule}"):
+            load([bad], tokenizer, tmp_path)
+
+
+def test_rows_with_large_images_are_stored_in_smaller_pieces(prompts, tokenizer, tmp_path, monkeypatch):
+    """Arrow's limit is 2 GiB. The prompts and what identifies them are the same."""
+    monkeypatch.setattr(store, "BATCH_BYTES", 1)
+    found = load(ROWS, tokenizer, tmp_path)
+    assert [prompt.images for prompt in found] == [prompt.images for prompt in prompts]
+    assert found.loaded.data_hash == prompts.loaded.data_hash
+    assert (prompts.table["images"].num_chunks, found.table["images"].num_chunks) == (1, 4)
+
+
+@pytest.mark.parametrize(("images", "rule"), [
+    (5, "images is 5; must be a list"), (True, "images is True; must be a list"),
+    ("a.png", "images is 'a.png'; must be a list"), ([5], "an image is 5; must be {bytes, path} or a path"),
+    ([None], "an image is None; must be"), ([{"bytes": "aGk"}], "an image is {'bytes': 'aGk'}; must be"),
+    (["http://127.0.0.1:9/a.png"], "'http://127.0.0.1:9/a.png' is no file; .* URLs are not read"),
+    (["file:///a.png"], "'file:///a.png' is no file"), (["data:image/png;base64," + "A" * 10**5], "'data:.* no file"),
+    (["/dev/zero"], "'/dev/zero' is no file"), (["/"], "'/' is no file"), (["a\0"], "is no file"),
+    (["/etc/passwd"], "a file that begins with b'.*' is none of PNG, JPEG"),
+    (None, "the prompt has 1 <image> and images has 0"),
+])
+def test_a_column_of_something_else_is_a_bad_row(images, rule, tokenizer, tmp_path):
+    rows = [make_row("No picture here."), make_row("<image>?") | {"images": images}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=rf"row 1 .counted from 0.: .*{rule}") as error:
+        load_prompts([str(path)], tokenizer, DataConfig())
+    assert len(str(error.value)) < 600
+    assert len(load_prompts([str(path)], tokenizer, DataConfig(on_bad_row="skip")).loaded.bad_rows) == 1
+
+
 @pytest.mark.parametrize(("row", "rule"), [
-    (make_row("<image>?", {"bytes": b"no picture", "path": None}), "cannot be read .UnidentifiedImageError"),
+    (make_row("<image>?", {"bytes": b"no picture", "path": None}), "cannot be read .*begins with b'no pictu' is none"),
+    (make_row("<image>?", {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "path": None}), "none of"),
+    (make_row("<image>?", {"bytes": file_of(np.ones((2, 2), np.float32), "TIFF"), "path": None}), "mode F, numbers of"),
+    (make_row("<image> <|image_pad|>", picture(30, 30, 0)), "has <.image_pad.>, the model's own token of an image"),
     (make_row("<image>?", {"bytes": ROWS[0]["images"][0]["bytes"][:60], "path": None}), "cannot be read"),
-    (make_row("<image>?", {"bytes": None, "path": "missing.png"}), "cannot be read .FileNotFoundError: .*missing.png"),
+    (make_row("<image>?", {"bytes": None, "path": "missing.png"}), "cannot be read .* 'missing.png' is no file"),
     (make_row("<image>?", {"bytes": None, "path": None}), "cannot be read"),
     (make_row("No placeholder", picture(30, 30, 0)), "the prompt has 0 <image> and images has 1"),
     (make_row("<image> <image>", picture(30, 30, 0)), "the prompt has 2 <image> and images has 1"),
-], ids=["no image", "cut", "no file", "nothing", "no placeholder", "too few images"])
+], ids=["no image", "EPS", "floats", "own token", "cut", "no file", "nothing", "no placeholder", "too few images"])
 def test_a_bad_image_is_a_bad_row(row, rule, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=rf"row 1 .counted from 0.: .*{rule}"):
         load([ROWS[0], row], tokenizer, tmp_path)
