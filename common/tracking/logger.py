@@ -70,15 +70,7 @@ class Tracker:
         flags = redacted(dataclasses.asdict(args))
         record_start(self.run_dir, flags, world.size)
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
-        with self.jsonl.open("ab+") as file:
-            found, known = file.tell(), state.get("size", 0)
-            file.seek(0)
-            size = file.read(known).rfind(b"\n") + 1                        # of whole lines
-            if size < known:
-                print(f"{self.jsonl} has lost {known - size} bytes: the steps of these lines are gone from it")
-            elif size < found:
-                print(f"{self.jsonl}: its last {found - size} bytes, later than the checkpoint, are dropped")
-            file.truncate(size)
+        self._drop_lines(state.get("size", 0))
         for file in sorted((self.run_dir / "rollouts").glob("*_*.parquet")):
             number = file.stem.partition("_")[2]                            # of a step, but in a file of the user's
             if number.isdecimal() and int(number) > state.get("step", -1):
@@ -116,6 +108,21 @@ class Tracker:
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()                                        # a kill loses no step
 
+    def _drop_lines(self, known: int) -> None:
+        """Keep the first `known` bytes of metrics.jsonl, those that the checkpoint knows, without damaged lines."""
+        self.jsonl.touch()
+        content = self.jsonl.read_bytes()
+        lines = [line for line in content[:known].splitlines(True) if is_row(line)]
+        size = sum(map(len, lines))
+        if size < known:
+            print(f"{self.jsonl} has lost {known - size} bytes to damage: the steps of these lines are gone from it")
+        elif size < len(content):
+            print(f"{self.jsonl}: its last {len(content) - size} bytes, later than the checkpoint, are dropped")
+        if size < len(content):
+            with self.jsonl.open("r+b") as file:                            # whose kept lines are never gone
+                file.writelines(lines)
+                file.truncate()
+
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:
         """`with tracker.progress("rollout", 64) as advance:`, and `advance()` whenever one of them is done: a bar on a
@@ -134,6 +141,14 @@ class Tracker:
             self.wandb.finish()
         if self.tensorboard is not None:
             self.tensorboard.close()
+
+
+def is_row(line: bytes) -> bool:
+    """Whether a line of metrics.jsonl is whole and readable."""
+    try:
+        return line.endswith(b"\n") and "step" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
 
 
 def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:

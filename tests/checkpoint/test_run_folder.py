@@ -157,20 +157,25 @@ def test_metrics_reach_the_disk_before_a_checkpoint_does(world, tmp_path, monkey
     assert synced[-1] == tmp_path / "metrics.jsonl"
 
 
-@pytest.mark.parametrize("left", ["", '{"step": 1, "x": 1}\n{"step": 2, '])
-def test_lines_that_metrics_has_lost_are_said(left, world, tmp_path, capsys):
-    """A half line goes too: the next step's would be a part of it."""
+ONE = '{"step": 1, "x": 1}\n'
+
+
+@pytest.mark.parametrize(("left", "kept"), [
+    ("", ""), (ONE + '{"step": 2, ', ONE), ("\0" * 19 + "\n" + ONE, ONE), (ONE + '{"stfp": 2, "x": 2}\n', ONE),
+    (ONE + "7\n", ONE),
+])
+def test_lines_that_metrics_has_lost_are_said(left, kept, world, tmp_path, capsys):
+    """Half lines and damaged ones go too: the next step's would be a part of the one, no tool reads the other."""
     tracker = Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, {})
     for step in (1, 2):
         tracker.log(step, {"x": step}, "")
     metrics, state = tmp_path / "metrics.jsonl", tracker.state_dict(2)
     metrics.write_text(left)
-    whole = left[: left.rfind("\n") + 1]
     capsys.readouterr()
     again = Tracker(LogConfig(), str(tmp_path), Flags(SaveConfig()), world, state)
-    assert capsys.readouterr().out.startswith(f"{metrics} has lost {40 - len(whole)} bytes: the steps of these lines")
+    assert capsys.readouterr().out.startswith(f"{metrics} has lost {40 - len(kept)} bytes to damage: the steps of")
     again.log(3, {"x": 3}, "")
-    assert metrics.read_text() == whole + '{"step": 3, "x": 3}\n'
+    assert metrics.read_text() == kept + '{"step": 3, "x": 3}\n'
 
 
 def test_files_that_a_user_removes_or_adds_stop_no_start(world, tmp_path):
