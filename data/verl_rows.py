@@ -83,6 +83,8 @@ def write(rows: Iterable[dict], path: Path) -> None:
     """Write in one rename, so that an existing file is always complete. A file that already has these bytes is not
     touched. The first 1,024 rows decide the types of the columns. Two processes may write the same file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path.parent} cannot be written by this user: name another folder, --out")
     temporary = path.with_name(f".{path.name}.tmp")
     rows, writer, num_rows = iter(rows), None, 0
     with open_alone(temporary) as file:

@@ -318,7 +318,7 @@ def test_two_writers_of_one_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_distinct_and_write(tmp_path, capsys):
+def test_distinct_and_write(tmp_path, capsys, monkeypatch):
     rng = random.Random(0)
     rows = [verl_rows.make_row("s", f"question {rng.random()}", "1", "math", "train", i) for i in range(3000)]
     path = tmp_path / "deep" / "train.parquet"
@@ -330,4 +330,7 @@ def test_distinct_and_write(tmp_path, capsys):
     assert path.stat().st_mtime_ns == before and "is complete, 3000 problems" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no rows for"):
         verl_rows.write([], tmp_path / "none.parquet")
+    monkeypatch.setattr(os, "access", lambda *_: False)                 # another user's; root may write all
+    with pytest.raises(ValueError, match="cannot be written by this user: name another folder, --out"):
+        verl_rows.write(rows, path)
     assert [file.name for file in path.parent.iterdir()] == ["train.parquet"]
