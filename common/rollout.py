@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
-from common.layout.response import Response
 from common.model.flops import sequence_cost
 from common.packing import Sequences, plan_step
 from common.parallel.exchange import exchange, gather_numbers, routing_of
 from common.parallel.ranks import World, all_sum
 from common.prompts import Prompt
 from common.segments import segment_sum
+from envs.runtime.response import Response
 
 
 @dataclass

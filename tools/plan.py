@@ -205,6 +205,20 @@ def why(command: Command) -> str:
 
 # --------------------------------------------------------------------------- a script's command
 
+MOST = {"hidden_size": 10**6, "intermediate_size": 10**7, "num_hidden_layers": 1000, "num_attention_heads": 10**4,
+        "num_key_value_heads": 10**4, "head_dim": 10**4, "vocab_size": 10**7, "num_experts_per_tok": 10**4}
+"""More than any model has."""
+
+
+def check_sizes(config: Any) -> None:
+    """Raises ValueError for sizes that no model has. A plan of them would take for ever, or end in a traceback."""
+    fields = config.get_text_config().to_dict()
+    for name, most in MOST.items():
+        size = fields.get(name)                                         # families differ in these fields
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise ValueError(f"{name} is {size}, must be from 1 to {most:,}")
+
+
 class Planned(Run):
     """Ends where the script asks for the plan: no ranks meet, no data are read, no engine is started."""
 
@@ -218,6 +232,7 @@ class Planned(Run):
         size = int(os.environ["WORLD_SIZE"]) - samplers
         self.world = World(0, size, torch.device("cuda"), mesh=None, num_samplers=samplers)
         self.hf_config = read_config(args.model, args.policy)
+        check_sizes(self.hf_config)
         with mock.patch.object(make, "check_vllm"):                     # it asks what this machine can do
             make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
                                self.correction.covers_cut_sampling)

@@ -18,10 +18,10 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, checksum
-from common.layout.response import Response
 from common.model.policy import saved_buffers
 from common.model.router_replay import routers_of
 from common.model.vision import auto_class
+from envs.runtime.response import Response
 
 ROWS = 8
 """Number of rows of a block. A row without a response computes a result that is not used."""

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from common.dataset.images import Images, decode
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
-from common.layout.response import Response
 from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
 from common.parallel.ranks import all_names, seed_of
+from envs.runtime.response import Response
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
 

@@ -14,19 +14,6 @@ from common.batch import Batch
 from common.model.vision import FAMILIES
 from common.parallel.ranks import all_sum
 
-MOST = {"hidden_size": 10**6, "intermediate_size": 10**7, "num_hidden_layers": 1000, "num_attention_heads": 10**4,
-        "num_key_value_heads": 10**4, "head_dim": 10**4, "vocab_size": 10**7, "num_experts_per_tok": 10**4}
-"""More than any model has."""
-
-
-def check_sizes(config: PretrainedConfig) -> None:
-    """Raises ValueError for sizes that no model has, which fail later, where less is said."""
-    fields = config.get_text_config().to_dict()
-    for name, most in MOST.items():
-        size = fields.get(name)                                         # families differ in these fields
-        if isinstance(size, int) and not 1 <= size <= most:
-            raise ValueError(f"{name} is {size}, must be from 1 to {most:,}")
-
 
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """Forward FLOPs of each sequence by itself, float64 [S], with the output head on every token.

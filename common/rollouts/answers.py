@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.layout.response import Response
 from common.rollout import Rollout, gather_rollout
+from envs.runtime.response import Response
 
 
 def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:

@@ -15,43 +15,18 @@ from torch import Tensor
 
 from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
-from common.layout.response import Response
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
 from common.prompts import TemplateConfig
 from common.rollout import Sample
 from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.processes import EpisodeProcesses
+from envs.runtime.response import Episode, Response, response_of
 from envs.runtime.tool_calls import make_parser
 
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
 OTHER_FILES = 100  # open files that a rank has beside one an episode
 END_REASONS = ("done", "length", "turns", "timeout", "error")
-
-
-@dataclass
-class Episode:
-    """One episode, on every rank of its engine."""
-
-    conversation: Conversation
-    seed: int | None  # None: greedy
-    begun: Response  # has the model's replies, also those of earlier steps
-    num_turns: int = 0
-    end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
-    is_sampling: bool = False  # the model writes; else its process is busy
-    limit: int = 0  # tokens that the reply being sampled may have at most for want of room
-    tool_s: float = 0.0
-
-    def next_reply(self, before: list[int]) -> Response:
-        """The reply after these tokens: one from an earlier step, unless the environment has sent other tokens since,
-        or a new one."""
-        replies = self.begun.earlier
-        if self.num_turns < len(replies) and replies[self.num_turns].prompt != before:
-            del replies[self.num_turns :]
-            del self.begun.versions[self.begun.num_sampled_in_all :]
-        if self.num_turns == len(replies):
-            replies.append(Response(prompt=before))
-        return replies[self.num_turns]
 
 
 @dataclass
@@ -191,26 +166,6 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
     parse = make_parser(config.tool_parser, tokenizer) if config.tool_parser else None
     processes = EpisodeProcesses(config.episode, config.tool_timeout_s) if world.rank % config.tp == 0 else None
     return Episodes(config, template, max_sequence_length, processes, parse)
-
-
-def response_of(episode: Episode, message: dict[str, Any]) -> Response:
-    """An episode that has ended, as a response to its prompt."""
-    conversation = episode.conversation
-    end_reason = episode.end_reason
-    if "failure" in message:
-        end_reason = "timeout" if message["failure"] == "timeout" else "error"
-    finish_reason = "length" if end_reason == "length" else "stop"
-    earlier = [
-        Response(before.tokens, before.logp, "stop", before.mask, before.prompt, routing=before.routing)
-        for before in conversation.left_behind
-    ]
-    return Response(
-        conversation.tokens, conversation.logp, finish_reason, conversation.mask, conversation.prompt, earlier,
-        episode.num_turns, end_reason, conversation.messages,
-        {"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
-         "tool_s": episode.tool_s},
-        episode.begun.versions, conversation.routing,
-    )
 
 
 def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[str]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from common.engine.base import Request, SamplingConfig
-from common.layout.response import Response
 from common.metrics import Meter
 from common.parallel.ranks import all_gather_objects, seed_of
 from common.prompts import PromptSampler
 from common.rollout import Sample
 from common.rollouts.scoring import PendingRollout, RolloutRequest, RolloutSource
+from envs.runtime.response import Response
 
 
 @dataclass

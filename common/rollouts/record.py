@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
-from common.layout.response import Response
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Minibatch, Rollout, Sample
 from common.tracking.logger import LogConfig
+from envs.runtime.response import Response
 
 COLUMNS = {
     pa.int32(): "step index group prompt_length response_length num_turns",

@@ -14,12 +14,12 @@ import torch
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
-from common.layout.response import Response
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import World, all_gather_objects, all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes, measure_episodes
+from envs.runtime.response import Response
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
 from rewards.runtime.worker import MAX_NAMES, MAX_SCORE

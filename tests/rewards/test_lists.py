@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.layout.response import Response
 from common.metrics import Meter
 from common.prompts import Prompt
 from common.rollout import Sample
 from common.rollouts.scoring import PendingRollout
+from envs.runtime.response import Response
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores
 
 PER_TOKEN = str(Path(__file__).with_name("per_token.py"))

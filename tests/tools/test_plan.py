@@ -112,6 +112,18 @@ def test_mistakes_are_one_line(arguments, message, run):
     assert code == 2 and message in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"hidden_size": 10**12}, "hidden_size is 1000000000000, must be from 1 to 1,000,000"),
+    ({"intermediate_size": -5}, "intermediate_size is -5, must be from 1 to"),
+    ({"vocab_size": 0}, "vocab_size is 0, must be from 1"),
+])
+def test_sizes_that_no_model_has_are_one_line(sizes, message, model, run):
+    file = Path(model) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    said, code = run(str(ROOT / "grpo.py"))
+    assert code == 2 and message in said and said.count("\n") == 1
+
+
 def test_the_tables_are_those_in_the_documents():
     """Of some models, as all of them take long: as docs/gpus.md has them, and not all cells alike."""
     text = Path(ROOT / "docs/gpus.md").read_text().splitlines()

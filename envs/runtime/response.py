@@ -1,9 +1,11 @@
-"""What an engine returns for one prompt, or an episode for one row."""
+"""What the model wrote: a response to a prompt, and the episode of many turns that becomes one."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+from envs.runtime.conversation import Conversation
 
 
 @dataclass
@@ -58,3 +60,48 @@ class Response:
         self.tokens = self.tokens + part.tokens
         self.logp = self.logp + part.logp
         self.finish_reason, self.routing = finish_reason, part.routing
+
+
+@dataclass
+class Episode:
+    """One episode, on every rank of its engine."""
+
+    conversation: Conversation
+    seed: int | None  # None: greedy
+    begun: Response  # has the model's replies, also those of earlier steps
+    num_turns: int = 0
+    end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
+    is_sampling: bool = False  # the model writes; else its process is busy
+    limit: int = 0  # tokens that the reply being sampled may have at most for want of room
+    tool_s: float = 0.0
+
+    def next_reply(self, before: list[int]) -> Response:
+        """The reply after these tokens: one from an earlier step, unless the environment has sent other tokens since,
+        or a new one."""
+        replies = self.begun.earlier
+        if self.num_turns < len(replies) and replies[self.num_turns].prompt != before:
+            del replies[self.num_turns :]
+            del self.begun.versions[self.begun.num_sampled_in_all :]
+        if self.num_turns == len(replies):
+            replies.append(Response(prompt=before))
+        return replies[self.num_turns]
+
+
+def response_of(episode: Episode, message: dict[str, Any]) -> Response:
+    """An episode that has ended, as a response to its prompt."""
+    conversation = episode.conversation
+    end_reason = episode.end_reason
+    if "failure" in message:
+        end_reason = "timeout" if message["failure"] == "timeout" else "error"
+    finish_reason = "length" if end_reason == "length" else "stop"
+    earlier = [
+        Response(before.tokens, before.logp, "stop", before.mask, before.prompt, routing=before.routing)
+        for before in conversation.left_behind
+    ]
+    return Response(
+        conversation.tokens, conversation.logp, finish_reason, conversation.mask, conversation.prompt, earlier,
+        episode.num_turns, end_reason, conversation.messages,
+        {"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
+         "tool_s": episode.tool_s},
+        episode.begun.versions, conversation.routing,
+    )
