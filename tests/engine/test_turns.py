@@ -166,7 +166,7 @@ def test_with_one_turn_each_it_is_the_usual_advantage(world):
         sample.score = float(sample.index % 3)
         sample.extras = {"turn_scores": [sample.score]}
     rollout = gather_rollout(samples)
-    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=9999, seed=0)
     _, rewards, group = to_units(Batch.cat([*minibatch]), rollout, rollout.scores, 1.0, True)
     for function in (group_advantages, passk_advantages):
         assert torch.equal(function(rewards, group, True), function(rollout.scores, rollout.group, True))
@@ -197,7 +197,7 @@ def test_a_step_without_any_turn_has_one_unit_without_a_reward(world):
         sample.response = Response([], [], "stop", [], end_reason="done")
         sample.extras = {"turn_scores": []}
     rollout = gather_rollout(samples)
-    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, CONFIG, world, num_minibatches=1, max_tokens=9999, seed=0)
     batch = Batch.cat([*minibatch])
     units, rewards, group = to_units(batch, rollout, rollout.scores, 1.0, True)
     assert rewards.isnan().tolist() == [True] and group_advantages(rewards, group, True).tolist() == [0]

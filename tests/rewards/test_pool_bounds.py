@@ -71,7 +71,8 @@ def test_ints_and_fractions_larger_than_any_float_are_infinite(caplog):
         results = pool.results()
     assert results.failures == [None, "invalid", "invalid"]
     assert results.extras[0] == {"n": "inf", "m": "-inf"}
-    assert "score returned 1000000000" in caplog.text and "; the rule is a finite number of at most 1e+09" in caplog.text
+    assert "score returned 1000000000" in caplog.text
+    assert "; the rule is a finite number of at most 1e+09" in caplog.text
 
 
 def test_rewards_without_a_finite_sum_are_failures():
