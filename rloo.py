@@ -27,7 +27,7 @@ from common.engine.make import check_sizes
 from common.metrics import Meter, spread
 from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
-from common.segments import group_count, group_mean, group_sum, is_constant, whiten
+from common.segments import group_count, group_mean, is_constant, whiten
 from common.tracking.console import run_script
 from common.variants.optimal_baseline import optimal_token_baseline
 
@@ -86,7 +86,7 @@ def check(args: Args) -> None:
     losses.check_group(args.samples_per_prompt, BASELINES[args.baseline].least_samples)
     if not 0 <= args.gamma <= 1:
         raise ValueError(f"--gamma {args.gamma} must be in [0, 1]")
-    if args.baseline == "otb" and resolve_correction(args.correction, args.loss).bypass:
+    if args.baseline == "otb" and resolve_correction(args.correction, args.loss, groups_after_rejection=True).bypass:
         raise ValueError("--baseline otb needs the old policy's probabilities: leave out --correction.bypass")
     if args.baseline == "remax" and args.rollout.in_flight > 1:
         raise ValueError(f"--rollout.in-flight {args.rollout.in_flight:g}: --baseline remax needs all of one policy")
@@ -115,9 +115,7 @@ def greedy_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Ten
 
 def length_weighted_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
     """OPO (Hao et al. 2025, arXiv 2505.23585): R_i minus the group's mean weighted by response length."""
-    centred = rewards - group_mean(rewards, group)                                              # [S]
-    weights = lengths * rewards.isfinite()                                                      # [S]
-    return centred - group_sum(centred * weights, group) / group_sum(weights, group).clamp(min=1)
+    return rewards - group_mean(rewards, group, weights=lengths)
 
 
 def scaled_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
@@ -200,6 +198,7 @@ def main(args: Args) -> None:
             if baseline.greedy:
                 pending = run.sample(rows, 1, validation_sampling(args.rollout, temperature=0.0), step)
                 greedy = run.collect(pending, Meter()).scores
+                run.metrics["reward/greedy_error_frac"] = float(greedy.isnan().double().mean())
             pending = run.sample(rows, G, args.rollout, step)
             run.metrics |= engine.sleep()
 

@@ -54,11 +54,12 @@ def group_count(x: Tensor, group: Tensor) -> Tensor:
     return group_sum((~x.isnan()).to(x.dtype), group)
 
 
-def group_mean(x: Tensor, group: Tensor) -> Tensor:
-    """[S] -> [S]: for each response the mean over its group; ignores NaN, and is NaN for a group without values. Of
-    equal values it is that value: the sum of three 0.1 is not 0.3, and what is left of it is added again."""
-    mean = group_sum(x, group) / group_count(x, group)      # 0 / 0 is the NaN of a group without values
-    return mean + group_sum(x - mean, group) / group_count(x, group)
+def group_mean(x: Tensor, group: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+    """[S] -> [S]: for each response the weighted mean over its group; ignores NaN, and is NaN for a group that has no
+    values. Of equal values it is that value: the sum of three 0.1 is not 0.3, so the mean of what is left is added."""
+    weights = weights * (~x.isnan()).to(x.dtype)
+    mean = group_sum(weights * x, group) / group_sum(weights, group)
+    return mean + group_sum(weights * (x - mean), group) / group_sum(weights, group)
 
 
 def group_std(x: Tensor, group: Tensor) -> Tensor:

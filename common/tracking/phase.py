@@ -68,8 +68,9 @@ class Phase:
     def optimizer_step(self, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig, step: int,
                        first_step: int = 0) -> None:
         """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
-        gradient norm and skipped steps are logged. Raises ValueError, naming the response, for a log-prob or value that
-        is not finite. Finiteness is checked only here, so that no micro-batch forces a GPU-host sync."""
+        gradient norm and skipped steps are logged. Raises ValueError, naming the response, for a log-prob, a value, an
+        advantage or a return that is not finite. Finiteness is checked only here, so that no micro-batch forces a
+        GPU-host sync."""
         if not self.outputs:
             raise RuntimeError(f"no micro-batch was reported before this optimizer step: call {DONE} after each "
                                f"backward pass")
@@ -81,6 +82,9 @@ class Phase:
         if not math.isfinite(grad_norm):
             for microbatch, output in self.outputs:
                 microbatch.check_finite(f"the output of the {self.model}", output)
+                for name in ("advantage", "returns"):
+                    if (values := getattr(microbatch, name)) is not None:
+                        microbatch.check_finite(f"its {name}", values)
         run.meter.mean(f"{self.model}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
         run.meter.total(f"{self.model}/skipped_steps", not math.isfinite(grad_norm), per=run.world.size)
         self.outputs = []

@@ -79,6 +79,18 @@ def test_a_broken_gradient_names_the_response_whose_output_is_not_finite(monkeyp
         phase.optimizer_step(None, None, OptimConfig(), 0)
 
 
+@pytest.mark.parametrize("name", ["advantage", "returns"])
+def test_a_broken_gradient_names_the_response_whose_advantage_or_return_is_not_finite(name, monkeypatch):
+    """A factor of a reward that is too large for float32, for example."""
+    monkeypatch.setattr("common.tracking.phase.optimizer_step", lambda *_: math.inf)
+    batch = Batch.build([[1]], [[2, 3]], index=[7])
+    setattr(batch, name, torch.tensor([0.0, -math.inf, 1.0]))
+    phase = update_of([[batch]])
+    phase.done(batch, torch.zeros(3))
+    with pytest.raises(ValueError, match=f"its {name} is -inf for response 7 at its token 1: "):
+        phase.optimizer_step(None, None, OptimConfig(), 0)
+
+
 def test_a_microbatch_keeps_what_the_last_pass_said():
     """For the recorded rollouts, without the graph."""
     microbatch = Batch.build([[1]], [[2]])

@@ -28,6 +28,7 @@ BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.c
         "--optim.lr", "1e-3", "--reward.num-workers", "1", "--total-steps", "1", "--save.hf", "never",
         "--reward.function", f"{ROOT / 'tests/scripts/reward_by_length.py'}:compute_score"]
 TWO_UPDATES = ["--minibatches-per-step", "2"]
+BYPASS = ["--correction.bypass", "True"]
 ALL_RECORDED = ["--total-steps", "2", "--log.rollouts-every", "1", "--run-zero-advantage"]
 LOSSES = ["grpo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "reinforce"]
 LOST = ["--reward.function", f"{ROOT / 'tests/scripts/reward_that_is_lost.py'}:compute_score",
@@ -90,6 +91,7 @@ VARIANTS = {
                            "--reward.function", f"{ROOT / 'tests/scripts/reward_parts.py'}:compute_score"],
     "grpo lost": ["--run-zero-advantage", *LOST],
     "rloo lost": ["--run-zero-advantage", *LOST],
+    "rloo remax lost": [*LOST, "--baseline", "remax"],
     "ppo lost": [*LOST, "--total-steps", "2", "--kl-reward-coef", "0.1", "--kl-controller", "adaptive"],
     "dapo lost": LOST,
 }
@@ -303,6 +305,13 @@ def test_the_controller_counts_the_responses_that_have_a_reward(runs):
     assert second["actor/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * num_scored / 10000), rel=1e-12)
 
 
+def test_greedy_responses_without_a_score_are_counted(runs):
+    """remax: the responses to their prompts have no baseline, and no advantage; here those of all prompts."""
+    row = runs[1]["rloo remax lost"][0]
+    assert row["reward/greedy_error_frac"] == 1 and row["reward/error_frac"] < 0.5 and row["actor/grad_norm"] == 0
+    assert runs[1]["rloo remax"][0]["reward/greedy_error_frac"] == 0
+
+
 def test_dapo_samples_until_enough_groups_differ(runs):
     rows = [row for row in runs[1]["dapo"] if row["rollout/gen_batches"] > 1]
     assert rows and all(0 < row["reward/constant_group_frac"] < 1 for row in rows)
@@ -349,6 +358,13 @@ def test_baselines_by_hand():
     # 2 of 5 scored responses are in a group with unequal rewards: alpha 2.5
     assert_equal(baseline("gpg", [[1, 0], [2, 2], [7, NAN]]), [1.25, -1.25, 0, 0, 0, 0])
     assert_equal(baseline("gpg", [[2, 2], [0, 0]]), [0, 0, 0, 0])
+
+
+def test_the_optimal_baseline_goes_with_groups_that_rejected_responses_leave(tiny_llama):
+    flags = ["--baseline", "otb", "--correction.preset", "decoupled-k3-rs", "--correction.rejected-leave-group"]
+    rloo.check(tyro.cli(rloo.Args, args=["--model", tiny_llama, "--train-data", "x", *flags]))
+    with pytest.raises(ValueError, match=r"--baseline otb needs .*: leave out --correction.bypass"):
+        rloo.check(tyro.cli(rloo.Args, args=["--model", tiny_llama, "--train-data", "x", *flags, *BYPASS]))
 
 
 @pytest.mark.parametrize("value", [0.1, -0.7, 1e9 / 3])
