@@ -45,8 +45,8 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 def group_sum(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: for each response the sum over its group; ignores NaN."""
-    sums = x.new_zeros(_num_groups(group)).index_add(0, group, x.nan_to_num())  # on the CPU, so in a fixed order
-    return sums[group]
+    # on the CPU, so in a fixed order
+    return x.new_zeros(_num_groups(group)).index_add(0, group, x.nan_to_num())[group]
 
 
 def group_count(x: Tensor, group: Tensor) -> Tensor:

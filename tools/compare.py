@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from common.tracking.console import exit_with_error
+from tools.runs import read_rows
+from tools.terminal import visible
 
 ALWAYS_DIFFERENT = {"run_dir"}
 SHOWN = (
@@ -21,20 +23,26 @@ LAST = 5
 
 
 def read_start(run: Path) -> dict[str, Any]:
-    """What the newest start of a run was: start.json, with the script's text as "script" and the diff as "diff"."""
-    starts = sorted(run.glob("start_*/start.json"), key=lambda file: int(file.parent.name.removeprefix("start_")))
-    if not starts:
+    """What the newest start of a run was: start.json, with the script's text as "script" and the diff as "diff". A file
+    that is not there is an empty text."""
+    numbers = [int(file.parent.name[6:]) for file in run.glob("start_*/start.json") if file.parent.name[6:].isdecimal()]
+    if not numbers:
         raise ValueError(f"{run} holds no start_N/start.json: it must be a run folder (--run-dir)")
-    start = json.loads(starts[-1].read_text())
-    scripts = sorted(starts[-1].parent.glob("*.py"))
-    start["script"] = scripts[0].read_text() if scripts else ""
-    start["diff"] = (starts[-1].parent / "changes.diff").read_text()
-    return start
+    folder = run / f"start_{max(numbers)}"
+    try:
+        known = {"flags": {}, "versions": {}, "commit": "", "ranks": 0}
+        start = known | json.loads((folder / "start.json").read_text())
+        texts = [file.read_text(errors="replace") for file in sorted(folder.glob("*.py"))]
+        diff = folder / "changes.diff"
+        return start | {"script": texts[0] if texts else "",
+                        "diff": diff.read_text(errors="replace") if diff.is_file() else ""}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder}/start.json is damaged: {error}") from None
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return read_rows(path) if path.is_file() else []
 
 
 def compare_code(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -92,7 +100,7 @@ def main(a: Path, b: Path) -> None:
         ],
     }
     for title, lines in sections.items():
-        print(f"== {title}", *(lines or ["the same"]), "", sep="\n")
+        print(f"== {title}", *(map(visible, lines) if lines else ["the same"]), "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ import tyro
 
 from common.tracking.console import exit_with_error
 from common.tracking.health import HealthCheck
-from tools.runs import finite, read_flags, read_metrics, read_rollouts, series, to_json, version
+from tools.runs import CLOCK, finite, read_flags, read_metrics, read_rollouts, series, thinned, to_json, version
 
 PAGE = Path(__file__).parent / "page"
+MAX_WARNINGS = 200
 
 
 @dataclass
@@ -64,7 +65,7 @@ def draw(runs: list[str], out: Path) -> None:
     first = [row for row in all_rows[runs[0]] if "timing_s/step" in row]
     names = {key for row in first for key in row if key.startswith("timing_s/") and key != "timing_s/step"}
     phases = sorted(key for key in names if key.count("/") == 1)  # timing_s/agent_loop/... is of single episodes
-    if first:
+    if first and phases:
         steps, values = [row["step"] for row in first], [[row.get(key, 0.0) for row in first] for key in phases]
         seconds.stackplot(steps, values, labels=[key.removeprefix("timing_s/") for key in phases])
     for axis, title in ((reward, "training reward, mean of the step's responses"), (validation, "validation accuracy"),
@@ -82,7 +83,8 @@ def draw(runs: list[str], out: Path) -> None:
 
 def write_page(runs: list[str], out: Path, max_mb: float) -> None:
     """One self-contained file."""
-    out.write_text(page(page_data(runs, max_mb) | {"version": ""}, connect="'none'"))
+    text = page(page_data(runs, max_mb) | {"version": ""}, connect="'none'")
+    out.write_text(text, encoding="utf-8", errors="backslashreplace")       # a folder's name may be no UTF-8
 
 
 def page(data: dict[str, Any], connect: str) -> str:
@@ -110,7 +112,9 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
     last_names = [Path(run).resolve().name for run in runs]
     for number, (run, last_name) in enumerate(zip(runs, last_names)):
         rows, health = read_metrics(run), HealthCheck()
-        names = sorted({name for row in rows for name in row} - {"step"})
+        warnings = [line for row in rows for line in health.look(row["step"], row)]
+        rows, fewer = thinned(rows)
+        names = sorted({name for row in rows for name in row} - {"step", CLOCK})
         found, left_out = read_rollouts(Path(run), max_mb / len(runs))
         for row in found:
             prompt = prompts.setdefault((row["prompt"], row["images"]), len(prompts))
@@ -120,7 +124,8 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
             "flags": read_flags(Path(run) / "config.json"),
             "steps": [row["step"] for row in rows],
             "metrics": {name: [finite(row.get(name)) for row in rows] for name in names},
-            "warnings": [line for row in rows for line in health.look(row["step"], row)],
+            "clock": [finite(row[CLOCK]) for row in rows],
+            "warnings": warnings[-MAX_WARNINGS:] + [fewer] * bool(fewer),
             "left_out": left_out,
         })
     texts, pictures = [text for text, _ in prompts], [list(images) for _, images in prompts]
@@ -177,6 +182,12 @@ def main(args: Args) -> None:
     out = Path(args.out or Path(args.runs[0]) / "report.html")
     if out.suffix not in (".html", ".png"):
         raise ValueError(f"--out {out} must end with .html (the page) or .png (a picture of the curves)")
+    if not args.max_mb > 0:
+        raise ValueError(f"--max-mb {args.max_mb:g} must be above 0")
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"--port {args.port} must be from 0 to 65535")
+    if out.is_dir() or (args.out and not out.parent.is_dir()):
+        raise ValueError(f"--out {out} must be a file in a folder that is there")
     if args.serve:
         server = Server(list(args.runs), args.max_mb, args.port)
         print(f"http://localhost:{server.server_port} until Ctrl-C", flush=True)

@@ -7,14 +7,30 @@ import io
 import json
 import math
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
 from common.checkpoint.secrets import redacted
+from tools.terminal import visible
+
+MAX_STEPS = 5000
+"""Steps of a run in the page's curves."""
+MAX_NOTES = 5
+AT_ONCE = 1_000_000
+"""Bytes of a file that are read together, before their compression."""
+CLOCK = "clock"
+NEEDED = {
+    pa.types.is_integer: "step index group response_length",
+    pa.types.is_floating: "reward advantage",
+    pa.types.is_string: "data_source prompt response ground_truth reward_parts finish_reason",
+}
+"""Columns that the page cannot do without; older files lack others."""
 
 
 def read_metrics(run: str) -> list[dict[str, float]]:
@@ -23,18 +39,46 @@ def read_metrics(run: str) -> list[dict[str, float]]:
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the folder of a run (--run-dir) that logged to jsonl")
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not rows:
-        raise ValueError(f"{path} is empty: the run has not finished a step")
+    if rows := read_rows(path):
+        return rows
+    raise ValueError(f"{path} is empty: the run has not finished a step")
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl, each an object of numbers with a whole step; a last one without its end is left
+    out."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged in line {number}: {error}") from None
+        if not isinstance(row, dict) or "step" not in row:
+            raise ValueError(f"{path} is damaged in line {number}: it must be an object with a step")
+        wrong = [name for name, value in row.items() if not (isinstance(value, float) and name != "step")
+                 and not (isinstance(value, int) and abs(value) < 2**63)]
+        if wrong:
+            raise ValueError(f"{path} is damaged in line {number}: {visible(wrong[0][:100])} is no number")
+        rows.append(row)
     return rows
 
 
+def thinned(rows: list[dict[str, float]]) -> tuple[list[dict[str, float]], str]:
+    """At most MAX_STEPS rows and those with a validation, and a note on what is left out. CLOCK has the seconds of all
+    steps so far."""
+    every = -(-len(rows) // MAX_STEPS)
+    kept, seconds = [], 0.0
+    for number, row in enumerate(rows, start=1):
+        seconds += row.get("timing_s/step", 0.0)
+        if (len(rows) - number) % every == 0 or any(name.startswith("val-") for name in row):
+            kept.append(row | {CLOCK: seconds})
+    note = f"curves show {len(kept):,} of {len(rows):,} steps" if len(kept) < len(rows) else ""
+    return kept, note
+
+
 def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric, where it was logged."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
+    """Steps and values of a metric, where it was logged; what is too large to draw is a gap."""
+    found = [(row["step"], row[name] if abs(row[name]) < 1e100 else math.nan) for row in rows if name in row]
     return [step for step, _ in found], [value for _, value in found]
 
 
@@ -55,7 +99,12 @@ def finite(x: float | None) -> float | None:
 
 
 def read_flags(file: Path) -> dict[str, str]:
-    return flat_flags(redacted(json.loads(file.read_text()))) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        return flat_flags(redacted(json.loads(file.read_bytes().decode())))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 def flat_flags(flags: dict[str, Any], prefix: str = "--") -> dict[str, str]:
@@ -76,31 +125,81 @@ def rollout_files(run: Path) -> list[Path]:
 
 
 def read_rollouts(run: Path, max_mb: float) -> tuple[list[dict[str, Any]], str]:
-    """Responses, and a note on the steps that were left out. common/rollouts/record.py wrote them."""
-    files = rollout_files(run)
-    kept = [rollouts_of(file, file.stat().st_mtime_ns) for file in files]
-    sizes = [len(to_json(rows)) for rows in kept]
-    while len(kept) > 1 and sum(sizes) > max_mb * 1e6:
-        kept, sizes = kept[::-2][::-1], sizes[::-2][::-1]   # every second one, counted from the last, which stays
-    left_out = len(files) - len(kept)
-    note = f"{left_out} of {len(files)} recorded steps left out (--max-mb)" if left_out else ""
-    return [row for rows in kept for row in rows], note
+    """Responses, and a note on what was left out. common/rollouts/record.py wrote them."""
+    files, most = rollout_files(run), max_mb * 1e6
+    stats = {file: file.stat() for file in files if file.is_file()}     # others are links to nothing, or folders
+    kept = every_second(files, [stats[file].st_size if file in stats else 0 for file in files], 2 * most)
+    found = [(file, rollouts_of(file, stats[file].st_mtime_ns if file in stats else 0, most)) for file in kept]
+    found = every_second(found, [size for _, (_, _, size, _) in found], most)
+    notes = [f"{len(files) - len(found)} of {len(files)} recorded steps left out (--max-mb)"]
+    notes = notes if len(files) > len(found) else []
+    notes += [f"{file.name}: {total - len(rows):,} of {total:,} responses left out (--max-mb)"
+              for file, (rows, total, _, problem) in found if total > len(rows) and not problem]
+    notes += [f"{file.name} cannot be read: {problem}" for file, (_, _, _, problem) in found if problem]
+    if len(notes) > MAX_NOTES:
+        notes[MAX_NOTES:] = [f"and {len(notes) - MAX_NOTES:,} further files left out in part or as a whole"]
+    return [row for _, (rows, *_) in found for row in rows], "; ".join(notes)
+
+
+def every_second(items: list, sizes: list[float], most: float) -> list:
+    """Every second item, counted from the last, which stays, until the sum of their sizes fits."""
+    while len(items) > 1 and sum(sizes) > most:
+        items, sizes = items[::-2][::-1], sizes[::-2][::-1]
+    return items
 
 
 @cache                                                      # --serve reads no file twice
-def rollouts_of(file: Path, changed: int) -> list[dict[str, Any]]:
-    """A file's responses as the page wants them. What they have per token is packed: the page unpacks what it shows."""
-    rows, images = [], {}                                   # of a group, the first response has the prompt's images
-    for batch in pq.read_table(file).to_batches(max_chunksize=1):
-        (row,) = batch.to_pylist()
-        of_row = tuple(map(thumbnail, row.pop("images", None) or ()))
-        per_token = {name: row.pop(name) for name in list(row) if isinstance(row[name], list)}
-        parts = json.loads(row["reward_parts"])
-        row = {name: finite(value) if isinstance(value, float) else value for name, value in row.items()}
-        row |= {"validation": file.name.startswith("val"), "per_token": packed(per_token) if per_token else None}
-        row["reward_parts"] = {key: finite(part) if isinstance(part, float) else part for key, part in parts.items()}
-        rows.append(row | {"images": images.setdefault(row["group"], of_row)})
-    return rows
+def rollouts_of(file: Path, changed: int, most: float) -> tuple[list[dict[str, Any]], int, float, str]:
+    """A file's first responses as the page wants them, as many as fit `most` bytes but at least one; how many the file
+    has; their bytes; what is wrong with the file. What they have per token is packed: the page unpacks what it
+    shows."""
+    rows, images, size, total = [], {}, 0, 0                # of a group, the first response has the prompt's images
+    try:
+        with pq.ParquetFile(file) as parquet:
+            total, fields = parquet.metadata.num_rows, parquet.schema_arrow
+            for is_kind, names in NEEDED.items():
+                for name in names.split():
+                    if name not in fields.names or not is_kind(fields.field(name).type):
+                        raise ValueError(f"its column {name} is missing, or of another type")
+            columns = [field.name for field in fields if is_shown(field)]
+            groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+            at_once = AT_ONCE * total // (1 + sum(group.total_byte_size for group in groups))
+            batches = parquet.iter_batches(batch_size=min(max(at_once, 1), 1000), columns=columns)
+            for row in chain.from_iterable(batch.to_pylist() for batch in batches):
+                rows.append(row_of(file, row, images))
+                size += len(to_json(rows[-1]))
+                if size > most:
+                    break
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return [], total, 0, visible(str(error))[:200]
+    return rows[:-1] if size > most and len(rows) > 1 else rows, total, size, ""
+
+
+def is_shown(field: pa.Field) -> bool:
+    """Whether JSON has the column's type; a fork may record others."""
+    kind = field.type.value_type if pa.types.is_list(field.type) else field.type
+    kinds = (*NEEDED, pa.types.is_boolean)
+    return field.name == "images" or any(is_kind(kind) for is_kind in kinds)
+
+
+def row_of(file: Path, row: dict[str, Any], images: dict[int, tuple[str, ...]]) -> dict[str, Any]:
+    for name in NEEDED[pa.types.is_string].split():
+        if row[name] is None:
+            raise ValueError(f"its column {name} has a null")
+    of_row = tuple(map(thumbnail, row.pop("images", None) or ()))
+    per_token = {name: row.pop(name) for name in list(row) if isinstance(row[name], list)}
+    row["reward_parts"] = dict(json.loads(row["reward_parts"]))
+    row |= {"validation": file.name.startswith("val"), "per_token": packed(per_token) if per_token else None}
+    return all_finite(row) | {"images": images.setdefault(row["group"], of_row)}
+
+
+def all_finite(value: Any) -> Any:
+    """With `finite` applied to all floats inside."""
+    if isinstance(value, dict):
+        return {key: all_finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [all_finite(part) for part in value]
+    return finite(value) if isinstance(value, float) else value
 
 
 def thumbnail(file: bytes) -> str:

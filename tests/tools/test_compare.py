@@ -60,3 +60,29 @@ def test_code_then_flags_then_curves(make_run, capsys):
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=rf"{tmp_path} holds no start_N/start.json: it must be a run folder"):
         compare.main(tmp_path, tmp_path)
+
+
+def test_escapes_in_code_flags_and_names_are_shown(make_run, capsys):
+    a = make_run("a", "x = 1\n", {"seed": "\x1b[31m"}, [0.1])
+    b = make_run("b", "x = '\x1b]0;t\x07'\n", {"seed": "\u202e"}, [0.1])
+    (b / "metrics.jsonl").write_text(json.dumps({"step": 1, "val-core/\x1b[2J/acc": 1.0}) + '\n{"step": 2, "x')
+    compare.main(a, b)
+    said = capsys.readouterr().out
+    assert said.replace("\n", "").isprintable()
+    assert r"+x = '\x1b]0;t\x07'" in said and r"seed: \x1b[31m -> \u202e" in said and r"val-core/\x1b[2J/acc" in said
+
+
+def test_runs_of_other_versions_and_damaged_ones(make_run, capsys):
+    """Without metrics, without a diff, with a folder start_x, with fewer fields; the same run twice."""
+    a = make_run("a", "x = 1\n", {"seed": 1}, [0.1])
+    (a / "start_x").mkdir()
+    (a / "start_x/start.json").write_text("{}")
+    (a / "start_1/start.json").write_text(json.dumps({"flags": {"seed": 1}}))
+    (a / "start_1/changes.diff").unlink()
+    (a / "metrics.jsonl").unlink()
+    compare.main(a, a)
+    assert capsys.readouterr().out.count("the same") == 2
+    for text in ("{half", "[1]", '{"a":' * 9000):
+        (a / "start_1/start.json").write_text(text)
+        with pytest.raises(ValueError, match=r"start_1/start.json is damaged"):
+            compare.main(a, a)

@@ -4,6 +4,7 @@ responses are drawn where they are in sight, and a served page follows its run."
 import base64
 import gzip
 import json
+import math
 import re
 import threading
 import time
@@ -11,6 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,7 +20,7 @@ import tyro
 
 import tools.report
 import tools.runs
-from common.rollouts.record import Recorder, write_step
+from common.rollouts.record import SCHEMA, Recorder, write_step
 from common.rollouts.record import write_validation as write_validation_file
 from common.tracking.logger import LogConfig
 from tests.conftest import ROOT
@@ -112,10 +114,112 @@ def test_prompts_of_all_runs_are_matched_by_their_text(runs, tmp_path):
 
 def test_the_size_of_the_page_is_bounded(runs):
     file = runs[0] / "rollouts/step_000005.parquet"
-    one = len(tools.runs.to_json(tools.runs.rollouts_of(file, 0)))
+    one = len(tools.runs.to_json(tools.runs.rollouts_of(file, 0, 1e9)[0]))
     rollouts, left_out = tools.runs.read_rollouts(runs[0], max_mb=1.5 * one / 1e6)
     assert {r["step"] for r in rollouts} == {5}
     assert left_out == "1 of 2 recorded steps left out (--max-mb)"
+
+
+HOSTILE = "</script><script>window.ran=1</script><!-- <img src=x> \x1b[31m \u202eevil \0nul \x85\u2028 {{data}}"
+SHOWN = "</script><script>window.ran=1</script><!-- <img src=x> ⟨001b⟩[31m ⟨202e⟩evil ⟨0000⟩nul ⟨0085⟩⟨2028⟩ {{data}}"
+
+
+def response_row(i: int, **others) -> dict:
+    """A row of a recorded step; all texts are hostile."""
+    names = ("data_source", "prompt", "response", "ground_truth", "finish_reason")
+    return dict.fromkeys(names, HOSTILE) | {
+        "step": 1, "index": i, "group": i // 4, "reward": 1.0, "advantage": 0.5, "prompt_length": 3,
+        "response_length": 2, "tokens": [1, 2], "token_texts": [HOSTILE, "\x1b"], "rollout_logp": [-0.5, math.nan],
+        "trained": [True, True],
+        "reward_parts": json.dumps({"s": "\ud800", "inner": {"x": math.nan, "y": [math.inf]}})} | others
+
+
+def put_rollouts(run: Path, name: str, rows: list[dict], without: tuple[str, ...] = (), **others) -> Path:
+    table = pa.Table.from_pylist(rows, schema=SCHEMA).drop_columns([*without])
+    for column, value in others.items():
+        table = table.append_column(column, pa.array([value] * len(rows)))
+    (run / "rollouts").mkdir(exist_ok=True)
+    pq.write_table(table, run / f"rollouts/{name}.parquet")
+    return run / f"rollouts/{name}.parquet"
+
+
+def test_rollouts_that_cannot_be_read_are_named(tmp_path):
+    """Half a file, nothing, a folder, links to nothing and to themselves, no or other columns: the rest is shown."""
+    run = Path(write_run(tmp_path / "run"))
+    half = put_rollouts(run, "step_000001", [response_row(i) for i in range(8)])
+    half.write_bytes(half.read_bytes()[:900])
+    folder = run / "rollouts"
+    (folder / "step_000002.parquet").write_bytes(b"")
+    (folder / "step_000003.parquet").symlink_to("step_000003.parquet")
+    put_rollouts(run, "step_000004", [response_row(0)], without=("response",))
+    put_rollouts(run, "step_000005", [response_row(0, reward_parts="{half")])
+    found, note = tools.runs.read_rollouts(run, max_mb=1)
+    assert found == [] and len(note.split("; ")) == 5
+    for part in ("1.parquet cannot be read: Parquet magic", "2.parquet cannot be read: Parquet file size is 0",
+                 "3.parquet cannot be read: ", "4.parquet cannot be read: its column response is missing",
+                 "5.parquet cannot be read: Expecting property name"):
+        assert part in note
+    put_rollouts(run, "step_000006", [response_row(0)], without=("mask", "messages", "end_reason"), new=b"bytes")
+    (folder / "step_000007.parquet").mkdir()
+    found, note = tools.runs.read_rollouts(run, max_mb=1)
+    assert [r["response"] for r in found] == [HOSTILE] and note.endswith("and 1 further files left out in part or as a "
+                                                                         "whole")
+    tools.report.main(tools.report.Args((str(run),)))
+
+
+def test_a_file_of_many_long_responses_is_read_in_part(tmp_path):
+    """The page stays within --max-mb, and says how much it shows."""
+    run, random = Path(write_run(tmp_path / "run")), torch.Generator().manual_seed(0)
+    logps = [torch.rand(4000, generator=random).tolist() for _ in range(12)]
+    put_rollouts(run, "step_000001", [response_row(i, rollout_logp=logps[i], response_length=4000) for i in range(12)])
+    found, note = tools.runs.read_rollouts(run, max_mb=0.1)
+    assert 1 < len(found) < 12 and note == f"step_000001.parquet: {12 - len(found)} of 12 responses left out (--max-mb)"
+    assert len(tools.runs.to_json(found)) < 0.1e6
+    assert len(tools.runs.read_rollouts(run, max_mb=1e-4)[0]) == 1
+
+
+def test_curves_of_very_long_runs_are_thinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(tools.runs, "MAX_STEPS", 10)
+    rows = [{"step": step, "x": step / 2, "timing_s/step": 2.0} for step in range(1, 96)]
+    rows[40]["val-core/a/greedy"] = 0.5
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (shown,) = tools.report.page_data([str(tmp_path)], max_mb=1)["runs"]
+    assert shown["steps"] == [5, 15, 25, 35, 41, 45, 55, 65, 75, 85, 95]
+    assert shown["clock"] == [2 * step for step in shown["steps"]] and "clock" not in shown["metrics"]
+    assert shown["warnings"] == ["curves show 11 of 95 steps"]
+
+
+@pytest.mark.parametrize(("line", "rule"), [
+    ("", "in line 8: Expecting value"), ("[1]", "in line 8: it must be an object with a step"),
+    ('{"x": 1}', "in line 8: it must be an object with a step"), ('{"step": "a"}', "in line 8: step is no number"),
+    ('{"step": NaN}', "in line 8: step is no number"), ('{"step": 8, "x": null}', "in line 8: x is no number"),
+    ('{"step": 8, "\x1b": "a"}'.replace("\x1b", "\\u001b"), r"in line 8: \\x1b is no number"),
+    ('{"a":' * 9000, "in line 8: maximum recursion depth"), ("1" * 400, "in line 8: it must be an object"),
+    ('{"step": 8, "x": 1' + "0" * 400 + "}", "in line 8: x is no number"), ("\0" * 50, "in line 8: Expecting value"),
+])
+def test_damaged_metrics_are_refused_with_their_line(line, rule, tmp_path):
+    run = write_run(tmp_path / "run")
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=rf"metrics.jsonl is damaged {rule}"):
+        tools.report.main(tools.report.Args((run,)))
+
+
+@pytest.mark.parametrize(("options", "rule"), [
+    ({"max_mb": float("nan")}, "--max-mb nan must be above 0"), ({"port": 99999}, "--port 99999 must be from 0"),
+    ({"out": "/nowhere/x.html"}, "must be a file in a folder that is there"),
+])
+def test_options_are_checked(options, rule, tmp_path):
+    with pytest.raises(ValueError, match=rule):
+        tools.report.main(tools.report.Args((write_run(tmp_path / "run"),), **options))
+
+
+@pytest.mark.parametrize("text", ["{half", "[1]", '{"a":' * 9000])
+def test_damaged_flags_are_refused(text, tmp_path):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "run/config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run/config.json is damaged: "):
+        tools.report.main(tools.report.Args((run,)))
 
 
 def test_a_broken_run_is_named_in_warnings(tmp_path):
@@ -435,6 +539,25 @@ def test_text_is_text(browser, report):
     assert browser.evaluate("window.ran === undefined")                 # even markup would not run: the page forbids it
     assert "innerHTML" not in (ROOT / "tools/page/page.js").read_text()
     browser.events.clear()
+
+
+@needs_browser
+def test_control_characters_are_shown_and_extreme_numbers_drawn(browser, tmp_path):
+    """Escapes, marks of writing direction, NUL: in sight, in every place; 1e308, steps twice and out of order."""
+    run = Path(write_run(tmp_path / "run"))
+    put_rollouts(run, "step_000001", [response_row(0)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "critic/rewards/mean": 1e308, "actor/entropy": -1e308}\n{"step": 9, "actor/entropy": '
+                   '1e308}\n{"step": 3, "actor/entropy": 1e400}\n{"step": 3, "critic/rewards/mean": NaN}\n')
+    tools.report.main(tools.report.Args((str(run),)))
+    open_rollouts(browser, run / "report.html", "&show=0-1-0")
+    for place in ("#rows .on .text", "#detail .prompt", ".response.on .tokens span:first-child"):
+        assert browser.texts(place)[0] == SHOWN
+    assert browser.texts("#detail h2") == [f"step 1, group 0 of {SHOWN}, ground truth {SHOWN}"]
+    assert browser.evaluate("window.ran === undefined && document.querySelectorAll('img, script').length === 1")
+    browser.open(run / "report.html")
+    assert browser.texts(".chart:nth-child(2) .legend b") == ["1.0e+308"] and browser.complaints() == []
+    tools.report.main(tools.report.Args((str(run),), out=str(tmp_path / "curves.png")))
 
 
 @needs_browser

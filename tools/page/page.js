@@ -68,9 +68,14 @@ function show(x) {                                      // a number for people
   return Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(1) : String(+x.toPrecision(4));
 }
 
+function plain(text) {                                  // control characters and those of writing direction, in sight
+  return String(text).replace(/[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]/g,
+    c => `⟨${c.charCodeAt().toString(16).padStart(4, "0")}⟩`);
+}
+
 function make(tag, text, name) {                        // an element with text in it
   const element = document.createElement(tag);
-  if (text !== undefined) element.textContent = text;
+  if (text !== undefined) element.textContent = plain(text);
   if (name) element.className = name;
   return element;
 }
@@ -446,7 +451,7 @@ function pictureOf(source) {                            // an image of the promp
 }
 
 function summaryOf(group) {
-  const range = values => values.length ? `${show(mean(values))} (${show(Math.min(...values))} to ${show(Math.max(...values))})` : "–";
+  const range = values => values.length ? `${show(mean(values))} (${show(values.reduce((a, b) => Math.min(a, b)))} to ${show(values.reduce((a, b) => Math.max(a, b)))})` : "–";
   const numbers = key => group.map(r => r[key]).filter(isNumber), cut = group.filter(r => r.finish_reason === "length").length;
   return `${group.length} response${group.length > 1 ? "s" : ""} · reward ${range(numbers("reward"))} · tokens ${range(numbers("response_length"))}` +
     ` · ${cut} cut at the longest length · ${numbers("advantage").length} trained on`;
@@ -525,7 +530,7 @@ function cardOf(r, x, scale, open, columns) {
   if (!open) return card;
   const body = card.appendChild(make("div", undefined, "tokens"));
   if (!x.token_texts) {                                 // a validation
-    body.append(...r.messages ? conversationOf(r) : [r.response]);
+    body.append(...r.messages ? conversationOf(r) : [plain(r.response)]);
     return card;
   }
   const names = x.mask ? writersOf(r, x.mask) : [];
@@ -627,10 +632,6 @@ function drawFlags() {
 
 function build() {                                      // what follows from the data
   names = [...new Set(data.runs.flatMap(run => Object.keys(run.metrics)))].sort();
-  for (const run of data.runs) {                        // seconds in steps so far
-    let sum = 0;
-    run.clock = run.steps.map((_, i) => sum += run.metrics["timing_s/step"]?.[i] ?? 0);
-  }
   data.rollouts.sort((a, b) => a.run - b.run || a.step - b.step || a.validation - b.validation);       // in time
   for (const r of data.rollouts) r.id = `${r.run}-${r.validation ? "v" : ""}${r.step}-${r.index}`;
   const several = data.runs.length > 1;
