@@ -208,6 +208,7 @@ def why(command: Command) -> str:
 MOST = {"hidden_size": 10**6, "intermediate_size": 10**7, "num_hidden_layers": 1000, "num_attention_heads": 10**4,
         "num_key_value_heads": 10**4, "head_dim": 10**4, "vocab_size": 10**7, "num_experts_per_tok": 10**4}
 """More than any model has."""
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 
 
 def check_sizes(config: Any) -> None:
@@ -217,6 +218,13 @@ def check_sizes(config: Any) -> None:
         size = fields.get(name)                                         # families differ in these fields
         if isinstance(size, int) and not 1 <= size <= most:
             raise ValueError(f"{name} is {size}, must be from 1 to {most:,}")
+    whole, parts = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if whole and parts and whole % parts:
+        raise ValueError(f"num_attention_heads {whole} must be a multiple of num_key_value_heads {parts}")
+    chosen = fields.get("num_experts_per_tok")
+    experts = [fields[name] for name in EXPERTS if fields.get(name) is not None]
+    if chosen and experts and chosen > experts[0]:
+        raise ValueError(f"num_experts_per_tok {chosen} must be at most the number of experts, {experts[0]}")
 
 
 class Planned(Run):

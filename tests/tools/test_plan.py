@@ -116,6 +116,8 @@ def test_mistakes_are_one_line(arguments, message, run):
     ({"hidden_size": 10**12}, "hidden_size is 1000000000000, must be from 1 to 1,000,000"),
     ({"intermediate_size": -5}, "intermediate_size is -5, must be from 1 to"),
     ({"vocab_size": 0}, "vocab_size is 0, must be from 1"),
+    ({"num_key_value_heads": 3}, "num_attention_heads 28 must be a multiple of num_key_value_heads 3"),
+    ({"num_experts_per_tok": 9, "num_experts": 8}, "num_experts_per_tok 9 must be at most the number of experts, 8"),
 ])
 def test_sizes_that_no_model_has_are_one_line(sizes, message, model, run):
     file = Path(model) / "config.json"
