@@ -102,7 +102,7 @@ ON_ONE_RANK = {
         "dr_grpo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce", "token-sum", "seq-mean-token-sum",
         "seq-mean-token-sum-norm")),
     *(f"grpo {name}" for name in ("kl k1", "kl k3", "no std", "entropy", "checkpointing", "reward model alone")),
-    "ppo lora",
+    "ppo lora", "rloo remax lost",
     *(f"rloo {name}" for name in ("opo", "gpg", "reinforce++-baseline")), "dapo one batch", "dapo overlong",
 }
 ON_TWO_RANKS = [name for name in VARIANTS if name not in ON_ONE_RANK]
