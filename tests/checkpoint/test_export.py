@@ -260,7 +260,8 @@ def write_checkpoint(run, **manifest):
     (folder / "hf").mkdir(parents=True)
     (folder / "a").write_text("a")
     files = {"a": {"size": 1, "crc32": crc32(folder / "a")}}
-    write_manifest(folder, {"files": files, "world_size": 1, "flags": {"--model": str(run / "base")}} | manifest)
+    content = {"files": files, "world_size": 1, "state": {"step": 1}, "flags": {"--model": str(run / "base")}}
+    write_manifest(folder, content | manifest)
     return folder
 
 
@@ -297,8 +298,9 @@ def test_a_list_of_links_files_and_damage(tmp_path, capsys):
     checkpoints.list_checkpoints(str(tmp_path))
     first, damaged, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("best.json is damaged") and damaged.startswith(r"damaged_step_\x1b[31m  0.00 GiB")
-    assert [line.split("rank(s)  ")[1] for line in lines] == ["complete"] * 2 + 4 * [
-        "damaged: manifest.json is missing or damaged"]
+    assert [line.split("rank(s)  ")[1] for line in lines] == [
+        "complete", "damaged: it is the checkpoint of step 1 under another name",
+        *4 * ["damaged: manifest.json is missing or damaged"]]
     assert sorted(folder.parent.iterdir()) == before
     with pytest.raises(ValueError, match="nowhere holds no checkpoints/step_N"):
         checkpoints.list_checkpoints(str(tmp_path / "nowhere"))
