@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 import grpo_variants
 import rloo
 from common.batch import Batch
-from common.losses import gae, kl_estimate, mean_kl, on_last_token, token_weights
+from common.losses import check_group, gae, kl_estimate, mean_kl, on_last_token, token_weights
 from common.rollout import Minibatch
 from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
 from common.variants.losses import LOSSES, Tokens
@@ -217,6 +217,13 @@ def test_clip_statistics_count_the_clipped_tokens():
     assert stats["actor/pg_clipfrac_low"].tolist() == [0, 0, 0, 1, 0, 0]
     assert stats["actor/pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 0, 1]
     assert stats["actor/ratio"].tolist() == pytest.approx(ratio.tolist())
+
+
+def test_a_group_of_one_has_no_baseline():
+    check_group(2)
+    check_group(1, least=1)
+    with pytest.raises(ValueError, match="--samples-per-prompt 1 must be at least 2: a group of one has no baseline"):
+        check_group(1)
 
 
 # --------------------------------------------------------------------------- KL

@@ -23,7 +23,7 @@ from common.rollout import Layout, Response, Rollout, Sample, gather_rollout, sc
 from common.rollouts import scoring
 from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_from_state, responses_to_state
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
-from common.segments import group_count, group_lead, group_mean, group_std, group_sum, is_constant
+from common.segments import group_count, group_lead, group_log_mean_exp, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import rollout_metrics
 from rewards.runtime.pool import RewardConfig, Scores
 
@@ -543,6 +543,16 @@ def test_only_tokens_of_this_step_are_compared_with_the_engine(world, stale_firs
     with pytest.raises(RuntimeError, match="the tokens of this step"):
         check(6, stale)
     assert check(8, [True] * 4) == 0                                       # nothing to compare: the next sleep probes
+
+
+def test_the_log_of_the_mean_of_exponentials_by_hand():
+    """Of numbers whose exponentials are infinite, or 0, too."""
+    x = torch.tensor([0.5, -1.0, 2.0, 1000.0, 1001.0, -2000.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 0, 1, 1, 2])
+    first = math.log((math.exp(0.5) + math.exp(-1) + math.exp(2)) / 3)
+    second = 1000 + math.log((1 + math.e) / 2)
+    want = [first] * 3 + [second] * 2 + [-2000.0]
+    assert group_log_mean_exp(x, group).tolist() == pytest.approx(want, rel=1e-12)
 
 
 def test_constant_groups_are_those_without_two_different_scores():
