@@ -41,7 +41,7 @@ learn seeds adapters: model data ## the quickstart with every script (40 minutes
 agent: model ## episodes with a calculator: a supervised warm start, then GRPO (SEEDS="1 2 3": 10 minutes each), curves, page
 	@ARGS="$(ARGS) $(if $(NO_VLLM),--rollout.engine hf)" tests/bench/curves.sh $@
 
-chaos: model data ## 92 kills at random instants, each run resumed and compared (20 minutes), prints the table
+chaos: model data ## 92 kills at random instants, each run resumed and compared (9 minutes), prints the table
 	@.venv/bin/python -m tests.checkpoint.chaos --kills 92 --two-rank-kills 10 --vllm-kills 5 --in-flight-kills 8 \
 		--episode-kills 6 --async-kills 8 --seed 1
 bench: model data ## all of tests/bench into docs/bench.jsonl (1 hour); BENCHES="step update" picks some
