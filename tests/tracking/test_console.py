@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import sys
 
 import pytest
@@ -104,6 +105,14 @@ def test_infinite_flags_may_be_meant(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d", "--clip-high", "inf"])
     run_script(given.append, grpo.Args, grpo.__doc__)
     assert given[0].clip_high == math.inf
+
+
+def test_an_error_of_a_library_keeps_its_traceback(monkeypatch, capsys):
+    """Its message names no flag; the last frame alone says whose error it is."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d"])
+    with pytest.raises(statistics.StatisticsError):
+        run_script(lambda args: statistics.mean([]), grpo.Args, grpo.__doc__)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_full_disk_is_one_line(monkeypatch, capsys):
