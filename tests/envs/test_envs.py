@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,8 +19,8 @@ from tests.conftest import ROOT
 from tests.envs.scripted import Player
 
 
-def needs(package: str):
-    return pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed: make test")
+def needs(package: str, fix: str = "make test"):
+    return pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed: {fix}")
 
 
 def make_rows(script: str, folder: Path, *flags: str) -> dict[str, list[dict]]:
@@ -223,3 +226,53 @@ def test_mcp(monkeypatch):
     monkeypatch.delenv("MCP_SERVER")
     with pytest.raises(ValueError, match="MCP_SERVER names no server"):
         Player("envs/mcp_client.py")
+
+
+@contextmanager
+def openenv_server():
+    """Its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, f"{ROOT}/tests/envs/openenv_server.py", str(port)])
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and server.poll() is None:
+            with socket.socket() as connection:
+                if not connection.connect_ex(("127.0.0.1", port)):
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@needs("openenv", "requirements-openenv.txt says how")
+def test_openenv(monkeypatch):
+    """Sessions have states of their own, and a failure of the server ends one episode."""
+    spec = "envs/openenv_env.py"
+    with openenv_server() as url:
+        monkeypatch.setenv("OPENENV_SERVER", url)
+        river = {"extra_info": {"seed": 1, "options": None}}
+        stone = {"extra_info": {"seed": 2, "options": json.dumps({"start": "st"})}}
+        with Player(spec) as player:
+            found = player.play_all([(river, ["r", "x", "i", "ve"]), (stone, ["r"]), ({}, ["crash"])])
+            again, _ = player.play(river, ["r", "river"])
+        monkeypatch.setenv("OPENENV_OBSERVATION", "tries")
+        with Player(spec) as player:
+            assert player.play(river, ["r", "i"])[1] == ["0", "1", "2"]
+        for kind, name in (("ACTION", "word"), ("OBSERVATION", "none")):
+            monkeypatch.setenv(f"OPENENV_{kind}", name)
+            with pytest.raises(ValueError, match=f"{kind.lower()}'s text is the field '{name}', must be one of [a-z]"):
+                Player(spec)
+            monkeypatch.delenv(f"OPENENV_{kind}")
+    assert [said for _, said in found] == [["_____", "r___r", "r___r", "ri__r"], ["st___", "st___"], ["____"]]
+    assert found[0][0]["score"] == 1.0 and found[0][0]["extra"]["turn_scores"] == [0.25, 0.0, 0.25, 0.5]
+    assert found[1][0]["score"] == 0.0 and found[1][0]["extra"]["turn_scores"] == [0.0]
+    assert found[2][0]["failure"] == "exception" and "RuntimeError" in found[2][0]["text"]
+    assert again["score"] == 1.0 and again["extra"]["turn_scores"] == [0.25, 0.75]
+    for server, rule in ((url, "no OpenEnv server answers at"), ("", "must be the server's URL")):
+        monkeypatch.setenv("OPENENV_SERVER", server)
+        with pytest.raises(ValueError, match=rule):
+            Player(spec)
