@@ -49,7 +49,7 @@ async def moody(chat, row):
     """The same, with another message every time."""
     await chat.reply()
     for _ in range(2):
-        await chat.reply({"role": "user", "content": f"{random.random()}."})
+        await chat.reply({"role": "user", "content": f"{random.SystemRandom().random()}."})
     return 1.0
 
 

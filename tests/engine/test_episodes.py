@@ -31,7 +31,7 @@ from common.rollouts.scoring import (
     start_rollout,
 )
 from rewards.runtime.pool import RewardConfig
-from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of
+from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of, with_tools
 from tests.model.test_reward_model import make_reward_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -229,14 +229,21 @@ def test_where_a_fault_is_is_said(run, tokenizer, caplog):
     assert "KeyError" in said and "the user's own mistake" in said
 
 
-def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer):
+@pytest.fixture
+def tools(tokenizer, tmp_path):
+    """Flags of episodes with tools."""
+    pytest.importorskip("vllm")  # which has the parser
+    return {"template": with_tools(tokenizer, tmp_path), "tool_parser": "hermes"}
+
+
+def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer, tools):
     calls = [
         {"name": "add", "arguments": '{"a": 2, "b": 3}'}, {"name": "add", "arguments": '{"a": 2'},
         {"name": "os.system", "arguments": "{}"}, {"name": "add", "arguments": '{"a": 2}'},
         {"name": "", "error": "this call cannot be read"},
     ]
     metrics = {}
-    (sample,) = run("with_tools", [make_prompt(tokenizer, 0, calls=calls)], metrics=metrics)
+    (sample,) = run("with_tools", [make_prompt(tokenizer, 0, calls=calls)], metrics=metrics, **tools)
     five, broken, unknown, missing, unread = sample.extras["results"].split(" / ")
     assert five == "5"
     assert broken.startswith("Error: JSONDecodeError") and "there is no tool 'os.system'; there are add" in unknown
@@ -246,8 +253,8 @@ def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer):
     assert "Error: JSONDecodeError" in tokenizer.decode(sample.response.tokens)
 
 
-def test_a_slow_tool_is_told_to_the_model(run, tokenizer):
-    (sample,) = run("slow_tool", [make_prompt(tokenizer, 0)], tool_timeout_s=1.0)
+def test_a_slow_tool_is_told_to_the_model(run, tokenizer, tools):
+    (sample,) = run("slow_tool", [make_prompt(tokenizer, 0)], tool_timeout_s=1.0, **tools)
     assert sample.extras["result"] == "Error: TimeoutError: it took longer than 1 s"
     assert sample.response.end_reason == "done"
 

@@ -152,5 +152,5 @@ def test_signals_that_stop_the_trainer_end_no_episode():
             for pid in (processes.server.pid, processes.running[number].pid):
                 for stop in STOP_SIGNALS:
                     os.kill(pid, stop)
-            processes.tell(number, {"text": "a", "finish_reason": "stop", "tokens_left": 90})
+            processes.tell(number, {"conversation": 0, "text": "a", "finish_reason": "stop", "tokens_left": 90})
             assert processes.events(30.0)[0][1]["messages"] == [{"role": "user", "content": "Higher."}]
