@@ -23,8 +23,9 @@ class EpisodeConfig:
     """Episodes of many turns instead of single responses."""
 
     episode: str = ""
-    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Default: no
-    episodes; the model writes one response to each prompt."""
+    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Several, as
+    NAME=FILE,NAME=FILE: a row's `agent_name` picks one. Default: no episodes; the model writes one response to each
+    prompt."""
     max_turns: int = 16
     """Most replies of the model in an episode. --rollout.max-response-length bounds the tokens of an episode, including
     the tokens of users and tools."""
@@ -47,6 +48,18 @@ class EpisodeConfig:
     """Most tokens of a tool's result that the model sees; a longer one loses its middle, and says so. 0: no limit."""
     tool_parser: str = ""
     """vLLM's parser of tool calls, by name (hermes, llama3_json, ...), for episodes with chat.tools."""
+
+
+def environments(spec: str) -> dict[str, str]:
+    """What --rollout.episode names: its name, "" if it is alone -> path/to/file.py:name. Raises ValueError for one of
+    several that has no name of its own."""
+    if "=" not in spec:
+        return {"": spec}
+    found = [part.strip().rpartition("=") for part in spec.split(",")]
+    named = {name: file for name, _, file in found}
+    if "" in named or len(named) < len(found):
+        raise ValueError(f"--rollout.episode {spec}: several environments are NAME=FILE,NAME=FILE, each name once")
+    return named
 
 
 class ChatTemplate:
