@@ -17,9 +17,9 @@ from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
-from common.prompts import TemplateConfig
+from common.prompts import Prompt, TemplateConfig
 from common.rollout import Sample
-from envs.runtime.conversation import ChatTemplate, Conversation, FlagError
+from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, environments
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
 from envs.runtime.tool_calls import after_thinking, make_parser
@@ -119,8 +119,10 @@ class Episodes:
             return episode
         self.num_restarted += bool(request.response.earlier)
         if self.processes is not None:
-            self.processes.start(number, {"row": prompt.row, "messages": prompt.messages, "seed": request.seed,
-                                          "tokens_left": sampling.max_response_length})
+            self.processes.start(number, {
+                "environment": environment_of(prompt, self.config.episode), "row": prompt.row, "seed": request.seed,
+                "messages": prompt.messages, "tokens_left": sampling.max_response_length,
+            })
         conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, [*prompt.messages])
         return Episode({0: conversation}, request.seed, request.response)
 
@@ -218,6 +220,7 @@ class Episodes:
         reply["content"] = after_thinking(written, conversation.rendered)
         if conversation.tools and self.parse is not None:
             reply["content"], reply["tool_calls"] = self.parse(reply["content"], conversation.tools)
+            conversation.calls = [call for call in reply["tool_calls"] if "error" not in call]
         self.tell(number, episode, reply)
 
     def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:
@@ -248,9 +251,18 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
     return Episodes(config, template, max_sequence_length, processes, parse)
 
 
-def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[str]) -> None:
-    """Add to `meter` the turns, ends and tools of this rank's episodes; `dropped`: ends that leave the loss
-    (--rollout.drop). Metrics have verl's names where verl has them."""
+def environment_of(prompt: Prompt, spec: str) -> str:
+    """The row's environment among those of --rollout.episode; "" if there is one. Raises FlagError if it has none."""
+    names = environments(spec)
+    name = "" if "" in names else prompt.row.get("agent_name")
+    if name not in names:
+        raise FlagError(f"a row's agent_name is {name!r}, and --rollout.episode names {', '.join(names)}")
+    return name
+
+
+def measure_episodes(meter: Meter, samples: Sequence[Sample], config: RolloutConfig) -> None:
+    """Add to `meter` the turns, ends and tools of this rank's episodes, and of each of several environments. Metrics
+    have verl's names where verl has them."""
 
     def of_each(number: Callable[[Response], float]) -> Tensor:
         return torch.tensor([number(sample.response) for sample in samples], dtype=torch.float64)
@@ -260,6 +272,14 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[
     meter.spread("timing_s/agent_loop/tool_calls", of_each(lambda response: response.tools["tool_s"]))
     meter.mean("episode/tool_errors", of_each(lambda response: response.tools["tool_errors"]))
     meter.mean("episode/num_sequences", of_each(lambda response: 1 + len(response.earlier)))
-    meter.mean("episode/dropped_frac", of_each(lambda response: response.end_reason in dropped))
+    meter.mean("episode/dropped_frac", of_each(lambda response: response.end_reason in config.drop))
     for reason in END_REASONS:
         meter.mean(f"episode/{reason}_frac", of_each(lambda response, reason=reason: response.end_reason == reason))
+    for name in environments(config.episode):
+        if name:
+            mine = [s for s in samples if environment_of(s.prompt, config.episode) == name]
+            scores = torch.tensor([s.score for s in mine], dtype=torch.float64)
+            meter.mean(f"episode/{name}/score", scores, scores.isfinite())
+            meter.mean(f"episode/{name}/num_turns", torch.tensor([float(s.response.num_turns) for s in mine]))
+            ends = [s.response.end_reason in ("timeout", "error") for s in mine]
+            meter.mean(f"episode/{name}/error_frac", torch.tensor(ends, dtype=torch.float64))

@@ -23,8 +23,9 @@ class EpisodeConfig:
     """Episodes of many turns instead of single responses."""
 
     episode: str = ""
-    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Default: no
-    episodes; the model writes one response to each prompt."""
+    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Several, as
+    NAME=FILE,NAME=FILE: a row's `agent_name` picks one. Default: no episodes; the model writes one response to each
+    prompt."""
     max_turns: int = 16
     """Most replies of the model in an episode. --rollout.max-response-length bounds the tokens of an episode, including
     the tokens of users and tools."""
@@ -47,6 +48,18 @@ class EpisodeConfig:
     """Most tokens of a tool's result that the model sees; a longer one loses its middle, and says so. 0: no limit."""
     tool_parser: str = ""
     """vLLM's parser of tool calls, by name (hermes, llama3_json, ...), for episodes with chat.tools."""
+
+
+def environments(spec: str) -> dict[str, str]:
+    """What --rollout.episode names: its name, "" if it is alone -> path/to/file.py:name. Raises ValueError for one of
+    several that has no name of its own."""
+    if "=" not in spec:
+        return {"": spec}
+    found = [part.strip().rpartition("=") for part in spec.split(",")]
+    named = {name: file for name, _, file in found}
+    if "" in named or len(named) < len(found):
+        raise ValueError(f"--rollout.episode {spec}: several environments are NAME=FILE,NAME=FILE, each name once")
+    return named
 
 
 class ChatTemplate:
@@ -126,7 +139,7 @@ def written(message: Message, text: str) -> str:
         if form in text:
             return form
     raise ValueError(f"the chat template does not show the model the content of this message, role "
-                     f"{message['role']}: {content:.80!r}. --data.chat-template-file FILE names another")
+                     f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another")
 
 
 @dataclass
@@ -145,6 +158,7 @@ class Conversation:
     rendered: str = ""  # the text that the model saw before its last reply
     routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
     role: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)  # of tools, in the last reply
     num_replies: int = 0
     asked: Any = None  # SamplingConfig of the reply that the engine samples; None: it samples none
     room: int = 0  # tokens that this reply may have at most for want of room
@@ -163,8 +177,21 @@ class Conversation:
     def between(self, new: Sequence[Message]) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
         chat template now renders text that the model has seen differently, and the conversation must be split."""
-        text = self.messages[-1]["content"]
-        between = self.template.after_reply(self.messages, new, self.tools)
+        text = self.messages[-1]["content"].removeprefix(self.opened)
+        end = self.template.tokenizer.decode(self.tokens[-1:]) if self.tokens[-1] in self.template.stops else ""
+        try:
+            between = self.template.after_reply(self.messages, new, self.tools)
+        except ValueError:
+            if not self.calls or not end:
+                raise
+            # some templates know a tool's answer only as that to a call in a field of its own
+            self.messages[-1] = {"role": "assistant", "content": "", "tool_calls": [
+                {"type": "function", "function": call | {"arguments": json.loads(call["arguments"])}}
+                for call in self.calls]}
+            rendered = self.template.render([*self.messages, *new], self.tools)
+            text, _, between = rendered.removeprefix(self.rendered).partition(end)
+            check_written(new, between)
+            between = end + between
         rendered = self.template.render([*self.messages, *new], self.tools)
         written = rendered.removeprefix(self.rendered).removesuffix(between)
         # a template may take away white space around a reply
@@ -177,10 +204,12 @@ class Conversation:
         self.rendered = rendered
         if is_rewritten and self.on_rewriting == "split":
             return None
-        last = self.tokens[-1]
-        if last in self.template.stops:
-            between = between.removeprefix(self.template.tokenizer.decode([last]))
-        return self.template.encode(between, new)
+        return self.template.encode(between.removeprefix(end), new)
+
+    @property
+    def opened(self) -> str:
+        """The <think> that the text before the next reply ends with, and that the reply continues."""
+        return re.search(r"(<think>\s*)?$", self.rendered)[0]
 
     def add_messages(self, new: Sequence[Message], between: list[int] | None) -> None:
         """Add messages, with their tokens as `between` returned them."""
@@ -205,7 +234,7 @@ class Conversation:
         self.mask += [is_trained] * len(tokens)
         self.num_replies += 1
         text = self.template.decode(tokens)
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "assistant", "content": self.opened + text})
         return text
 
     @property

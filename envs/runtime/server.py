@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.runtime.chat import Chat
+from envs.runtime.conversation import environments
 from rewards import load_function
 from rewards.runtime.worker import failure_of, ignore_stops, packed, plain, reply_of
 
@@ -54,7 +55,7 @@ class Printed:
 
 
 def load_episode(spec: str) -> Callable:
-    """The coroutine function that --rollout.episode names."""
+    """A coroutine function that --rollout.episode names."""
     function = load_function(spec, "--rollout.episode", "episode")
     if not inspect.iscoroutinefunction(function):
         raise ValueError(
@@ -67,10 +68,10 @@ def load_episode(spec: str) -> Callable:
     return function
 
 
-async def run(connection: Connection, episode: Callable, timeout_s: float) -> None:
-    """One episode, from its row to its result. Then the trainer ends the process: nothing waits for the episode's
-    threads and tasks. `timeout_s` bounds the time between a reply and the next request, which the tools use. No clock
-    runs while the model writes."""
+async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: float) -> None:
+    """One of these episodes, from its row to its result. Then the trainer ends the process: nothing waits for the
+    episode's threads and tasks. `timeout_s` bounds the time between a reply and the next request, which the tools use.
+    No clock runs while the model writes."""
     loop = asyncio.get_running_loop()
     first = loop.create_future()
     waiting: dict[int, asyncio.Future] = {-1: first}  # conversations that wait for the model
@@ -105,6 +106,7 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> No
             deadline.reschedule(loop.time() + timeout_s + TOOL_GRACE_S)
         send(connection, {"tool": name})
 
+    episode = episodes[start.get("environment", "")]
     chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask, tell_tool)
     reseed(start.get("seed") or 0)
     try:
@@ -138,7 +140,7 @@ def send(connection: Connection, message: dict[str, Any], limit: int = MAX_SENT)
     connection.send_bytes(data)
 
 
-def run_process(connection: Connection, episode: Callable, timeout_s: float) -> None:
+def run_process(connection: Connection, episodes: dict[str, Callable], timeout_s: float) -> None:
     """The whole life of an episode's process."""
     os.setsid()  # what it starts ends with it
     faulthandler.register(signal.SIGUSR2, file=connection.fileno(), chain=True)  # shows where it hangs, then ends it
@@ -147,7 +149,7 @@ def run_process(connection: Connection, episode: Callable, timeout_s: float) -> 
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     sys.stdout = sys.stderr = printed
-    asyncio.run(run(connection, episode, timeout_s))
+    asyncio.run(run(connection, episodes, timeout_s))
 
 
 def adopt_orphans() -> None:
@@ -173,7 +175,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=fd)
     try:
-        episode = load_episode(spec)
+        episodes = {name: load_episode(file) for name, file in environments(spec).items()}
     except (Exception, SystemExit) as error:
         control.sendall(json.dumps(failure_of(error)).encode())
         return
@@ -186,7 +188,7 @@ def main() -> None:
             die_with_parent(server)
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            run_process(Connection(fds[0]), episode, timeout_s)
+            run_process(Connection(fds[0]), episodes, timeout_s)
             os._exit(0)
         os.close(fds[0])
         control.sendall(pid.to_bytes(8, "little"))

@@ -40,7 +40,7 @@ class Runs:
                  reward_model=None, model=None, template: str = "", **flags) -> list[Sample]:
         """`name`: of an episode of episodes_of_tests.py, or FILE.py. `model`: a reward model, and its flags.
         `template`: file of a chat template."""
-        episode = name if name.endswith(".py") else f"{FILE}:{name}"
+        episode = name if ".py" in name else f"{FILE}:{name}"
         config = replace(self.engine.config, episode=episode, **flags)
         scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0),
                           reward_model or RewardModelConfig(), [],
