@@ -1,4 +1,4 @@
-"""A slow tool in about one of 64 episodes: `python -m tests.bench.bench_slow_tool`. How long a step's rollout takes, and
+"""A slow tool in one of 64 episodes or so: `python -m tests.bench.bench_slow_tool`. How long a rollout takes, and
 the share of it in which the engine decodes, with --rollout.in-flight 1 and 2. 16 groups of 4 episodes of two turns; a
 slow tool takes 10 s, and the update between two rollouts, which is slept here, 3 s.
 """
