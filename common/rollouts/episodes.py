@@ -165,7 +165,7 @@ class Episodes:
             between = conversation.between(new)
         seen = [*prompt, *conversation.tokens, *(between or [])]
         if between is None:
-            seen = self.template.encode(conversation.rendered, [*conversation.messages, *new])
+            seen = self.template.encode(conversation.next_rendered, [*conversation.messages, *new])
         added = episode.num_tokens + len(between or [])
         room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:
@@ -220,7 +220,8 @@ class Episodes:
         reply["content"] = after_thinking(written, conversation.rendered)
         if conversation.tools and self.parse is not None:
             reply["content"], reply["tool_calls"] = self.parse(reply["content"], conversation.tools)
-            conversation.calls = [call for call in reply["tool_calls"] if "error" not in call]
+        calls = [call for call in reply.get("tool_calls", []) if "error" not in call]
+        conversation.keep_form(written, reply["content"], calls)
         self.tell(number, episode, reply)
 
     def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from envs.runtime.conversation import ChatTemplate, Conversation
+from envs.runtime.tool_calls import after_thinking
 
 FOLDER = Path(__file__).parent / "templates"
 PAGE = Path(__file__).parent.parent.parent / "docs/templates.md"
@@ -194,7 +195,12 @@ def try_conversation(source: str, turns: list[Turn], has_tools: bool) -> str:
             template.stops = {tokens[-1]}
             assert tokenizer.decode(tokens[-1:]) == end
             conversation.add_reply(tokens, [0.0] * len(tokens))
-            conversation.calls = [{"name": "weather", "arguments": json.dumps({"city": city})} for city in turn.calls]
+            calls = [{"name": "weather", "arguments": json.dumps({"city": city})} for city in turn.calls]
+            written = text.removesuffix(end)
+            said = after_thinking(written, conversation.rendered)
+            if calls:  # a parser of tools leaves the text before them
+                said = re.split(r"<[^<>]*tool_?calls?[^<>]*>|\[TOOL_CALLS\]|[{\[(]|weather", said)[0]
+            conversation.keep_form(written, said, calls)
             messages.append(whole(turn))
             seen = here + text
     return f"{status} at {' and '.join(splits)}" if splits else status
