@@ -1,6 +1,7 @@
 """Conversations of several turns as tokens. The model's text is never encoded again: between two of its turns only the
 new messages are rendered and encoded. The tokens of users and tools have mask False."""
 
+import contextlib
 import json
 import re
 import secrets
@@ -218,9 +219,9 @@ class Conversation:
         form: Message = {"role": "assistant", "content": said.strip()}
         if reasoning := written.rpartition("</think>")[0].rpartition("<think>")[2].strip():
             form["reasoning_content"] = reasoning
-        if calls:
-            form["tool_calls"] = [{"type": "function", "function": call | {"arguments": json.loads(call["arguments"])}}
-                                  for call in calls]
+        with contextlib.suppress(ValueError, RecursionError):  # arguments that are no JSON stay in the text alone
+            called = [call | {"arguments": json.loads(call["arguments"])} for call in calls]
+            form |= {"tool_calls": [{"type": "function", "function": call} for call in called]} if called else {}
         self.forms[-1] = form
 
     @property
