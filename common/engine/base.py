@@ -288,7 +288,7 @@ class Engine:
         """Queue a request under this number; no seed: greedy. All ranks of an engine add the same, in order."""
 
     def has_unfinished(self) -> bool:
-        raise NotImplementedError
+        """Whether a request is queued that has not ended."""
 
     def step(self) -> Iterator[tuple[int, Response]]:
         """Sample at least one more token of a request; yield (request, response) for each request that ends."""

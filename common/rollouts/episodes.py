@@ -78,9 +78,8 @@ class Episodes:
                     del running[number]
                     engine.abort({request for request, (owner, _) in self.asked.items() if owner == number})
                     on_end(number, response_of(episode, message), message)
-            if self.config.lockstep and not all(episode.num_asked for episode in running.values()):
-                continue
-            if engine.has_unfinished():
+            is_ready = not self.config.lockstep or all(episode.num_asked for episode in running.values())
+            if is_ready and engine.has_unfinished():
                 for request, part in engine.step():
                     number, conversation = self.asked.pop(request)
                     self.take_reply(number, running[number], conversation, part)
@@ -123,8 +122,8 @@ class Episodes:
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> dict[str, Any] | None:
         """Queue the model's next turn, or refuse it. An error ends the episode: returns what its process would say."""
-        asked = message["conversation"]
         try:
+            asked = message["conversation"]
             refusal = self.prepare(episode, message, sampling)
         except FlagError:
             raise

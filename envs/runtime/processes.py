@@ -124,10 +124,10 @@ class EpisodeProcesses:
             reply = {"text": f"no answer after {START_S:g} s"}
         if reply:
             self.close()
-            last_line = reply["text"].strip()
-            if "ValueError: --rollout.episode" in last_line:  # a mistake in the flag, which says all
-                raise ValueError(last_line[last_line.rindex("--rollout.episode") :])
-            raise RuntimeError(f"--rollout.episode {spec} could not be loaded:\n{reply['text']}")
+            text = reply["text"]
+            if "ValueError: --rollout.episode" in text:  # a mistake in the flag, which says all
+                raise ValueError(text[text.rindex("--rollout.episode") :].strip())
+            raise RuntimeError(f"--rollout.episode {spec} could not be loaded:\n{text}")
         self.loaded = self.children()
 
     def start(self, number: int, message: dict[str, Any]) -> None:
