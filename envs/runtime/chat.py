@@ -166,8 +166,9 @@ class Chat:
 
     async def _run_once(self, tool: Callable, arguments: dict[str, Any]) -> Any:
         end = time.monotonic() + self.timeout_s
+        late = TimeoutError(f"it took longer than {self.timeout_s:g} s")
         try:
-            with _alarm(end):
+            with _alarm(end, late):
                 result = tool(**arguments)
                 if inspect.isawaitable(result):
                     async with asyncio.timeout(self.timeout_s):
@@ -176,7 +177,7 @@ class Chat:
         except TimeoutError:
             if time.monotonic() < end:  # one of its own
                 raise
-            raise TimeoutError(f"it took longer than {self.timeout_s:g} s") from None
+            raise late from None
 
 
 def name_of(tool: Callable) -> str:
@@ -201,16 +202,16 @@ def schema_of(tool: Callable) -> dict[str, Any]:
             raise ValueError(f"the tool {name} needs a docstring with its arguments: {error}") from None
 
 
-_deadlines: dict[asyncio.Task, float] = {}
-"""Of the tools that run, each in a task: the instant at which it must end."""
+_deadlines: dict[asyncio.Task, tuple[float, TimeoutError]] = {}
+"""Of the tools that run, each in a task: the instant at which it must end, and the error that ends it."""
 
 
 @contextlib.contextmanager
-def _alarm(end: float):
-    """Raise TimeoutError in Python code that then still runs. Code that hangs in C ends with the episode's deadline."""
+def _alarm(end: float, late: TimeoutError):
+    """Raise `late` in Python code that still runs at `end`. Code that hangs in C ends with the episode's deadline."""
     task = asyncio.current_task()
     signal.signal(signal.SIGALRM, _watch)
-    _deadlines[task] = end
+    _deadlines[task] = end, late
     try:
         _watch()
         yield
@@ -220,10 +221,10 @@ def _alarm(end: float):
 
 
 def _watch(*_) -> None:
-    """Raise TimeoutError if the tool that runs is late, and set the alarm for the next of the other deadlines."""
+    """End the tool that runs, if it is late, and set the alarm for the next of the other deadlines."""
     now = time.monotonic()
-    left = [end - now for end in _deadlines.values() if end > now]
+    left = [end - now for end, _ in _deadlines.values() if end > now]
     signal.setitimer(signal.ITIMER_REAL, min(left, default=0.0))
-    # else another tool is late, which is awaited: `asyncio.timeout` ends it
-    if now >= _deadlines.get(asyncio.current_task(), math.inf):
-        raise TimeoutError
+    end, late = _deadlines.get(asyncio.current_task(), (math.inf, None))
+    if now >= end:  # else another tool is late, which is awaited: `asyncio.timeout` ends it
+        raise late

@@ -149,7 +149,7 @@ def used_gb() -> float:
 
 
 def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, float]:
-    """Response tokens/s of `engine.generate` and of `LLM.generate` on the same requests, alternating."""
+    """Response tokens/s of `engine.complete` and of `LLM.generate` on the same requests, alternating."""
     from vllm import SamplingParams
 
     def bare(round_number: int) -> int:
