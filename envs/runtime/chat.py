@@ -2,7 +2,6 @@
 chat template are in the trainer, at the other end of a connection."""
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import json
@@ -165,19 +164,26 @@ class Chat:
                 self._tell_tool(name)
 
     async def _run_once(self, tool: Callable, arguments: dict[str, Any]) -> Any:
-        end = time.monotonic() + self.timeout_s
+        """Raises TimeoutError if it takes longer than `timeout_s`. Code that hangs in C ends with the episode's
+        deadline."""
+        task, end = asyncio.current_task(), time.monotonic() + self.timeout_s
         late = TimeoutError(f"it took longer than {self.timeout_s:g} s")
+        signal.signal(signal.SIGALRM, _watch)
+        _deadlines[task] = end, late
         try:
-            with _alarm(end, late):
-                result = tool(**arguments)
-                if inspect.isawaitable(result):
-                    async with asyncio.timeout(self.timeout_s):
-                        result = await result
-                return result
+            _watch()
+            result = tool(**arguments)
+            if inspect.isawaitable(result):
+                async with asyncio.timeout(self.timeout_s):
+                    result = await result
+            return result
         except TimeoutError:
             if time.monotonic() < end:  # one of its own
                 raise
             raise late from None
+        finally:
+            del _deadlines[task]
+            _watch()
 
 
 def name_of(tool: Callable) -> str:
@@ -204,20 +210,6 @@ def schema_of(tool: Callable) -> dict[str, Any]:
 
 _deadlines: dict[asyncio.Task, tuple[float, TimeoutError]] = {}
 """Of the tools that run, each in a task: the instant at which it must end, and the error that ends it."""
-
-
-@contextlib.contextmanager
-def _alarm(end: float, late: TimeoutError):
-    """Raise `late` in Python code that still runs at `end`. Code that hangs in C ends with the episode's deadline."""
-    task = asyncio.current_task()
-    signal.signal(signal.SIGALRM, _watch)
-    _deadlines[task] = end, late
-    try:
-        _watch()
-        yield
-    finally:
-        del _deadlines[task]
-        _watch()
 
 
 def _watch(*_) -> None:
