@@ -196,10 +196,9 @@ class EpisodeProcesses:
 
     def children(self) -> set[psutil.Process]:
         """Those of the server: episodes, what the file started, and what episodes started and left behind."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             return set(psutil.Process(self.server.pid).children())
-        except psutil.NoSuchProcess:
-            return set()
+        return set()
 
     def close(self) -> None:
         self.end_aside()
