@@ -102,13 +102,13 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
     return arguments
 
 
-def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] | None) -> str:
-    """The text of a prompt, through the chat template with the arguments `template`, or without one if that is None.
-    Raises ValueError for a prompt that the chat template refuses."""
+def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] | None, is_prompt: bool = True) -> str:
+    """The text of messages, through the chat template with the arguments `template`, or without one if that is None. A
+    prompt ends with the text that begins an answer. Raises ValueError for messages that the chat template refuses."""
     if template is None:
         return "\n\n".join(message["content"] for message in messages)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt, **template)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from None
 
