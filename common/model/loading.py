@@ -50,7 +50,7 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     except (OSError, ValueError, ArithmeticError, RecursionError, StrictDataclassError) as error:
         raise ValueError(f"cannot read a model config from {path} ({flag}): {error}") from error
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-    reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM
+    reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM and flag != "--critic-model"
     if config.freeze_vision and flag == "--model" and not reads_images:
         raise ValueError(f"--policy.freeze-vision: {path} reads no images, leave it out")
     if reads_images and config.sequence_parallel > 1:
