@@ -82,22 +82,23 @@ class Episodes:
             if is_ready and engine.has_unfinished():
                 for request, part in engine.step():
                     number, conversation = self.asked.pop(request)
-                    self.take_reply(number, running[number], conversation, part)
+                    running[number].replies(conversation)[-1].extend(part, part.finish_reason)
+                    self.take_reply(number, running[number], conversation)
         for request, part in engine.abort(set(self.asked)):
             number, conversation = self.asked[request]
             running[number].replies(conversation)[-1].extend(part, finish_reason="")
         self.asked = {}
-        if keep:
-            self.kept |= {keys[number]: episode for number, episode in running.items()}
+        for number, episode in running.items() if keep else ():
+            self.kept[keys[number]] = episode
+            episode.process = self.processes and self.processes.running.pop(number)
         if self.processes is not None:
-            for number in running if keep else ():
-                self.processes.aside[keys[number]] = self.processes.running.pop(number)
-            self.processes.end_all()
+            self.processes.end_all(with_strays=not self.kept)  # which may belong to those that go on
 
     def end_kept(self, but: Sequence[Hashable] = ()) -> None:
-        self.kept = {key: episode for key, episode in self.kept.items() if key in set(but)}
-        if self.processes is not None:
-            self.processes.end_aside(but)
+        for key in self.kept.keys() - set(but):
+            episode = self.kept.pop(key)
+            if episode.process is not None:
+                episode.process.end()
 
     def start(self, engine: Engine, number: int, request: Request, sampling: RolloutConfig, key: Hashable) -> Episode:
         """Start an episode, or continue it where it is."""
@@ -106,7 +107,7 @@ class Episodes:
             episode = self.kept.pop(key)
             episode.begun = request.response
             if self.processes is not None:
-                self.processes.running[number] = self.processes.aside.pop(key)
+                self.processes.running[number] = episode.process
             for conversation in [n for n, found in episode.conversations.items() if found.asked]:
                 self.sample(engine, number, episode, conversation)
             return episode
@@ -179,7 +180,7 @@ class Episodes:
         conversation = episode.conversations[asked]
         reply, sampling = episode.replies(asked)[conversation.num_replies], conversation.asked
         if reply.finish_reason:
-            self.take_reply(number, episode, asked, Response(finish_reason=reply.finish_reason))
+            self.take_reply(number, episode, asked)
             return
         # each reply, and each part of one that is continued later, has a seed of its own
         place = [*([f"conversation {asked}"] if asked else []), conversation.num_replies]
@@ -193,11 +194,10 @@ class Episodes:
             replace(sampling, max_response_length=sampling.max_response_length - len(reply.tokens)),
         )
 
-    def take_reply(self, number: int, episode: Episode, asked: int, part: Response) -> None:
-        """Add the next reply, which is complete with this part, and send it to the episode."""
+    def take_reply(self, number: int, episode: Episode, asked: int) -> None:
+        """Add the next reply, which is complete, and send it to the episode."""
         conversation = episode.conversations[asked]
         response = episode.replies(asked)[conversation.num_replies]
-        response.extend(part, part.finish_reason)
         usage = [len(conversation.prompt) + len(conversation.tokens), len(response.tokens)]
         text = conversation.add_reply(response.tokens, response.logp, response.routing, response.mask is None)
         conversation.asked = None

@@ -122,22 +122,17 @@ class ChatTemplate:
         if len(pieces) != 2:
             raise ValueError(f"the chat template writes the last reply {len(pieces) - 1} times, must be once: "
                              f"--data.chat-template-file FILE names another")
-        check_written(new, pieces[1])
+        for message in new:
+            written(message, pieces[1])
         return pieces[1]
 
 
-def check_written(messages: Sequence[Message], text: str) -> None:
-    """Raises ValueError for a message of users or tools that the template has left out."""
-    for message in messages:
-        if message["role"] != "assistant":  # whose earlier text a template may shorten
-            written(message, text)
-
-
 def written(message: Message, text: str) -> str:
-    """The content of a message as the template has written it into the text: as it is, or as JSON."""
+    """The content of a message as the template has written it into the text: as it is, or as JSON. Raises ValueError
+    for a message of users or tools that the template has left out."""
     content = message["content"].strip()
     for form in (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]):
-        if form in text:
+        if form in text or message["role"] == "assistant":  # whose earlier text a template may shorten
             return form
     raise ValueError(f"the chat template does not show the model the content of this message, role "
                      f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another")
@@ -176,7 +171,8 @@ class Conversation:
         if tools and self.next_rendered == self.template.render([*self.messages, *new], None):
             raise FlagError("chat.tools: the chat template does not show the model its tools: "
                             "--data.chat-template-file FILE names another")
-        check_written(new, self.next_rendered)
+        for message in new:
+            written(message, self.next_rendered)
         return self.template.encode(self.next_rendered, new) if new or tools else self.prompt
 
     def between(self, new: Sequence[Message]) -> list[int] | None:
@@ -193,12 +189,13 @@ class Conversation:
             self.messages[-1] = self.forms[-1] | {"content": ""}
             self.next_rendered = self.template.render([*self.messages, *new], self.tools)
             text, _, between = self.next_rendered.removeprefix(self.rendered).partition(end)
-            check_written(new, between)
+            for message in new:
+                written(message, between)
             between = end + between
         self.next_rendered = self.template.render([*self.messages, *new], self.tools)
-        written = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
+        reply = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
         # a template may take away white space around a reply
-        is_rewritten = self.rendered + written + between != self.next_rendered or written.strip() != text.strip()
+        is_rewritten = self.rendered + reply + between != self.next_rendered or reply.strip() != text.strip()
         if is_rewritten and self.on_rewriting == "error":
             raise FlagError(
                 f"the chat template writes an earlier turn differently now ({len(self.messages)} messages): "

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -100,7 +99,6 @@ class EpisodeProcesses:
         """Raises ValueError for a mistake in `spec` (FILE.py:NAME), RuntimeError if the file cannot be loaded."""
         self.timeout_s = timeout_s
         self.running: dict[int, Process] = {}
-        self.aside: dict[Hashable, Process] = {}  # of episodes that go on between two rollouts: nobody listens
         # of temporary files; its name marks what they started
         self.folder = tempfile.mkdtemp(prefix="episodes_", dir=own_folder())
         self.loaded: set[psutil.Process] = set()  # what the file started when it was imported, and all episodes share
@@ -179,17 +177,12 @@ class EpisodeProcesses:
             return []
         return [(number, message) for number in sorted(self.running) for message in self.running[number].take()]
 
-    def end_aside(self, but: Collection[Hashable] = ()) -> None:
-        """End the episodes that were put aside, but those with these keys."""
-        for key in self.aside.keys() - set(but):
-            self.aside.pop(key).end()
-
-    def end_all(self) -> None:
-        """End the episodes that are listened to, and what they left behind, as far as it cannot belong to others."""
+    def end_all(self, with_strays: bool = True) -> None:
+        """End the episodes that are listened to, and, `with_strays`, whatever episodes left behind."""
         for process in self.running.values():
             process.end()
         self.running = {}
-        while not self.aside and (strays := self.children() - self.loaded):
+        while with_strays and (strays := self.children() - self.loaded):
             for stray in strays:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stray.kill()
@@ -201,7 +194,6 @@ class EpisodeProcesses:
         return set()
 
     def close(self) -> None:
-        self.end_aside()
         self.end_all()
         self.control.close()
         self.server.kill()
