@@ -8,6 +8,6 @@
 function does: a number, or a dict with `score`. Every episode runs in a process of its own: state is local variables.
 """
 
-from envs.limits import limited
+from envs.tools import limited
 
 __all__ = ["limited"]

@@ -5,17 +5,11 @@ import asyncio
 import inspect
 import itertools
 import json
-import math
 import operator
-import signal
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from unittest import mock
 
-from transformers.utils import chat_template_utils
-
-from envs.limits import Limits
+from envs.tools import Limits, name_of, run_tool, schema_of
 
 MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
 MAX_RESULTS = 400_000  # of all results after one reply; of a further result
@@ -155,68 +149,10 @@ class Chat:
         async with limits.place(name, lambda: self._tell_tool(name)):
             for attempt in itertools.count():
                 try:
-                    result = await self._run_once(tool, arguments)
+                    result = await run_tool(tool, arguments, self.timeout_s)
                     return result if isinstance(result, str) else json.dumps(result)
                 except Exception as error:
                     if attempt == limits.retries or isinstance(error, TimeoutError):
                         raise
                 await asyncio.sleep(limits.backoff_s * 2**attempt)
                 self._tell_tool(name)
-
-    async def _run_once(self, tool: Callable, arguments: dict[str, Any]) -> Any:
-        """Raises TimeoutError if it takes longer than `timeout_s`. Code that hangs in C ends with the episode's
-        deadline."""
-        task, end = asyncio.current_task(), time.monotonic() + self.timeout_s
-        late = TimeoutError(f"it took longer than {self.timeout_s:g} s")
-        signal.signal(signal.SIGALRM, _watch)
-        _deadlines[task] = end, late
-        try:
-            _watch()
-            result = tool(**arguments)
-            if inspect.isawaitable(result):
-                async with asyncio.timeout(self.timeout_s):
-                    result = await result
-            return result
-        except TimeoutError:
-            if time.monotonic() < end:  # one of its own
-                raise
-            raise late from None
-        finally:
-            del _deadlines[task]
-            _watch()
-
-
-def name_of(tool: Callable) -> str:
-    """Of a function, or in the schema of another object."""
-    name = getattr(tool, "__name__", None) or getattr(tool, "schema", {}).get("function", {}).get("name")
-    if not callable(tool) or not name:
-        raise TypeError(f"chat.tools takes functions, or callable objects with an attribute `schema`, not {tool!r:.80}")
-    return name
-
-
-def schema_of(tool: Callable) -> dict[str, Any]:
-    """The JSON schema of a tool: its attribute `schema`, or made from its type hints and docstring. Raises ValueError
-    that names what is missing there."""
-    name = name_of(tool)
-    if hasattr(tool, "schema"):
-        return tool.schema
-    # without torch, which takes seconds to import and is only asked for the type of audio
-    with mock.patch.object(chat_template_utils, "is_torch_available", return_value=False):
-        try:
-            return chat_template_utils.get_json_schema(tool)
-        except chat_template_utils.DocstringParsingException as error:
-            raise ValueError(f"the tool {name} needs a docstring with its arguments: {error}") from None
-
-
-_deadlines: dict[asyncio.Task, tuple[float, TimeoutError]] = {}
-"""Of the tools that run, each in a task: the instant at which it must end, and the error that ends it."""
-
-
-def _watch(*_) -> None:
-    """End the tool that runs, if it is late, and set the alarm for the next of the other deadlines."""
-    now = time.monotonic()
-    left = [end - now for end, _ in _deadlines.values() if end > now]
-    signal.setitimer(signal.ITIMER_REAL, min(left, default=0.0))
-    end, late = _deadlines.get(asyncio.current_task(), (math.inf, None))
-    if now >= end:  # else another tool is late, which is awaited: `asyncio.timeout` ends it
-        raise late

@@ -1,0 +1,125 @@
+"""Tools that the model may call: what can be one, its schema, its time limit; how many episodes may call it at the same
+time, and how often a call that fails is made again."""
+
+import asyncio
+import contextlib
+import fcntl
+import inspect
+import math
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from transformers.utils import chat_template_utils
+
+LONGEST_WAIT_S = 1.0  # between two looks for a free place
+
+
+@dataclass(frozen=True)
+class Limits:
+    at_once: int = 0
+    retries: int = 0
+    backoff_s: float = 1.0
+
+    @contextlib.asynccontextmanager
+    async def place(self, name: str, on_wait: Callable[[], None]) -> AsyncIterator[None]:
+        """One of the tool's `at_once` places. `on_wait` is called each time that none is free. A place is a locked file
+        in the folder that all episodes of an engine share: the system unlocks it if its episode is killed."""
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(Path(tempfile.gettempdir(), f"{name}.{i}.place"), "w"))
+                     for i in range(self.at_once)]
+            wait_s = 0.02
+            while files and not any(map(is_locked, files)):
+                on_wait()
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            yield
+
+
+def is_locked(file) -> bool:
+    """Lock the file for this process, unless another one has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def limited(at_once: int = 0, retries: int = 0, backoff_s: float = 1.0) -> Callable[[Callable], Callable]:
+    """For a tool: `@limited(at_once=4, retries=3)`.
+
+    `at_once`: most calls at the same time, over all episodes of one engine; 0: no limit. Waiting for a place does not
+    count against --rollout.tool-timeout-s. `retries`: how often a call is made again that raised an error other than
+    TimeoutError, after `backoff_s` seconds, twice as many, four times as many. Raises ValueError for numbers below
+    0."""
+    if min(at_once, retries, backoff_s) < 0:
+        raise ValueError(f"limited(at_once={at_once}, retries={retries}, backoff_s={backoff_s}) must not be below 0")
+
+    def mark(tool: Callable) -> Callable:
+        tool.limits = Limits(at_once, retries, backoff_s)
+        return tool
+
+    return mark
+
+
+def name_of(tool: Callable) -> str:
+    """Of a function, or in the schema of another object."""
+    name = getattr(tool, "__name__", None) or getattr(tool, "schema", {}).get("function", {}).get("name")
+    if not callable(tool) or not name:
+        raise TypeError(f"chat.tools takes functions, or callable objects with an attribute `schema`, not {tool!r:.80}")
+    return name
+
+
+def schema_of(tool: Callable) -> dict[str, Any]:
+    """The JSON schema of a tool: its attribute `schema`, or made from its type hints and docstring. Raises ValueError
+    that names what is missing there."""
+    name = name_of(tool)
+    if hasattr(tool, "schema"):
+        return tool.schema
+    # without torch, which takes seconds to import and is only asked for the type of audio
+    with mock.patch.object(chat_template_utils, "is_torch_available", return_value=False):
+        try:
+            return chat_template_utils.get_json_schema(tool)
+        except chat_template_utils.DocstringParsingException as error:
+            raise ValueError(f"the tool {name} needs a docstring with its arguments: {error}") from None
+
+
+async def run_tool(tool: Callable, arguments: dict[str, Any], timeout_s: float) -> Any:
+    """Its result. Raises TimeoutError if it takes longer. Code that hangs in C ends with the episode's deadline."""
+    task, end = asyncio.current_task(), time.monotonic() + timeout_s
+    late = TimeoutError(f"it took longer than {timeout_s:g} s")
+    signal.signal(signal.SIGALRM, _watch)
+    _deadlines[task] = end, late
+    try:
+        _watch()
+        result = tool(**arguments)
+        if inspect.isawaitable(result):
+            async with asyncio.timeout(timeout_s):
+                result = await result
+        return result
+    except TimeoutError:
+        if time.monotonic() < end:  # one of its own
+            raise
+        raise late from None
+    finally:
+        del _deadlines[task]
+        _watch()
+
+
+_deadlines: dict[asyncio.Task, tuple[float, TimeoutError]] = {}
+"""Of the tools that run, each in a task: the instant at which it must end, and the error that ends it."""
+
+
+def _watch(*_) -> None:
+    """End the tool that runs, if it is late, and set the alarm for the next of the other deadlines."""
+    now = time.monotonic()
+    left = [end - now for end, _ in _deadlines.values() if end > now]
+    signal.setitimer(signal.ITIMER_REAL, min(left, default=0.0))
+    end, late = _deadlines.get(asyncio.current_task(), (math.inf, None))
+    if now >= end:  # else another tool is late, which is awaited: `asyncio.timeout` ends it
+        raise late
