@@ -12,6 +12,9 @@ OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY name t
 (envs/endpoint/server.py) while the agent runs: a client that is made without arguments asks the model that is trained.
 Its name is `policy`; AGENT_MODELS="gpt-4o gpt-4o-mini=critic" adds the names that an agent has in its code, each with
 the role of what is sampled under it. A request for `policy:critic` has the role critic, too.
+
+The run's --rollout.temperature counts, not a request's: AGENT_TEMPERATURE=1 obeys the requests, and then what is
+sampled with another temperature than the run's is not trained.
 """
 
 import asyncio
@@ -66,11 +69,12 @@ def find_models(names: str) -> dict[str, str]:
 
 SOLVE, COMMAND = find_agent(os.environ.get("AGENT", ""))
 MODELS = find_models(os.environ.get("AGENT_MODELS", ""))
+KEEPS_TEMPERATURE = os.environ.get("AGENT_TEMPERATURE") == "1"
 
 
 async def episode(chat, row):
     """The agent's result, and beside its score the numbers of requests (envs/endpoint/server.py, COUNTS)."""
-    async with Endpoint(chat, MODELS) as endpoint:
+    async with Endpoint(chat, MODELS, KEEPS_TEMPERATURE) as endpoint:
         result = await endpoint.run(run_agent(client_variables(endpoint), row))
     if not endpoint.counts["requests"]:
         raise RuntimeError("the agent ended without a request to the model: it must make its client while it runs, not "

@@ -34,7 +34,9 @@ class Asked:
     max_tokens: int | None = None
     temperature: float | None = None
     stop: list[str] = field(default_factory=list)
-    may_call: bool = True  # False: tool_choice is none, so the text is no call
+    choice: str = "auto"
+    """auto; none: the text is no call, whatever it says; required: the client hopes for a call. Nothing forces the model
+    to write one: that would be another distribution than the one that is trained."""
 
     @property
     def model(self) -> str:
@@ -112,13 +114,15 @@ def refuse_unsupported(body: dict[str, Any], allowed: dict[str, tuple]) -> None:
             raise ApiError(f"{name}={body[name]!r:.100} is not supported here: leave it out", code="unsupported_value")
 
 
-def may_call_tools(choice: Any) -> bool:
-    """Whether the text may be a call of a tool, by the request's tool_choice."""
+def choice_of(body: dict[str, Any]) -> str:
+    """The request's tool_choice: auto, none, or required, which Anthropic calls any."""
+    choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
-        raise ApiError(f"tool_choice={choice!r:.100} is not supported: the model decides what it calls; auto or none",
-                       code="unsupported_value")
-    return kind != "none"
+    kinds = {None: "auto", "auto": "auto", "none": "none", "required": "required", "any": "required"}
+    if kind not in kinds:
+        raise ApiError(f"tool_choice={choice!r:.100} is not supported: the model decides what it calls; there are "
+                       f"auto, required and none", code="unsupported_value")
+    return kinds[kind]
 
 
 def count_of(body: dict[str, Any], *names: str) -> int | None:

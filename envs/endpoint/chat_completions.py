@@ -9,9 +9,9 @@ from envs.endpoint.asked import (
     Asked,
     Message,
     call_of,
+    choice_of,
     count_of,
     function_of,
-    may_call_tools,
     refuse_unsupported,
     temperature_of,
     text_of,
@@ -35,7 +35,7 @@ def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
         body, with_names([read_message(message) for message in body["messages"]]),
         [read_tool(tool) for tool in body.get("tools") or []],
         count_of(body, "max_completion_tokens", "max_tokens"), temperature_of(body),
-        [stop] if isinstance(stop, str) else list(stop), may_call_tools(body.get("tool_choice")),
+        [stop] if isinstance(stop, str) else list(stop), choice_of(body),
     )
 
 

@@ -10,9 +10,9 @@ from envs.endpoint.asked import (
     Asked,
     Message,
     call_of,
+    choice_of,
     count_of,
     function_of,
-    may_call_tools,
     refuse_unsupported,
     temperature_of,
     text_of,
@@ -39,7 +39,7 @@ def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
         add_item(messages, item)
     return Asked(
         body, with_names(messages), [read_tool(tool) for tool in body.get("tools") or []],
-        count_of(body, "max_output_tokens"), temperature_of(body), [], may_call_tools(body.get("tool_choice")),
+        count_of(body, "max_output_tokens"), temperature_of(body), [], choice_of(body),
     )
 
 

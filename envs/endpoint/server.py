@@ -13,9 +13,9 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
@@ -27,7 +27,16 @@ FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
 }
 MAX_BODY = 2**24  # bytes of a request
-COUNTS = ("requests", "errors", "repeated", "aborted", "conversations")
+COUNTS = {
+    "requests": "all of them",
+    "errors": "those that were answered with an error",
+    "repeated": "those that got the answer of an earlier request",
+    "aborted": "those whose client was gone before the answer was there",
+    "conversations": "those that began a conversation",
+    "not_called": "those with tool_choice required whose answer calls no tool",
+    "temperatures": "those that asked for a temperature, in vain unless AGENT_TEMPERATURE=1",
+}
+"""The numbers of requests that an episode returns."""
 
 
 @dataclass
@@ -57,14 +66,15 @@ class Exchange:
 class Endpoint:
     """`async with Endpoint(chat, models) as endpoint`: serves the model of `chat` while the block runs."""
 
-    def __init__(self, chat: Any, models: Mapping[str, str]):
-        """`models`: names under which clients may ask for the model -> the role of what is then sampled."""
+    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False):
+        """`models`: names under which clients may ask for the model -> the role of what is then sampled.
+        `keeps_temperature`: sample with the temperature that a request asks for; what is sampled with another one than
+        the run's is not trained."""
         self.chat = chat
         self.models = models
+        self.keeps_temperature = keeps_temperature
         self.token = secrets.token_urlsafe(32)
         self.counts = dict.fromkeys(COUNTS, 0)
-        """Requests, those answered with an error, those answered with an earlier answer, those whose client went away
-        before the answer, and conversations that were begun."""
         self.has_ended = False
         self.failure: asyncio.Future = asyncio.get_running_loop().create_future()
         self.conversations: list[Conversation] = []
@@ -188,7 +198,7 @@ class Endpoint:
     def exchange_for(self, asked: Asked, keys: list[Key], request: web.Request) -> Exchange:
         """The earlier exchange that the request repeats, or a new one."""
         role = self.role_of(asked.model)
-        options = (asked.max_tokens, asked.temperature, tuple(asked.stop), asked.may_call)
+        options = (asked.max_tokens, asked.temperature, tuple(asked.stop), asked.choice)
         key = (role, json.dumps(asked.tools, sort_keys=True), options, *keys)
         earlier = self.exchanges.setdefault(key, [])
         # the SDKs of OpenAI and Anthropic say that they ask again; of others a closed connection tells it. The same
@@ -225,16 +235,17 @@ class Endpoint:
         if known:
             return max(known, key=lambda conversation: len(conversation.seen))
         chat = self.chat.begin(role)
-        chat.tools = [SimpleNamespace(__name__=tool["function"]["name"], schema=tool) for tool in asked.tools]
+        chat.tools = [stub_of(tool) for tool in asked.tools]
         return Conversation(chat, role, asked.tools, [])
 
     async def complete(self, conversation: Conversation, asked: Asked, keys: list[Key], name: str) -> Answer:
         """The model's next turn in this conversation."""
         chat, num_seen = conversation.chat, len(conversation.seen)
+        self.counts["temperatures"] += asked.temperature is not None
         try:
             text = await chat.reply(
-                *asked.messages[num_seen:], max_tokens=asked.max_tokens, stop=asked.stop or None,
-                temperature=asked.temperature,
+                *asked.messages[num_seen:], max_tokens=asked.max_tokens, stop=asked.stop,
+                temperature=asked.temperature if self.keeps_temperature else None,
             )
         except Exception as error:
             if not self.failure.done():
@@ -253,14 +264,15 @@ class Endpoint:
         return answer
 
     def answer_of(self, chat: Any, text: str, asked: Asked, name: str) -> Answer:
-        calls = chat.tool_calls if asked.may_call else []
+        calls = chat.tool_calls if asked.choice != "none" else []
         self.chat.num_tool_calls += len(calls)
         read = [call for call in calls if is_readable(call)]
         self.chat.num_tool_errors += len(calls) - len(read)
         # templates of Mistral's take ids of nine letters or digits
         ids = [hashlib.sha256(f"{name} {i}".encode()).hexdigest()[:9] for i in range(len(read))]
-        is_plain = asked.may_call and not calls
-        content = chat.content if read or is_plain else text  # a call that cannot be read is shown
+        self.counts["not_called"] += asked.choice == "required" and not read
+        has_calls_in_text = chat.tool_calls and not read  # which are shown if they are not read
+        content = text if has_calls_in_text else chat.content
         found = {stop: content.find(stop) for stop in asked.stop if stop in content}
         stop = min(found, key=found.get, default="")
         return Answer(
@@ -268,6 +280,16 @@ class Endpoint:
             [{"id": id} | call for id, call in zip(ids, read)], chat.finish_reason == "length" and not stop, stop,
             *chat.usage,
         )
+
+
+def stub_of(tool: dict[str, Any]) -> Callable:
+    """A tool that the client runs, for the chat: its name and schema."""
+
+    def stub() -> None:
+        raise NotImplementedError("the client runs its tools")
+
+    stub.__name__, stub.schema = tool["function"]["name"], tool
+    return stub
 
 
 def as_object(body: bytes) -> dict[str, Any]:

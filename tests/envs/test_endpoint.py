@@ -87,12 +87,12 @@ def calling(messages: list[dict]) -> str | list[dict]:
 
 
 def serve(agent: Callable[[Endpoint], Coroutine], model: Callable = counting, chat: ScriptedChat | None = None,
-          models: dict[str, str] | None = None) -> tuple[Any, ScriptedChat, dict[str, int]]:
+          models: dict[str, str] | None = None, keeps_temperature: bool = False) -> tuple[Any, ScriptedChat, dict]:
     """What the agent returns, the model's side, and the counts."""
     chat = chat or ScriptedChat(model)
 
     async def run() -> tuple[Any, dict[str, int]]:
-        async with Endpoint(chat, models or {"policy": ""}) as endpoint:
+        async with Endpoint(chat, models or {"policy": ""}, keeps_temperature) as endpoint:
             return await endpoint.run(agent(endpoint)), endpoint.counts
 
     result, counts = asyncio.run(asyncio.wait_for(run(), 30))
@@ -133,7 +133,8 @@ def test_a_conversation_goes_on_and_others_begin():
     assert chat.conversations == [main, critic, branch]
     assert [sub.role for sub in chat.begun] == ["", "critic", ""]
     assert [sub.turns for sub in chat.begun] == [3, 1, 1]
-    assert counts == {"requests": 5, "errors": 0, "repeated": 0, "aborted": 0, "conversations": 3}
+    assert counts == {"requests": 5, "errors": 0, "repeated": 0, "aborted": 0, "conversations": 3, "not_called": 0,
+                      "temperatures": 0}
 
 
 def test_requests_at_the_same_time():
@@ -259,6 +260,15 @@ def test_tool_choice_none_leaves_the_text_as_it_is():
     assert text == "Well. <tool_call>" and chat.begun[0].tools and chat.num_tool_calls == 0
 
 
+def test_a_call_that_the_client_hopes_for():
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            return await tool_loop(client, tool_choice="required")
+
+    (text, _), _, counts = serve(agent, calling)
+    assert text == "It is rain in London." and counts["not_called"] == 1 and counts["requests"] == 2
+
+
 def test_history_that_the_model_did_not_write():
     """A worked example with a call: its arguments are an object, as chat templates take them."""
     example = {"id": "a", "type": "function", "function": CALL}
@@ -308,7 +318,8 @@ def test_streams():
     assert final == "Well." and counts["conversations"] == 2
 
 
-def test_options_reach_the_model():
+@pytest.mark.parametrize("keeps", [False, True])
+def test_options_reach_the_model(keeps):
     async def agent(endpoint):
         async with client_of(endpoint) as client:
             def ask(**more):
@@ -318,13 +329,14 @@ def test_options_reach_the_model():
             stopped = await ask(stop=["two", "three"], temperature=0.5)
             return (short.choices[0], short.usage), stopped.choices[0]
 
-    ((short, usage), stopped), chat, _ = serve(agent)
+    ((short, usage), stopped), chat, counts = serve(agent, keeps_temperature=keeps)
     assert short.finish_reason == "length" and (usage.prompt_tokens, usage.completion_tokens) == (3, 4)
     assert (stopped.message.content, stopped.finish_reason) == ("1 one ", "stop")
     assert [sub.asked for sub in chat.begun] == [
-        [{"max_tokens": 2, "stop": None, "temperature": None}],
-        [{"max_tokens": None, "stop": ["two", "three"], "temperature": 0.5}],
+        [{"max_tokens": 2, "stop": [], "temperature": None}],
+        [{"max_tokens": None, "stop": ["two", "three"], "temperature": 0.5 if keeps else None}],
     ]
+    assert counts["temperatures"] == 1
 
 
 # --------------------------------------------------------------------------- errors
@@ -354,7 +366,7 @@ def test_errors_are_in_the_form_of_the_api_and_counted():
             await fails(top_p=0.5)
             await fails(max_tokens=0)
             await fails(temperature=3)
-            await fails(tool_choice="required", tools=[TOOL])
+            await fails(tool_choice={"type": "function", "function": {"name": "weather"}}, tools=[TOOL])
             await fails(tools=[{"type": "custom", "custom": {"name": "x"}}])
             await fails(response_format={"type": "json_object"})
             with pytest.raises(openai.NotFoundError):

@@ -1,4 +1,4 @@
-"""smolagents' ToolCallingAgent, which is a plain function and runs in a thread. AGENT=tests/envs/agents/smol_agent.py"""
+"""smolagents' ToolCallingAgent: a plain function, which runs in a thread. AGENT=tests/envs/agents/smol_agent.py"""
 
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
