@@ -35,8 +35,8 @@ class Asked:
     temperature: float | None = None
     stop: list[str] = field(default_factory=list)
     choice: str = "auto"
-    """auto; none: the text is no call, whatever it says; required: the client hopes for a call. Nothing forces the model
-    to write one: that would be another distribution than the one that is trained."""
+    """auto; none: the text is no call, whatever it says; required: the client hopes for a call. Nothing forces the
+    model to write one: that would be another distribution than the one that is trained."""
 
     @property
     def model(self) -> str:
