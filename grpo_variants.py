@@ -76,6 +76,9 @@ class Args(RunArgs):
     """Divide advantages by the group's standard deviation. Default: True, but False for --loss dr_grpo."""
     advantage_per_step: bool = False
     """Each turn of an episode has its own reward, in `turn_scores` that the episode returns, and its own advantage."""
+    advantage_per_role: bool = False
+    """Each role that an episode's conversations have (`chat.begin(role)`) has its own reward, the number `ROLE_score`
+    that the episode returns or else its score, and its own groups."""
     reward_coef: float = 1.0
     """Factor of the scores in the rewards. 0: scores are only reported, and the policy learns from the KL alone."""
     teacher: str = ""
@@ -101,12 +104,13 @@ def check(args: Args) -> LossSettings:
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
     losses.check_group(args.samples_per_prompt)
-    check_turns(args.rollout, args.advantage_per_step)
+    check_turns(args.rollout, args.advantage_per_step, args.advantage_per_role)
     if bool(args.reward_components) != (args.advantage == "gdpo"):
         raise ValueError(f"--reward-components {args.reward_components} go with --advantage gdpo, which needs them")
-    if args.advantage == "gdpo" and (args.advantage_per_step or args.norm_by_std is not None):
-        raise ValueError("--advantage gdpo has no rewards per turn and always divides: leave out --advantage-per-step "
-                         "and --norm-by-std")
+    has_units = args.advantage_per_step or args.advantage_per_role
+    if args.advantage == "gdpo" and (has_units or args.norm_by_std is not None):
+        raise ValueError("--advantage gdpo has no rewards per turn or role and always divides: leave out "
+                         "--advantage-per-step, --advantage-per-role and --norm-by-std")
     if args.teacher and not (args.kl_loss_coef or args.kl_reward_coef):
         raise ValueError(f"--teacher {args.teacher} has no effect without a KL: set --kl-loss-coef (or "
                          f"--kl-reward-coef)")
@@ -272,7 +276,7 @@ def main(args: Args) -> None:
             if reference is not None or args.entropy_coef or correction.needs_old_logp():
                 has_gradient = None                                                             # all of them run
             # an advantage of 0 may become another number, or its tokens may be selected
-            if args.advantage_per_step or args.advantage == "gdpo" or is_selective:
+            if args.advantage_per_step or args.advantage_per_role or args.advantage == "gdpo" or is_selective:
                 has_gradient = None                                                             # all of them run
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
@@ -295,8 +299,10 @@ def main(args: Args) -> None:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))
                     run.metrics["actor/reward_kl_penalty"] = losses.mean_kl(kl, batch)
-                # a unit has a reward and an advantage: a response, or each turn of an episode
-                units, values, group = to_units(batch, rollout, rewards, args.reward_coef, args.advantage_per_step)
+                # a unit has a reward and an advantage: a response, each turn of an episode, or each of its sequences
+                units, values, group = to_units(
+                    batch, rollout, rewards, args.reward_coef, args.advantage_per_step, args.advantage_per_role
+                )
                 advantages = compute_advantages(values, group, norm_by_std)                     # [U]
                 advantage = units.to_tokens(advantages)                                         # [T]
                 if args.advantage == "gdpo":

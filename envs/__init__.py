@@ -7,3 +7,7 @@
 `chat` is a `Chat` of envs/runtime/chat.py, `row` the row of the data with every column. It returns what a reward
 function does: a number, or a dict with `score`. Every episode runs in a process of its own: state is local variables.
 """
+
+from envs.limits import limited
+
+__all__ = ["limited"]

@@ -3,14 +3,14 @@
     python data/mbpp.py --out data/mbpp
     --rollout.episode envs/code_feedback.py --rollout.max-turns 4 --train-data data/mbpp/train.parquet
 
-Rows of all forms that rewards/code.py scores. Programs run in its sandbox (envs/runtime/programs.py says which). With
+Rows of all forms that rewards/code.py scores. Programs run in its sandbox (envs/programs.py says which). With
 --rollout.tool-timeout-s T, the tests of a program may take T - 5 s.
 """
 
 import asyncio
 import time
 
-from envs.runtime.programs import find_sandbox
+from envs.programs import find_sandbox
 from rewards.code import cases_of, extract_program, judge
 from rewards.runtime.sandbox import Limits
 

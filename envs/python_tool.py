@@ -1,4 +1,4 @@
-"""A Python tool: the model calls `python`, its code runs in the project's sandbox (envs/runtime/programs.py).
+"""A Python tool: the model calls `python`, its code runs in the project's sandbox (envs/programs.py).
 
     --rollout.episode envs/python_tool.py --rollout.tool-parser hermes --train-data data/gsm8k/train.parquet
 
@@ -8,7 +8,7 @@ or by --reward.function.
 
 import asyncio
 
-from envs.runtime.programs import find_sandbox
+from envs.programs import find_sandbox
 from rewards.runtime.sandbox import Limits
 
 MAX_OUTPUT = 4000  # characters

@@ -6,8 +6,8 @@ messages to the other ranks.
 """
 
 import resource
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
-from common.prompts import TemplateConfig
+from common.prompts import Prompt, TemplateConfig
 from common.rollout import Sample
-from envs.runtime.conversation import ChatTemplate, Conversation
+from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, environments
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
-from envs.runtime.tool_calls import make_parser
+from envs.runtime.tool_calls import after_thinking, make_parser
+from rewards.runtime.worker import failure_of
 
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
 OTHER_FILES = 100  # open files that a rank has beside one an episode
@@ -37,113 +38,193 @@ class Episodes:
     template: ChatTemplate
     max_sequence_length: int
     processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
-    parse: Callable[[str, list[dict]], list[dict]] | None  # a reply with special tokens, the tools' schemas -> calls
+    parse: Callable[[str, list[dict]], tuple[str, list[dict]]] | None  # a reply, the tools' schemas -> text, calls
+    kept: dict[Hashable, Episode] = field(default_factory=dict)  # that go on between two rollouts
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict)  # a request to the engine -> episode, conversation
+    num_asked: int = 0
+    num_restarted: int = 0  # episodes in the last call of `run` that had replies and lost their process
 
     def run(self, engine: Engine, requests: Sequence[Request], sampling: RolloutConfig,
-            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
+            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool],
+            keep: bool = False) -> None:
         """Run an episode for each request. `on_end(i, response, reply)` is called as episode i ends, with the last
-        message of its process. Once `stop()` is true, no more is sampled. An unfinished episode restarts; the model's
-        earlier replies are replayed to it as long as the environment repeats what it said before."""
+        message of its process. Once `stop()` is true, no more is sampled. `keep`: the processes of unfinished episodes
+        go on until the next call with `keep`, whose requests continue them. Otherwise an unfinished episode restarts;
+        the model's earlier replies are replayed to it as long as the environment repeats what it said before."""
         engine.begin(stop)
-        waiting = [i for i in reversed(range(len(requests))) if not requests[i].response.finish_reason]
+        self.num_restarted = 0
+        keys = [(request.seed, *request.prompt.tokens) for request in requests]
+        if keep:
+            self.end_kept(but=keys)
+        waiting = [i for i, request in enumerate(requests) if not request.response.finish_reason]
+        waiting.sort(key=lambda i: (keys[i] not in self.kept, i), reverse=True)
         running: dict[int, Episode] = {}
         while (running or waiting) and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:
                 number = waiting.pop()
-                running[number] = self.start(number, requests[number], sampling)
+                running[number] = self.start(engine, number, requests[number], sampling, keys[number])
             heard: list[tuple[int, dict[str, Any]]] = []
             if self.processes is not None:
                 wait_s = SLICE_S if self.config.lockstep or not engine.has_unfinished() else 0.0
                 heard = self.processes.events(wait_s, wait_for_all=self.config.lockstep)
             for number, message in engine.from_first_rank(heard):
+                if number not in running:  # it has been ended
+                    continue
                 episode = running[number]
-                episode.tool_s += message["seconds"]
+                episode.tool_s += message.get("seconds", 0.0)
                 if "messages" in message:
-                    self.next_turn(engine, number, episode, message, sampling)
-                else:
+                    message = self.next_turn(engine, number, episode, message, sampling)
+                if message is not None:
                     del running[number]
+                    engine.abort(self.forget(number))
                     on_end(number, response_of(episode, message), message)
-            if self.config.lockstep and any(not episode.is_sampling for episode in running.values()):
+            if self.config.lockstep and not all(episode.num_asked for episode in running.values()):
                 continue
             if engine.has_unfinished():
-                for number, part in engine.step():
-                    running[number].begun.earlier[-1].extend(part, part.finish_reason)
-                    self.take_reply(number, running[number])
-        for number, part in engine.abort(set(running)):
-            running[number].begun.earlier[-1].extend(part, finish_reason="")
+                for request, part in engine.step():
+                    number, conversation = self.asked.pop(request)
+                    self.take_reply(number, running[number], conversation, part)
+        for request, part in engine.abort(set(self.asked)):
+            number, conversation = self.asked[request]
+            running[number].replies(conversation)[-1].extend(part, finish_reason="")
+        self.asked = {}
+        if keep:
+            self.kept |= {keys[number]: episode for number, episode in running.items()}
         if self.processes is not None:
+            for number in running if keep else ():
+                self.processes.put_aside(number, keys[number])
             self.processes.end_all()
 
-    def start(self, number: int, request: Request, sampling: RolloutConfig) -> Episode:
-        prompt = request.prompt
+    def end_kept(self, but: Sequence[Hashable] = ()) -> None:
+        self.kept = {key: episode for key, episode in self.kept.items() if key in set(but)}
         if self.processes is not None:
-            start = {"row": prompt.row, "messages": prompt.messages, "tokens_left": sampling.max_response_length}
-            self.processes.start(number, start)
-        messages = list(prompt.messages)
-        conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages)
-        return Episode(conversation, request.seed, request.response)
+            self.processes.end_aside(but)
+
+    def forget(self, number: int) -> set[int]:
+        """The requests to the engine of an episode that has ended."""
+        requests = {request for request, (owner, _) in self.asked.items() if owner == number}
+        self.asked = {request: asked for request, asked in self.asked.items() if request not in requests}
+        return requests
+
+    def start(self, engine: Engine, number: int, request: Request, sampling: RolloutConfig, key: Hashable) -> Episode:
+        """Start an episode, or continue it where it is."""
+        prompt = request.prompt
+        if key in self.kept:
+            episode = self.kept.pop(key)
+            episode.begun = request.response
+            if self.processes is not None:
+                self.processes.take_back(number, key)
+            for conversation in [n for n, found in episode.conversations.items() if found.asked]:
+                self.sample(engine, number, episode, conversation)
+            return episode
+        self.num_restarted += bool(request.response.earlier)
+        if self.processes is not None:
+            self.processes.start(number, {
+                "environment": environment_of(prompt, self.config.episode), "row": prompt.row, "seed": request.seed,
+                "messages": prompt.messages, "tokens_left": sampling.max_response_length,
+            })
+        conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, [*prompt.messages])
+        return Episode({0: conversation}, request.seed, request.response)
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
-                  sampling: RolloutConfig) -> None:
-        """Queue the model's next turn, or refuse it."""
-        conversation = episode.conversation
-        if episode.num_turns >= self.config.max_turns:
-            self.refuse(number, episode, "turns")
-            return
-        new = message["messages"]
+                  sampling: RolloutConfig) -> dict[str, Any] | None:
+        """Queue the model's next turn, or refuse it. An error ends the episode: returns what its process would say."""
+        try:
+            reply = self.prepare(number, episode, message, sampling)
+        except FlagError:
+            raise
+        except Exception as error:  # of the chat template, of a message: anything that one episode can cause
+            if self.processes is not None:
+                self.processes.end(number)
+            return failure_of(error)
+        if reply is not None and reply.finish_reason:
+            self.take_reply(number, episode, message["conversation"], Response(finish_reason=reply.finish_reason))
+        elif reply is not None:
+            self.sample(engine, number, episode, message["conversation"])
+        return None
+
+    def prepare(self, number: int, episode: Episode, message: dict[str, Any],
+                sampling: RolloutConfig) -> Response | None:
+        """Add the messages to their conversation. Returns the reply to sample, which may be there already; None if
+        there is no turn or no room for it, which the episode has been told."""
+        if message["tools"] and self.parse is None:
+            raise FlagError("chat.tools needs --rollout.tool-parser: nothing reads the calls that the model writes")
+        asked = message["conversation"]
+        if episode.num_turns + episode.num_asked >= self.config.max_turns:
+            self.refuse(number, episode, asked, "turns")
+            return None
+        conversation = episode.conversations.get(asked)
+        if conversation is None:
+            conversation = Conversation(self.template, self.config.rewritten_history, [], [], role=message["role"])
+        new = [self.template.shortened(added, self.config.tool_result_tokens) for added in message["messages"]]
         between: list[int] | None = []
         prompt = conversation.prompt
-        if episode.num_turns == 0:
+        if not conversation.num_replies:
             prompt = conversation.begin(new, message["tools"])
         else:
             between = conversation.between(new)
         seen = [*prompt, *conversation.tokens, *(between or [])]
         if between is None:
-            seen = conversation.template.encode(conversation.rendered)
-        added = conversation.num_tokens + len(between or [])
+            seen = self.template.encode(conversation.rendered, [*conversation.messages, *new])
+        added = episode.num_tokens + len(between or [])
         room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:
-            self.refuse(number, episode, "length")
-            return
+            self.refuse(number, episode, asked, "length")
+            return None
+        temperature = sampling.temperature if message["temperature"] is None else message["temperature"]
+        episode.conversations[asked] = conversation
         conversation.prompt = prompt
         conversation.add_messages(new, between)
-        episode.limit = room
-        reply = episode.next_reply(between or conversation.prompt)
-        if reply.finish_reason:
-            self.take_reply(number, episode)
-            return
-        episode.is_sampling = True
+        conversation.room = room
+        conversation.asked = replace(
+            sampling, max_response_length=min(room, message["max_tokens"] or room), temperature=temperature,
+            stop=(*sampling.stop, *message["stop"]),
+        )
+        return episode.next_reply(asked, between or conversation.prompt, temperature == sampling.temperature)
+
+    def sample(self, engine: Engine, number: int, episode: Episode, asked: int) -> None:
+        """Let the engine write the reply, or the rest of it."""
+        conversation = episode.conversations[asked]
+        reply, sampling = episode.replies(asked)[-1], conversation.asked
+        # each reply, and each part of one that is continued later, has a seed of its own
+        place = [*([f"conversation {asked}"] if asked else []), conversation.num_replies]
         begun = [len(reply.tokens)] if reply.tokens else []
-        seed = None if episode.seed is None else seed_of(episode.seed, episode.num_turns, *begun)
-        max_tokens = min(room, message["max_tokens"] or room) - len(reply.tokens)
+        is_greedy = episode.seed is None or not sampling.temperature
+        self.num_asked += 1
+        self.asked[self.num_asked] = (number, asked)
         engine.add(
-            number, [*conversation.prompt, *conversation.tokens, *reply.tokens], seed,
-            replace(sampling, max_response_length=max_tokens),
+            self.num_asked, [*conversation.prompt, *conversation.tokens, *reply.tokens],
+            None if is_greedy else seed_of(episode.seed, *place, *begun),
+            replace(sampling, max_response_length=sampling.max_response_length - len(reply.tokens)),
         )
 
-    def refuse(self, number: int, episode: Episode, reason: str) -> None:
+    def refuse(self, number: int, episode: Episode, asked: int, reason: str) -> None:
         """Tell an episode that it gets no further reply, and why."""
         episode.end_reason = reason
-        self.tell(number, episode, {"text": None, "finish_reason": reason})
+        self.tell(number, episode, {"conversation": asked, "text": None, "finish_reason": reason})
 
-    def take_reply(self, number: int, episode: Episode) -> None:
-        """Add the next complete reply and send it to the episode."""
-        conversation, response = episode.conversation, episode.begun.earlier[episode.num_turns]
-        text = conversation.add_reply(response.tokens, response.logp, response.routing)
-        episode.is_sampling = False
+    def take_reply(self, number: int, episode: Episode, asked: int, part: Response) -> None:
+        """Add the next reply, which is complete with this part, and send it to the episode."""
+        conversation = episode.conversations[asked]
+        response = episode.replies(asked)[conversation.num_replies]
+        response.extend(part, part.finish_reason)
+        usage = [len(conversation.prompt) + len(conversation.tokens), len(response.tokens)]
+        text = conversation.add_reply(response.tokens, response.logp, response.routing, response.mask is None)
+        conversation.asked = None
         episode.num_turns += 1
-        is_truncated = response.finish_reason == "length" and len(response.tokens) == episode.limit
+        is_truncated = response.finish_reason == "length" and len(response.tokens) == conversation.room
         episode.end_reason = "length" if is_truncated else "done"
-        reply = {"text": text, "finish_reason": response.finish_reason}
+        ended = response.tokens[-1] in self.template.stops
+        written = self.template.tokenizer.decode(response.tokens[:-1] if ended else response.tokens)
+        reply = {"conversation": asked, "text": text, "finish_reason": response.finish_reason, "usage": usage}
+        reply["content"] = after_thinking(written, conversation.rendered)
         if conversation.tools and self.parse is not None:
-            ended = response.tokens[-1] in conversation.template.stops
-            written = response.tokens[:-1] if ended else response.tokens
-            reply["tool_calls"] = self.parse(conversation.template.tokenizer.decode(written), conversation.tools)
+            reply["content"], reply["tool_calls"] = self.parse(reply["content"], conversation.tools)
         self.tell(number, episode, reply)
 
     def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:
         if self.processes is not None:
-            tokens_left = max(self.config.max_response_length - episode.conversation.num_tokens, 0)
+            tokens_left = max(self.config.max_response_length - episode.num_tokens, 0)
             self.processes.tell(number, reply | {"tokens_left": tokens_left})
 
 
@@ -154,6 +235,7 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
         return None
     if template_config.template == "plain":
         raise ValueError("--rollout.episode needs a chat template between turns, --data.template is plain")
+    config = replace(config, episodes_at_once=config.episodes_at_once or config.max_num_seqs)
     if config.max_turns < 1 or config.episodes_at_once < 1 or config.tool_timeout_s <= 0:
         raise ValueError(f"--rollout.max-turns {config.max_turns} and --rollout.episodes-at-once "
                          f"{config.episodes_at_once} must be at least 1, --rollout.tool-timeout-s "
@@ -168,9 +250,18 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
     return Episodes(config, template, max_sequence_length, processes, parse)
 
 
-def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[str]) -> None:
-    """Add to `meter` the turns, ends and tools of this rank's episodes; `dropped`: ends that leave the loss
-    (--rollout.drop). Metrics have verl's names where verl has them."""
+def environment_of(prompt: Prompt, spec: str) -> str:
+    """The row's environment among those of --rollout.episode; "" if there is one. Raises FlagError if it has none."""
+    names = environments(spec)
+    name = "" if "" in names else prompt.row.get("agent_name")
+    if name not in names:
+        raise FlagError(f"a row's agent_name is {name!r}, and --rollout.episode names {', '.join(names)}")
+    return name
+
+
+def measure_episodes(meter: Meter, samples: Sequence[Sample], config: RolloutConfig) -> None:
+    """Add to `meter` the turns, ends and tools of this rank's episodes, and of each of several environments. Metrics
+    have verl's names where verl has them."""
 
     def of_each(number: Callable[[Response], float]) -> Tensor:
         return torch.tensor([number(sample.response) for sample in samples], dtype=torch.float64)
@@ -180,6 +271,14 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample], dropped: Sequence[
     meter.spread("timing_s/agent_loop/tool_calls", of_each(lambda response: response.tools["tool_s"]))
     meter.mean("episode/tool_errors", of_each(lambda response: response.tools["tool_errors"]))
     meter.mean("episode/num_sequences", of_each(lambda response: 1 + len(response.earlier)))
-    meter.mean("episode/dropped_frac", of_each(lambda response: response.end_reason in dropped))
+    meter.mean("episode/dropped_frac", of_each(lambda response: response.end_reason in config.drop))
     for reason in END_REASONS:
         meter.mean(f"episode/{reason}_frac", of_each(lambda response, reason=reason: response.end_reason == reason))
+    for name in environments(config.episode):
+        if name:
+            mine = [s for s in samples if environment_of(s.prompt, config.episode) == name]
+            scores = torch.tensor([s.score for s in mine], dtype=torch.float64)
+            meter.mean(f"episode/{name}/score", scores, scores.isfinite())
+            meter.mean(f"episode/{name}/num_turns", torch.tensor([float(s.response.num_turns) for s in mine]))
+            ends = [s.response.end_reason in ("timeout", "error") for s in mine]
+            meter.mean(f"episode/{name}/error_frac", torch.tensor(ends, dtype=torch.float64))

@@ -5,6 +5,7 @@ log-probs of the other groups are kept. In the next step, after the weight sync,
 the new weights compute the keys and values again and sample the rest, with another random seed.
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
@@ -27,6 +28,7 @@ class Group:
     row: int  # of the prompt in the data set
     step: int  # in which it began
     seeds: list[int]
+    engine: int  # that samples it, whose episodes go on between two steps
     responses: list[Response]
     outcomes: list[dict[str, Any] | None]  # of episodes that have ended, what they sent last
     flags: str  # with which it is sampled
@@ -36,9 +38,10 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
                      meter: Meter) -> PendingRollout:
     """Like `start_rollout`, but the groups returned may come from earlier steps; extra prompts are drawn from
     `sampler`. A group is scored when it is complete. `state` holds the groups in flight between two rollouts, the
-    oldest first, as plain JSON for checkpoints. They are distributed anew over the engines, whose number may change on
-    resume. If --rollout.in-flight is lower after a resume, groups without room are dropped, and groups that were
-    sampled with other flags. All ranks call this together."""
+    oldest first, as plain JSON for checkpoints. A group stays on its engine, where its episodes go on between two
+    steps; after a resume they restart, and with another number of engines all groups are distributed anew. If
+    --rollout.in-flight is lower after a resume, groups without room are dropped, and groups that were sampled with
+    other flags. All ranks call this together."""
     engine, scoring, data = source.engine, source.scoring, source.data
     rows, num_samples, sampling, seed = request.rows, request.num_samples, request.sampling, request.seed
     step = int(seed[1])
@@ -49,13 +52,22 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     alike = [old for old in carried if old["flags"] == flags]
     saved = [old for old in alike if old["step"] + sampling.max_staleness >= step]  # --rollout.max-staleness 0: none
     saved = saved[:room]
-    new = [*enumerate([*rows, *sampler.take(room - len(saved))])]
-    share = slice(engine.engine_rank, None, engine.num_engines)
-    num_carried = sum(len(response["versions"]) for old in carried[share] for response in old["responses"])
-    groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]}) for old in saved[share]]
-    for number, row in new[share]:
+    # as many places on each engine as it must have complete groups at most, if all of them are due
+    places = [place % engine.num_engines for place in range(room)]
+    if state.get("num_engines") != engine.num_engines or Counter(old["engine"] for old in saved) - Counter(places):
+        saved = [old | {"engine": places[i]} for i, old in enumerate(saved)]
+    for old in saved:
+        places.remove(old["engine"])
+    new_rows = [*rows, *sampler.take(len(places))]
+    engines = [*(i % engine.num_engines for i in range(len(rows))), *places]
+    groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]})
+              for old in saved if old["engine"] == engine.engine_rank]
+    for number, row in enumerate(new_rows):
+        if engines[number] != engine.engine_rank:
+            continue
         seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-        groups.append(Group(row, step, seeds, [Response() for _ in seeds], [None] * num_samples, flags))
+        responses = [Response() for _ in seeds]
+        groups.append(Group(row, step, seeds, engine.engine_rank, responses, [None] * num_samples, flags))
     # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step > group.step}
     samples = [Sample(k, 0, group.row, data[group.row]) for group in groups for k in range(num_samples)]
@@ -85,27 +97,33 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     pairs = chain.from_iterable(zip(group.seeds, group.responses) for group in groups)
     asked = [Request(sample.prompt, seed, response) for sample, (seed, response) in zip(samples, pairs)]
     if scoring.episodes is not None:
-        scoring.episodes.run(engine, asked, sampling, end, has_ended)
+        scoring.episodes.run(engine, asked, sampling, end, has_ended, keep=sampling.max_staleness > 0)
+        meter.total("episode/restarted", scoring.episodes.num_restarted if engine.tp_rank == 0 else 0)
     else:
         engine.complete(asked, sampling, end, has_ended)
     for place, number in enumerate(sorted(taken)):
         for sample in samples[number * num_samples : (number + 1) * num_samples]:
             sample.group = engine.engine_rank + engine.num_engines * place
             sample.index += sample.group * num_samples
-    held = [*chain.from_iterable(group.responses for group in groups)]
-    num_dropped = num_carried - sum(len(response.versions) for response in held)  # below 0 if others held them before
+    held = [*chain.from_iterable(response.parts for group in groups for response in group.responses)]
+    num_kept = sum(len(part.versions) for part in held)
+    num_carried = sum(len(part["versions"]) for old in carried for r in old["responses"] for part in [r, *r["earlier"]])
+    num_dropped = (0 if engine.engine_rank else num_carried) - num_kept
     meter.total("rollout/dropped_tokens", num_dropped if engine.tp_rank == 0 else 0)
-    for response in held:
-        response.versions = [*response.versions, *[step] * (response.num_sampled_in_all - len(response.versions))]
+    for part in held:
+        part.versions = [*part.versions, *[step] * (part.num_sampled - len(part.versions))]
 
     left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
     mine = [vars(group) | {"responses": [response.to_dict() for response in group.responses]} for group in left]
     state["in_flight"] = sorted(chain(*all_gather_objects(mine)), key=lambda group: group["step"])
-    responses = [response for number in taken for response in groups[number].responses]
-    ages = [step - version for response in responses for version in response.versions]
-    spans = torch.tensor([r.versions[-1] - r.versions[0] for r in responses if r.versions], dtype=torch.float64)
+    state["num_engines"] = engine.num_engines
+    versions = [[*chain.from_iterable(part.versions for part in response.parts)]
+                for number in taken for response in groups[number].responses]
+    ages = [step - version for version in chain(*versions)]
+    spans = torch.tensor([max(found) - min(found) for found in versions if found], dtype=torch.float64)
     meter.spread("rollout/staleness", torch.tensor(ages, dtype=torch.float64))
     meter.mean("fully_async/partial/partial_ratio", spans > 0)  # verl's names and meanings
     meter.max("fully_async/partial/max_partial_span", spans)
-    meter.total("rollout/carried_tokens", sum(len(r.versions) for group in left for r in group.responses))
+    carried_parts = chain.from_iterable(response.parts for group in left for response in group.responses)
+    meter.total("rollout/carried_tokens", sum(len(part.versions) for part in carried_parts))
     return pending

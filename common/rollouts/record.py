@@ -136,7 +136,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
 
 def versions_of(response: Response) -> list[int | None] | None:
     """One entry for each token that the model sampled."""
-    versions = iter(response.versions[-response.num_sampled :])
+    versions = iter(response.versions)
     mask = response.mask or [True] * len(response.tokens)
     return [next(versions) if is_sampled else None for is_sampled in mask] if response.versions else None
 

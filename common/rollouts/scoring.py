@@ -150,7 +150,7 @@ class PendingRollout:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         if self.scoring.episodes is not None:
-            measure_episodes(meter, mine, self.sampling.drop)
+            measure_episodes(meter, mine, self.sampling)
             for sample in mine:
                 if sample.response.end_reason in self.sampling.drop:
                     sample.score = torch.nan

@@ -4,14 +4,19 @@ chat template are in the trainer, at the other end of a connection."""
 import asyncio
 import contextlib
 import inspect
+import itertools
 import json
+import math
 import operator
 import signal
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from unittest import mock
 
 from transformers.utils import chat_template_utils
+
+from envs.limits import Limits
 
 MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
 MAX_RESULTS = 400_000  # of all results after one reply; of a further result
@@ -21,10 +26,15 @@ MAX_REFUSED = 100  # replies that an episode may ask for in vain
 
 
 class Chat:
-    """The argument `chat` of `async def episode(chat, row)`."""
+    """The argument `chat` of `async def episode(chat, row)`: a conversation with the model. `chat.begin()` begins
+    others."""
 
     def __init__(self, messages: list[dict[str, Any]], tokens_left: int, timeout_s: float,
                  ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], tell_tool: Callable[[str], None]):
+        self.role = ""
+        """Of this conversation: "" or what `begin` was given."""
+        self.all = [self]
+        """All conversations of the episode, in the order in which they were begun."""
         self.messages = messages
         """The conversation so far: the row's prompt, then the added messages and the model's replies."""
         self.tokens_left = tokens_left
@@ -39,47 +49,82 @@ class Chat:
         before the first reply."""
         self.tool_calls: list[dict[str, Any]] = []
         """The tool calls in the last reply, for `tool_call`."""
+        self.content = ""
+        """The last reply without its tool calls and without what stands before </think>."""
+        self.usage = (0, 0)
+        """Tokens that the model read for the last reply, and that it wrote."""
         self.num_tool_calls = 0
         self.num_tool_errors = 0
         self.timeout_s = timeout_s
         """Time limit in seconds of a tool, and of all code between two replies (--rollout.tool-timeout-s)."""
         self._ask = ask
         self._tell_tool = tell_tool
+        self._is_asking = False
+        self._shown: list[Callable] = []  # the tools as the model was told of them
         self._num_refused = 0
         self._calls_left = MAX_CALLS
         self._characters_left = MAX_RESULTS
 
-    async def reply(self, *messages: dict[str, Any], max_tokens: int | None = None) -> str | None:
+    def begin(self, role: str = "") -> "Chat":
+        """Another conversation of this episode, such as one with a sub-agent. It begins with the messages of its first
+        `reply`, is trained like this one, and its replies may be waited for together with others. `role`: a name."""
+        other = Chat([], self.tokens_left, self.timeout_s, self._ask, self._tell_tool)
+        other.role, other.all = role, self.all
+        self.all.append(other)
+        return other
+
+    async def reply(self, *messages: dict[str, Any], max_tokens: int | None = None, stop: Sequence[str] = (),
+                    temperature: float | None = None) -> str | None:
         """Add these messages, then let the model write its next turn. Returns its text; None if no room or no turn is
-        left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left."""
+        left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left. `stop`: further texts that
+        end it. `temperature`: a reply with another one than the run's is not trained."""
         for message in messages:
             texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise TypeError(f"chat.reply takes messages like {{'role': 'user', 'content': '...'}}, not "
                                 f"{message!r:.80}")
-        if self.turns and not messages:
-            raise ValueError("chat.reply() without messages: after the first reply the model must be given something")
+        if not messages and (self.turns or self is not self.all[0]):
+            raise ValueError("chat.reply() without messages: the model must be given something, unless it answers the "
+                             "row's prompt")
         if max_tokens is not None and operator.index(max_tokens) < 1:
             raise ValueError(f"chat.reply(max_tokens={max_tokens}) must be at least 1")
-        question: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens and operator.index(max_tokens)}
+        if self._is_asking:
+            raise RuntimeError("chat.reply() was called while the model writes another reply of this conversation: "
+                               "await one, then the next, or chat.begin() another conversation")
         if not self.turns:
-            question["tools"] = [schema_of(tool) for tool in self.tools]
-        answer = await self._ask(question)
+            self._shown = [*self.tools]
+        elif self.tools != self._shown:
+            raise ValueError("chat.tools was set after the first reply: the model has been told of other tools")
+        self._is_asking = True
+        answer = await self._ask({
+            "conversation": self.all.index(self),
+            "role": self.role,
+            "messages": messages,
+            "tools": [] if self.turns else [schema_of(tool) for tool in self.tools],
+            "max_tokens": max_tokens and operator.index(max_tokens),
+            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "temperature": temperature,
+        })
+        self._is_asking = False
         self.finish_reason = answer["finish_reason"]
-        self.tokens_left = answer["tokens_left"]
         self.tool_calls = answer.get("tool_calls", [])
+        for chat in self.all:
+            chat.tokens_left = answer["tokens_left"]
         if answer["text"] is None:
             self._num_refused += 1
-            if self._num_refused > MAX_REFUSED:
+            if sum(chat._num_refused for chat in self.all) > MAX_REFUSED:
                 raise RuntimeError(f"chat.reply() has returned None {MAX_REFUSED} times ({self.finish_reason}): then "
                                    f"the episode must end")
             return None
-        self.messages += messages
         self._calls_left, self._characters_left = MAX_CALLS, MAX_RESULTS
         self.turns += 1
-        reply = {"role": "assistant", "content": answer["text"]}
-        self.messages.append(reply)
+        self.content, self.usage = answer.get("content", answer["text"]), tuple(answer.get("usage", (0, 0)))
+        self.messages += [*messages, {"role": "assistant", "content": answer["text"]}]
         return answer["text"]
+
+    async def call_tools(self) -> list[dict[str, str]]:
+        """Run all of `tool_calls` at the same time. Returns the messages for the model, in their order."""
+        return await asyncio.gather(*map(self.tool_call, self.tool_calls))
 
     async def tool_call(self, call: dict[str, Any]) -> dict[str, str]:
         """Run one of `tool_calls`. Returns the message for the model: the result, or the error."""
@@ -102,29 +147,51 @@ class Chat:
             raise ValueError(call["error"])
         if self._calls_left < 0:
             raise ValueError(f"this is more than {MAX_CALLS} calls after one reply")
-        tools = {tool.__name__: tool for tool in self.tools}
+        tools = {name_of(tool): tool for tool in self.tools}
         if name not in tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(tools) or 'none'}")
-        arguments = json.loads(call["arguments"])
-        inspect.signature(tools[name]).bind(**arguments)
+        tool, arguments = tools[name], json.loads(call["arguments"])
+        inspect.signature(tool).bind(**arguments)
+        limits = getattr(tool, "limits", Limits())
+        async with limits.place(name, lambda: self._tell_tool(name)):
+            for attempt in itertools.count():
+                try:
+                    result = await self._run_once(tool, arguments)
+                    return result if isinstance(result, str) else json.dumps(result)
+                except Exception as error:
+                    if attempt == limits.retries or isinstance(error, TimeoutError):
+                        raise
+                await asyncio.sleep(limits.backoff_s * 2**attempt)
+                self._tell_tool(name)
+
+    async def _run_once(self, tool: Callable, arguments: dict[str, Any]) -> Any:
         with _alarm(self.timeout_s):
-            result = tools[name](**arguments)
+            result = tool(**arguments)
             if inspect.isawaitable(result):
                 result = await _within(result, self.timeout_s)
-        return result if isinstance(result, str) else json.dumps(result)
+        return result
+
+
+def name_of(tool: Callable) -> str:
+    """Of a function, or in the schema of another object."""
+    name = getattr(tool, "__name__", None) or getattr(tool, "schema", {}).get("function", {}).get("name")
+    if not callable(tool) or not name:
+        raise TypeError(f"chat.tools takes functions, or callable objects with an attribute `schema`, not {tool!r:.80}")
+    return name
 
 
 def schema_of(tool: Callable) -> dict[str, Any]:
     """The JSON schema of a tool: its attribute `schema`, or made from its type hints and docstring. Raises ValueError
     that names what is missing there."""
-    if "schema" in vars(tool):
-        return vars(tool)["schema"]
+    name = name_of(tool)
+    if hasattr(tool, "schema"):
+        return tool.schema
     # without torch, which takes seconds to import and is only asked for the type of audio
     with mock.patch.object(chat_template_utils, "is_torch_available", return_value=False):
         try:
             return chat_template_utils.get_json_schema(tool)
         except chat_template_utils.DocstringParsingException as error:
-            raise ValueError(f"the tool {tool.__name__} needs a docstring with its arguments: {error}") from None
+            raise ValueError(f"the tool {name} needs a docstring with its arguments: {error}") from None
 
 
 async def _within(result: Awaitable, seconds: float) -> Any:
@@ -138,17 +205,33 @@ async def _within(result: Awaitable, seconds: float) -> Any:
         raise
 
 
+_deadlines: dict[asyncio.Task, tuple[float, float]] = {}
+"""Of the tools that run, each in a task: the instant at which it must end, and the seconds that it had."""
+
+
 @contextlib.contextmanager
 def _alarm(seconds: float):
     """Raise TimeoutError in Python code that runs longer. Code that hangs in C ends with the episode's deadline."""
-    def expire(*_) -> None:
-        if asyncio.current_task():  # else `_within` ends the tool that is awaited; here the error would end the loop
-            raise TimeoutError(f"it took longer than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    task = asyncio.current_task()
+    signal.signal(signal.SIGALRM, _expire)
+    _deadlines[task] = (time.monotonic() + seconds, seconds)
+    _set_timer()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        del _deadlines[task]
+        _set_timer()
+
+
+def _expire(*_) -> None:
+    end, seconds = _deadlines.get(asyncio.current_task(), (math.inf, 0.0))
+    _set_timer()
+    if time.monotonic() >= end:  # else another tool is late, which is awaited: `_within` ends it
+        raise TimeoutError(f"it took longer than {seconds:g} s")
+
+
+def _set_timer() -> None:
+    """For the next of the deadlines that have not passed."""
+    now = time.monotonic()
+    left = [end - now for end, _ in _deadlines.values() if end > now]
+    signal.setitimer(signal.ITIMER_REAL, min(left, default=0.0))

@@ -1,14 +1,21 @@
 """Conversations of several turns as tokens. The model's text is never encoded again: between two of its turns only the
 new messages are rendered and encoded. The tokens of users and tools have mask False."""
 
+import json
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import jinja2
 
 Message = dict[str, Any]
-PLACE = "@@what the model wrote"
+
+
+class FlagError(ValueError):
+    """A mistake in the flags that every episode would meet: it stops the run, where another error ends one episode."""
 
 
 @dataclass
@@ -16,16 +23,17 @@ class EpisodeConfig:
     """Episodes of many turns instead of single responses."""
 
     episode: str = ""
-    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Default: no
-    episodes; the model writes one response to each prompt."""
+    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Several, as
+    NAME=FILE,NAME=FILE: a row's `agent_name` picks one. Default: no episodes; the model writes one response to each
+    prompt."""
     max_turns: int = 16
     """Most replies of the model in an episode. --rollout.max-response-length bounds the tokens of an episode, including
     the tokens of users and tools."""
     tool_timeout_s: float = 30.0
     """Seconds that an episode's own code, including its tools, may take between two replies before its process is
     killed."""
-    episodes_at_once: int = 64
-    """Episodes that one engine runs at the same time, each in its own process."""
+    episodes_at_once: int = 0
+    """Episodes that one engine runs at the same time, each in its own process. 0: --rollout.max-num-seqs."""
     lockstep: bool = False
     """Wait for the tools of all episodes before each step of the engine. Then a run repeats byte for byte. Otherwise
     the times at which tools end decide what is decoded together, and so how it is rounded."""
@@ -36,8 +44,22 @@ class EpisodeConfig:
     """What to do if the chat template later writes earlier turns differently, for example without their reasoning.
     split: the episode becomes several sequences, each as the model saw it. append: the model sees its own tokens.
     error: stop."""
+    tool_result_tokens: int = 0
+    """Most tokens of a tool's result that the model sees; a longer one loses its middle, and says so. 0: no limit."""
     tool_parser: str = ""
     """vLLM's parser of tool calls, by name (hermes, llama3_json, ...), for episodes with chat.tools."""
+
+
+def environments(spec: str) -> dict[str, str]:
+    """What --rollout.episode names: its name, "" if it is alone -> path/to/file.py:name. Raises ValueError for one of
+    several that has no name of its own."""
+    if "=" not in spec:
+        return {"": spec}
+    found = [part.strip().rpartition("=") for part in spec.split(",")]
+    named = {name: file for name, _, file in found}
+    if "" in named or len(named) < len(found):
+        raise ValueError(f"--rollout.episode {spec}: several environments are NAME=FILE,NAME=FILE, each name once")
+    return named
 
 
 class ChatTemplate:
@@ -49,6 +71,12 @@ class ChatTemplate:
         self.arguments = arguments
         self.stops = set(stops)
 
+    @cached_property
+    def special(self) -> re.Pattern:
+        """Finds special tokens in a text."""
+        texts = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
     def render(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         """The text up to the start of the model's next turn."""
         try:
@@ -59,29 +87,64 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses an episode's messages ({roles}): {error}") from None
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def encode(self, text: str, said: Sequence[Message] = ()) -> list[int]:
+        """The tokens of a rendered text. `said`: messages in it, in their order. What users and tools say is text also
+        where it spells a special token: a web page cannot end a turn."""
+        tokens = []
+        for message in said:
+            if message["role"] != "assistant" and self.special.search(message["content"]):
+                content = written(message, text)
+                before, _, text = text.partition(content)
+                tokens += self.encode(before)
+                tokens += self.tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return tokens + self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def shortened(self, message: Message, limit: int) -> Message:
+        """The message; if it is a tool's with more than `limit` tokens, without its middle, and it says so."""
+        if message["role"] != "tool" or not limit:
+            return message
+        tokens = self.tokenizer(message["content"], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if len(tokens) <= limit:
+            return message
+        first, last = self.decode(tokens[: limit // 2]), self.decode(tokens[len(tokens) - (limit - limit // 2) :])
+        return message | {"content": f"{first}\n[{len(tokens) - limit} tokens were cut here]\n{last}"}
+
     def after_reply(self, messages: Sequence[Message], new: Sequence[Message], tools: list[dict] | None) -> str:
         """The text between the reply that ends `messages` and the next reply. Raises ValueError for a chat template
-        that leaves a reply out or writes it twice."""
-        place = PLACE
-        while any(place in str(message) for message in [*messages, *new]):
-            place += "@"
+        that leaves a message out, or writes a reply twice."""
+        place = f"@@{secrets.token_hex(8)}"  # in no message
         with_place = [*messages[:-1], messages[-1] | {"content": place}, *new]
         pieces = self.render(with_place, tools).split(place)
         if len(pieces) != 2:
             raise ValueError(f"the chat template writes the last reply {len(pieces) - 1} times, must be once: "
                              f"--data.chat-template-file FILE names another")
+        check_written(new, pieces[1])
         return pieces[1]
+
+
+def check_written(messages: Sequence[Message], text: str) -> None:
+    """Raises ValueError for a message of users or tools that the template has left out."""
+    for message in messages:
+        if message["role"] != "assistant":  # whose earlier text a template may shorten
+            written(message, text)
+
+
+def written(message: Message, text: str) -> str:
+    """The content of a message as the template has written it into the text: as it is, or as JSON."""
+    content = message["content"].strip()
+    for form in (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]):
+        if form in text:
+            return form
+    raise ValueError(f"the chat template does not show the model the content of this message, role "
+                     f"{message['role']}: {content:.80!r}. --data.chat-template-file FILE names another")
 
 
 @dataclass
 class Conversation:
-    """One episode: its messages, and the sequence of tokens that the model sees, which grows turn by turn."""
+    """Messages, and the sequence of tokens that the model sees, which grows turn by turn."""
 
     template: ChatTemplate
     on_rewriting: str  # --rollout.rewritten-history
@@ -94,13 +157,21 @@ class Conversation:
     left_behind: list["Conversation"] = field(default_factory=list)  # sequences before the history was rewritten
     rendered: str = ""  # the text that the model saw before its last reply
     routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
+    role: str = ""
+    num_replies: int = 0
+    asked: Any = None  # SamplingConfig of the reply that the engine samples; None: it samples none
+    room: int = 0  # tokens that this reply may have at most for want of room
 
     def begin(self, new: Sequence[Message], tools: list[dict] | None) -> list[int]:
         """The tokens before the first reply. Without new messages and tools they are the prompt's tokens in the
         data."""
         self.tools = tools
         self.rendered = self.template.render([*self.messages, *new], tools)
-        return self.template.encode(self.rendered) if new or tools else self.prompt
+        if tools and self.rendered == self.template.render([*self.messages, *new], None):
+            raise FlagError("chat.tools: the chat template does not show the model its tools: "
+                            "--data.chat-template-file FILE names another")
+        check_written(new, self.rendered)
+        return self.template.encode(self.rendered, new) if new or tools else self.prompt
 
     def between(self, new: Sequence[Message]) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
@@ -112,7 +183,7 @@ class Conversation:
         # a template may take away white space around a reply
         is_rewritten = self.rendered + written + between != rendered or written.strip() != text.strip()
         if is_rewritten and self.on_rewriting == "error":
-            raise ValueError(
+            raise FlagError(
                 f"the chat template writes an earlier turn differently now ({len(self.messages)} messages): "
                 f"--rollout.rewritten-history split trains several sequences, append keeps the tokens as they are"
             )
@@ -122,7 +193,7 @@ class Conversation:
         last = self.tokens[-1]
         if last in self.template.stops:
             between = between.removeprefix(self.template.tokenizer.decode([last]))
-        return self.template.encode(between)
+        return self.template.encode(between, new)
 
     def add_messages(self, new: Sequence[Message], between: list[int] | None) -> None:
         """Add messages, with their tokens as `between` returned them."""
@@ -131,19 +202,21 @@ class Conversation:
             before = Conversation(self.template, "", self.prompt, [], None, self.tokens, self.logp, self.mask)
             before.routing, self.routing = self.routing, None
             self.left_behind.append(before)
-            self.prompt = self.template.encode(self.rendered)
+            self.prompt = self.template.encode(self.rendered, self.messages)
             self.tokens, self.logp, self.mask = [], [], []
             return
         self.tokens += between
         self.logp += [0.0] * len(between)
         self.mask += [False] * len(between)
 
-    def add_reply(self, tokens: Sequence[int], logp: Sequence[float], routing: Any = None) -> str:
+    def add_reply(self, tokens: Sequence[int], logp: Sequence[float], routing: Any = None,
+                  is_trained: bool = True) -> str:
         """Add the tokens that the model sampled. Returns their text, without special tokens."""
         self.routing = routing
         self.tokens += tokens
-        self.logp += logp
-        self.mask += [True] * len(tokens)
+        self.logp += logp if is_trained else [0.0] * len(tokens)
+        self.mask += [is_trained] * len(tokens)
+        self.num_replies += 1
         text = self.template.decode(tokens)
         self.messages.append({"role": "assistant", "content": text})
         return text

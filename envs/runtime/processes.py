@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -34,7 +35,12 @@ class Process:
     pid: int
     connection: Connection
     since: float  # when it was told something that it has not answered yet
-    is_busy: bool = True  # it runs the user's code; False: it waits for the model
+    num_asked: int = 0  # replies of the model that it waits for
+
+    @property
+    def is_busy(self) -> bool:
+        """It runs the user's code."""
+        return not self.num_asked
 
 
 class EpisodeProcesses:
@@ -45,6 +51,8 @@ class EpisodeProcesses:
         self.timeout_s = timeout_s
         self.running: dict[int, Process] = {}
         self.heard: list[tuple[int, dict[str, Any]]] = []  # that nobody has been told yet
+        # episodes that go on between two rollouts: a process, unless it has ended, and messages that nobody was told
+        self.aside: dict[Hashable, tuple[Process | None, list[dict[str, Any]]]] = {}
         # of temporary files; its name marks what they started
         self.folder = tempfile.mkdtemp(prefix="episodes_", dir=own_folder())
         self.loaded: set[psutil.Process] = set()  # what the file started when it was imported, and all episodes share
@@ -87,13 +95,18 @@ class EpisodeProcesses:
             pid = int.from_bytes(self.control.recv(8), "little")
         if not pid:
             raise RuntimeError("the process that starts episodes has died, or does not answer")
-        self.running[number] = Process(pid, Connection(ours.detach()), time.monotonic())
-        self.tell(number, message)
+        process = self.running[number] = Process(pid, Connection(ours.detach()), time.monotonic())
+        self.send(process, message)
 
     def tell(self, number: int, message: dict[str, Any]) -> None:
-        process = self.running[number]
-        process.since = time.monotonic()
-        process.is_busy = True
+        """Tell an episode a reply, or that it gets none. One that has died is told nothing."""
+        if number in self.running:
+            process = self.running[number]
+            process.num_asked -= 1
+            process.since = time.monotonic()
+            self.send(process, message)
+
+    def send(self, process: Process, message: dict[str, Any]) -> None:
         with contextlib.suppress(ConnectionError, BlockingIOError):  # it died or does not read: `events` will see it
             process.connection.send_bytes(pickle.dumps(message))
 
@@ -107,14 +120,15 @@ class EpisodeProcesses:
         busy episode has sent a message. Each message has "seconds": how long the user's code ran before it."""
         end = time.monotonic() + wait_s
         while True:
-            busy = {process.connection: number for number, process in self.running.items() if process.is_busy}
+            running = {process.connection: number for number, process in self.running.items()}
             now = time.monotonic()
-            deadlines = {number: self.running[number].since + self.timeout_s + GRACE_S for number in busy.values()}
+            deadlines = {number: process.since + self.timeout_s + GRACE_S
+                         for number, process in self.running.items() if process.is_busy}
             lull = now + LULL_S if self.heard and not wait_for_all else end
             until = min([end, lull, *deadlines.values()])
-            ready = wait(list(busy), max(until - now, 0.0)) if busy else []
+            ready = wait(list(running), max(until - now, 0.0) if deadlines else 0.0) if running else []
             for connection in ready:
-                self.receive(busy[connection])
+                self.receive(running[connection])
             for number, deadline in deadlines.items():
                 if time.monotonic() > deadline and number in self.running and self.running[number].is_busy:
                     self.heard.append(self.expire(number))
@@ -136,9 +150,10 @@ class EpisodeProcesses:
         process.since = time.monotonic()
         if "tool" in message:  # one begins or ends: each has the whole time
             return
-        process.is_busy = False
         self.heard.append((number, {"seconds": seconds} | message))
-        if "messages" not in message:
+        if "messages" in message:
+            process.num_asked += 1
+        else:
             self.end(number)
 
     def expire(self, number: int) -> tuple[int, dict[str, Any]]:
@@ -158,18 +173,41 @@ class EpisodeProcesses:
         text += where[:MAX_TEXT].decode(errors="replace")
         return number, {"failure": "timeout", "kind": "timeout", "text": text, "seconds": self.timeout_s}
 
+    def put_aside(self, number: int, key: Hashable) -> None:
+        """Let an episode go on without listening to it, until `take_back`."""
+        unheard = [message for owner, message in self.heard if owner == number]
+        self.heard = [(owner, message) for owner, message in self.heard if owner != number]
+        self.aside[key] = (self.running.pop(number, None), unheard)
+
+    def take_back(self, number: int, key: Hashable) -> None:
+        process, unheard = self.aside.pop(key)
+        if process is not None:
+            self.running[number] = process
+        self.heard += [(number, message) for message in unheard]
+
+    def end_aside(self, but: Collection[Hashable] = ()) -> None:
+        """End the episodes that were put aside, but those with these keys."""
+        for key in self.aside.keys() - set(but):
+            process, _ = self.aside.pop(key)
+            if process is not None:
+                self.kill(process)
+
     def end(self, number: int) -> None:
-        """End the process of an episode, and the processes that it started."""
-        process = self.running.pop(number)
+        """End the process of an episode, and the processes that it started; nothing if it has died."""
+        if number in self.running:
+            self.kill(self.running.pop(number))
+
+    def kill(self, process: Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.connection.close()
 
     def end_all(self) -> None:
+        """End the episodes that are listened to, and what they left behind, as far as it cannot belong to others."""
         self.heard = []
         for number in list(self.running):
             self.end(number)
-        while strays := self.children() - self.loaded:
+        while not self.aside and (strays := self.children() - self.loaded):
             for process in strays:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -182,6 +220,7 @@ class EpisodeProcesses:
             return set()
 
     def close(self) -> None:
+        self.end_aside()
         self.end_all()
         self.control.close()
         self.server.kill()

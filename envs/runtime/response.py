@@ -1,6 +1,7 @@
 """What the model wrote: a response to a prompt, and the episode of many turns that becomes one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +24,13 @@ class Response:
     prompt: list[int] | None = None
     """The tokens before the response, if they are not the tokens of the row's prompt."""
     earlier: list["Response"] = field(default_factory=list)
-    """Further sequences of the same episode, whose history was rewritten; they are trained like this sequence. For an
-    episode that has not ended: the model's replies so far, each with the tokens between it and the previous reply."""
+    """Further sequences of the same episode, of other conversations or before the history was rewritten; they are
+    trained like this sequence. For an episode that has not ended: the model's replies so far, each with the tokens
+    between it and the previous reply as `prompt`."""
+    conversation: int = 0
+    """Number of the sequence's conversation in its episode. 0: the one that begins with the row's prompt."""
+    role: str = ""
+    """Of that conversation, as `chat.begin(role)` named it."""
     num_turns: int = 1
     end_reason: str = ""
     """Why the episode ended: done (its function returned), length, turns, timeout or error."""
@@ -35,7 +41,7 @@ class Response:
 
     # of --rollout.in-flight alone
     versions: list[int] = field(default_factory=list)
-    """The step in which the policy sampled each token."""
+    """The step in which the policy sampled each token, without those of this step."""
     routing: Tensor | None = field(default=None, compare=False)
     """Experts of all tokens but the last (--policy.router-replay rollout): [prompt + response - 1, layers, k]."""
 
@@ -44,8 +50,9 @@ class Response:
         return len(self.tokens) if self.mask is None else sum(self.mask)
 
     @property
-    def num_sampled_in_all(self) -> int:
-        return self.num_sampled + sum(sequence.num_sampled for sequence in self.earlier)
+    def parts(self) -> list["Response"]:
+        """All sequences of the episode, or its replies so far."""
+        return [*self.earlier, self]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `from_dict` reads it."""
@@ -66,42 +73,66 @@ class Response:
 class Episode:
     """One episode, on every rank of its engine."""
 
-    conversation: Conversation
+    conversations: dict[int, Conversation]  # 0: begins with the row's prompt; others as chat.begin() numbered them
     seed: int | None  # None: greedy
     begun: Response  # has the model's replies, also those of earlier steps
     num_turns: int = 0
     end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
-    is_sampling: bool = False  # the model writes; else its process is busy
-    limit: int = 0  # tokens that the reply being sampled may have at most for want of room
     tool_s: float = 0.0
+    kept: Any = None  # its process between two rollouts, on the engine's first rank
 
-    def next_reply(self, before: list[int]) -> Response:
+    @property
+    def num_tokens(self) -> int:
+        return sum(conversation.num_tokens for conversation in self.conversations.values())
+
+    @property
+    def num_asked(self) -> int:
+        """Replies that the engine samples; if there are none, the episode's process is busy."""
+        return sum(conversation.asked is not None for conversation in self.conversations.values())
+
+    def replies(self, number: int) -> list[Response]:
+        """Of conversation `number`."""
+        return [reply for reply in self.begun.earlier if reply.conversation == number]
+
+    def next_reply(self, number: int, before: list[int], is_trained: bool) -> Response:
         """The reply after these tokens: one from an earlier step, unless the environment has sent other tokens since,
         or a new one."""
-        replies = self.begun.earlier
-        if self.num_turns < len(replies) and replies[self.num_turns].prompt != before:
-            del replies[self.num_turns :]
-            del self.begun.versions[self.begun.num_sampled_in_all :]
-        if self.num_turns == len(replies):
-            replies.append(Response(prompt=before))
-        return replies[self.num_turns]
+        turn = self.conversations[number].num_replies
+        old = self.replies(number)[turn:]
+        if old and old[0].prompt == before:
+            return old[0]
+        stale = set(map(id, old))
+        new = Response(prompt=before, conversation=number, mask=None if is_trained else [])
+        self.begun.earlier = [*(reply for reply in self.begun.earlier if id(reply) not in stale), new]
+        return new
 
 
 def response_of(episode: Episode, message: dict[str, Any]) -> Response:
     """An episode that has ended, as a response to its prompt."""
-    conversation = episode.conversation
     end_reason = episode.end_reason
     if "failure" in message:
         end_reason = "timeout" if message["failure"] == "timeout" else "error"
-    finish_reason = "length" if end_reason == "length" else "stop"
-    earlier = [
-        Response(before.tokens, before.logp, "stop", before.mask, before.prompt, routing=before.routing)
-        for before in conversation.left_behind
-    ]
-    return Response(
-        conversation.tokens, conversation.logp, finish_reason, conversation.mask, conversation.prompt, earlier,
-        episode.num_turns, end_reason, conversation.messages,
-        {"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
-         "tool_s": episode.tool_s},
-        episode.begun.versions, conversation.routing,
+    numbers = sorted(episode.conversations)
+    # the episode's own conversation, unless only others were begun
+    main = next((number for number in numbers if episode.conversations[number].num_replies), 0)
+    *earlier, last = chain(*(sequences_of(episode, number) for number in sorted(numbers, key=lambda n: n == main)))
+    return replace(
+        last, finish_reason="length" if end_reason == "length" else "stop",
+        earlier=[sequence for sequence in earlier if sequence.tokens],
+        num_turns=episode.num_turns, end_reason=end_reason, messages=episode.conversations[main].messages,
+        tools={"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
+               "tool_s": episode.tool_s},
     )
+
+
+def sequences_of(episode: Episode, number: int) -> list[Response]:
+    """What is trained of a conversation: more than one sequence if its history was rewritten."""
+    conversation = episode.conversations[number]
+    versions = chain(*(reply.versions for reply in episode.replies(number)))
+    return [
+        Response(
+            part.tokens, part.logp, "stop", part.mask, part.prompt, conversation=number, role=conversation.role,
+            versions=[*islice(versions, sum(part.mask))], routing=part.routing,
+        )
+        for part in [*conversation.left_behind, conversation]
+    ]

@@ -2,9 +2,9 @@
 process for each episode, so that none can hang, kill or change another.
 
 The socket FD brings one socket for each episode; its answer is the process's number. Over an episode's socket the
-trainer sends pickles: the row, then the model's replies. The episode sends JSON: {"messages", "max_tokens", "tools"} to
-ask for a reply, {"tool"} as a tool begins and as it ends, and at its end a reward worker's reply, {"score", "extra",
-"texts"} or {"failure", "kind", "text"}, or {"text"} that the reward functions shall score.
+trainer sends pickles: the row, then the model's replies. The episode sends JSON: {"conversation", "messages", ...} to
+ask for a reply (`Chat.reply`), {"tool"} as a tool begins and as it ends, and at its end a reward worker's reply,
+{"score", "extra", "texts"} or {"failure", "kind", "text"}, or {"text"} that the reward functions shall score.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import socket
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.runtime.chat import Chat
+from envs.runtime.conversation import environments
 from rewards import load_function
 from rewards.runtime.worker import failure_of, ignore_stops, packed, plain, reply_of
 
@@ -53,7 +55,7 @@ class Printed:
 
 
 def load_episode(spec: str) -> Callable:
-    """The coroutine function that --rollout.episode names."""
+    """A coroutine function that --rollout.episode names."""
     function = load_function(spec, "--rollout.episode", "episode")
     if not inspect.iscoroutinefunction(function):
         raise ValueError(
@@ -66,43 +68,47 @@ def load_episode(spec: str) -> Callable:
     return function
 
 
-async def run(connection: Connection, episode: Callable, timeout_s: float) -> None:
-    """One episode, from its row to its result. Then the trainer ends the process: nothing waits for the episode's
-    threads and tasks. `timeout_s` bounds the time between a reply and the next request, which the tools use. No clock
-    runs while the model writes."""
+async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: float) -> None:
+    """One of these episodes, from its row to its result. Then the trainer ends the process: nothing waits for the
+    episode's threads and tasks. `timeout_s` bounds the time between a reply and the next request, which the tools use.
+    No clock runs while the model writes."""
     loop = asyncio.get_running_loop()
-    inbox: asyncio.Queue = asyncio.Queue()
-    is_asking = False
+    first = loop.create_future()
+    waiting: dict[int, asyncio.Future] = {-1: first}  # conversations that wait for the model
 
     def hear() -> None:
         try:
-            inbox.put_nowait(pickle.loads(connection.recv_bytes()))
+            message = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):  # the trainer has ended, or gave up an episode that was still starting
             os.killpg(0, signal.SIGKILL)
+        future = waiting.pop(message.get("conversation", -1))
+        if not future.done():  # else the episode has given up this reply
+            future.set_result(message)
 
     loop.add_reader(connection.fileno(), hear)
-    start = await inbox.get()
+    start = await first
     began = loop.time()
 
     async def ask(question: dict[str, Any]) -> dict[str, Any]:
-        nonlocal began, is_asking
-        if is_asking:
-            raise RuntimeError("chat.reply() was called while the model writes another reply: await one, then the next")
-        send(connection, question | {"seconds": loop.time() - began})
-        is_asking = True
+        nonlocal began
+        send(connection, question | {"seconds": 0.0 if waiting else loop.time() - began})
+        answer = waiting[question["conversation"]] = loop.create_future()
         deadline.reschedule(None)
-        answer = await inbox.get()
-        is_asking = False
-        began = loop.time()
-        deadline.reschedule(began + timeout_s)
-        return answer
+        await answer
+        if not waiting:
+            began = loop.time()
+            deadline.reschedule(began + timeout_s)
+        return answer.result()
 
     def tell_tool(name: str) -> None:
         """A tool begins or ends: the clock restarts, here (after the tool's own alarm) and in the trainer."""
-        deadline.reschedule(loop.time() + timeout_s + TOOL_GRACE_S)
+        if not waiting:
+            deadline.reschedule(loop.time() + timeout_s + TOOL_GRACE_S)
         send(connection, {"tool": name})
 
+    episode = episodes[start.get("environment", "")]
     chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask, tell_tool)
+    reseed(start.get("seed") or 0)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             result = await episode(chat, start["row"])
@@ -110,12 +116,19 @@ async def run(connection: Connection, episode: Callable, timeout_s: float) -> No
         reply = {"text": result} if isinstance(result, str) else packed(reply_of(episode.__name__, result))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         reply = failure_of(error) | ({"failure": "timeout"} if deadline.expired() else {})
-    counts = {"num_tool_calls": chat.num_tool_calls, "num_tool_errors": chat.num_tool_errors}
-    more = counts | {"seconds": loop.time() - began}
+    more = {name: sum(vars(part)[name] for part in chat.all) for name in ("num_tool_calls", "num_tool_errors")}
+    more["seconds"] = loop.time() - began
     try:
         send(connection, reply | more, MAX_LAST)
     except ValueError as error:
         send(connection, failure_of(error) | more)
+
+
+def reseed(seed: int) -> None:
+    """Python's and NumPy's global generators: in each episode others than in the process that it was forked from."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
 
 
 def send(connection: Connection, message: dict[str, Any], limit: int = MAX_SENT) -> None:
@@ -127,7 +140,7 @@ def send(connection: Connection, message: dict[str, Any], limit: int = MAX_SENT)
     connection.send_bytes(data)
 
 
-def run_process(connection: Connection, episode: Callable, timeout_s: float) -> None:
+def run_process(connection: Connection, episodes: dict[str, Callable], timeout_s: float) -> None:
     """The whole life of an episode's process."""
     os.setsid()  # what it starts ends with it
     faulthandler.register(signal.SIGUSR2, file=connection.fileno(), chain=True)  # shows where it hangs, then ends it
@@ -136,7 +149,7 @@ def run_process(connection: Connection, episode: Callable, timeout_s: float) -> 
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     sys.stdout = sys.stderr = printed
-    asyncio.run(run(connection, episode, timeout_s))
+    asyncio.run(run(connection, episodes, timeout_s))
 
 
 def adopt_orphans() -> None:
@@ -162,7 +175,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=fd)
     try:
-        episode = load_episode(spec)
+        episodes = {name: load_episode(file) for name, file in environments(spec).items()}
     except (Exception, SystemExit) as error:
         control.sendall(json.dumps(failure_of(error)).encode())
         return
@@ -175,7 +188,7 @@ def main() -> None:
             die_with_parent(server)
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            run_process(Connection(fds[0]), episode, timeout_s)
+            run_process(Connection(fds[0]), episodes, timeout_s)
             os._exit(0)
         os.close(fds[0])
         control.sendall(pid.to_bytes(8, "little"))

@@ -15,11 +15,19 @@ STARTS = {"llama3_json": r"\s*\{|<\|python_tag\|>", "pythonic": r"\s*\[\w+\("}
 START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_string", "bot_token", "tc_start")
 
 
-def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[dict[str, Any]]]:
+def after_thinking(reply: str, prompt: str) -> str:
+    """What the model says after its reasoning: a call inside <think> is none. A prompt may open it."""
+    if "</think>" in reply:
+        return reply.rpartition("</think>")[2]
+    return "" if prompt.rstrip().endswith("<think>") else reply.partition("<think>")[0]
+
+
+def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
     """The parser of --rollout.tool-parser: vLLM's name, or a model's `model_type`. Its input is a reply, with its
     special tokens and without its end token, and the tools' schemas, which a few parsers need for the types of
-    arguments. It returns the calls, {"name", "arguments": JSON text}; if the reply begins a call and none can be read,
-    one {"name": "", "error"}. Raises ValueError if there is no such parser or it cannot be used."""
+    arguments. It returns the text without calls, and the calls, {"name", "arguments": JSON text}; if the reply begins a
+    call and none can be read, one {"name": "", "error"}. Raises ValueError if there is no such parser or it cannot be
+    used."""
     name = FAMILIES.get(name, name)
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -39,14 +47,17 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., 
     tokens = [re.escape(getattr(parser, key)) for key in START_TOKENS if hasattr(parser, key)]
     start = re.compile(STARTS.get(name) or "|".join(tokens) or "<tool_call>")
 
-    def parse(text: str, tools: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    def parse(text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[dict[str, Any]]]:
         request = ChatCompletionRequest.model_construct(messages=[], tools=list(tools), tool_choice="auto")
         try:
-            found = parser.extract_tool_calls(text, request).tool_calls
+            found = parser.extract_tool_calls(text, request)
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
-            found = []
-        if not found and (start.match(text) if name in STARTS else start.search(text)):
-            return [{"name": "", "error": f"this call of a tool cannot be read: {text.strip():.200}"}]
-        return [{"name": call.function.name, "arguments": call.function.arguments} for call in found]
+            found = None
+        if found is not None and found.tool_calls:
+            calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in found.tool_calls]
+            return (found.content or "").strip(), calls
+        if start.match(text) if name in STARTS else start.search(text):
+            return text, [{"name": "", "error": f"this call of a tool cannot be read: {text.strip():.200}"}]
+        return text, []
 
     return parse

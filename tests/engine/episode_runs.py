@@ -21,6 +21,14 @@ def make_prompt(tokenizer, number: int, **columns) -> Prompt:
     return Prompt(tokens, "word_problems", "2", {}, messages, {"number": number, **columns})
 
 
+def with_tools(tokenizer, folder: Path) -> str:
+    """A file with the tokenizer's chat template, which also shows tools."""
+    file = folder / "tools.jinja"
+    shown = "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    file.write_text(shown + tokenizer.chat_template)
+    return str(file)
+
+
 class Runs:
     """Runs episodes; each ends with its processes."""
 
@@ -29,16 +37,17 @@ class Runs:
         self.stops, self.max_length = stops, max_length
 
     def __call__(self, name: str, prompts: list[Prompt], num_samples: int = 1, stop=lambda: False, metrics=None,
-                 reward_model=None, model=None, **flags) -> list[Sample]:
-        """`name`: of an episode of episodes_of_tests.py, or FILE.py. `model`: a reward model, and its flags."""
-        episode = name if name.endswith(".py") else f"{FILE}:{name}"
+                 reward_model=None, model=None, template: str = "", **flags) -> list[Sample]:
+        """`name`: of an episode of episodes_of_tests.py, or FILE.py. `model`: a reward model, and its flags.
+        `template`: file of a chat template."""
+        episode = name if ".py" in name else f"{FILE}:{name}"
         config = replace(self.engine.config, episode=episode, **flags)
         scoring = Scoring(self.tokenizer, RewardConfig(num_workers=1, max_error_frac=1.0),
                           reward_model or RewardModelConfig(), [],
                           config.episode)
         scoring.model = model
         scoring.episodes = start_episodes(
-            config, self.tokenizer, TemplateConfig(), self.stops, self.max_length, self.world
+            config, self.tokenizer, TemplateConfig(chat_template_file=template), self.stops, self.max_length, self.world
         )
         rows = range(len(prompts))
         try:

@@ -2,9 +2,12 @@
 
 import asyncio
 import ctypes
+import json
 import os
 import random
 import time
+
+import numpy
 
 
 def add(a: int, b: int) -> int:
@@ -49,7 +52,7 @@ async def moody(chat, row):
     """The same, with another message every time."""
     await chat.reply()
     for _ in range(2):
-        await chat.reply({"role": "user", "content": f"{random.random()}."})
+        await chat.reply({"role": "user", "content": f"{random.SystemRandom().random()}."})
     return 1.0
 
 
@@ -122,3 +125,56 @@ def slow() -> str:
 
 def plain(chat, row):
     return 1.0
+
+
+async def with_critics(chat, row):
+    """An answer, two critics at the same time, one of them twice, and another answer."""
+    answer = await chat.reply(max_tokens=6)
+    critics = [chat.begin("critic"), chat.begin("critic")]
+    judged = await asyncio.gather(*(
+        critic.reply({"role": "user", "content": f"{n}: is {answer} right?"}, max_tokens=8)
+        for n, critic in enumerate(critics)
+    ))
+    await critics[1].reply({"role": "user", "content": "Sure?"}, max_tokens=5)
+    answer = await chat.reply({"role": "user", "content": f"They say {judged}."}, max_tokens=6)
+    usage = [number for part in chat.all for number in part.usage]
+    return {"score": 1.0, "answer": answer, "judged": json.dumps(judged), "usage": usage}
+
+
+async def only_others(chat, row):
+    """Nothing in its own conversation."""
+    other = chat.begin()
+    text = await other.reply({"role": "user", "content": "Other?"}, max_tokens=4)
+    return {"score": 1.0, "text": text}
+
+
+async def cold(chat, row):
+    """A reply of the run's temperature, one that is greedy, and one that ends with a text."""
+    await chat.reply(max_tokens=6)
+    cold = await chat.reply({"role": "user", "content": "Again."}, max_tokens=6, temperature=0.0)
+    last = await chat.reply({"role": "user", "content": "Again."}, max_tokens=30, stop=[row["stop"]])
+    return {"score": 1.0, "cold": cold, "last": last}
+
+
+async def misaddress(chat, row):
+    """The second message has the row's role and content."""
+    await chat.reply(max_tokens=2)
+    await chat.reply({"role": row["role"], "content": row["content"]}, max_tokens=2)
+    return 1.0
+
+
+async def late_tools(chat, row):
+    await chat.reply(max_tokens=2)
+    chat.tools = [add]
+    await chat.reply({"role": "user", "content": "Add."}, max_tokens=2)
+    return 1.0
+
+
+async def rolls_dice(chat, row):
+    await chat.reply(max_tokens=2)
+    return {"score": 1.0, "dice": [random.random(), float(numpy.random.rand())]}
+
+
+async def another(chat, row):
+    await chat.reply(max_tokens=2)
+    return 0.25

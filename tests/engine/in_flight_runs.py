@@ -53,7 +53,7 @@ def saved_copy(model: str, policy) -> torch.nn.Module:
     return copy.deepcopy(lm)
 
 
-def carry(model: str, engine, policy, num_steps: int = 5, **flags) -> list[dict]:
+def carry(model: str, engine, policy, num_steps: int = 5, restart: bool = False, **flags) -> list[dict]:
     """Of each response of these steps: its lengths by version, and how far its log-probs are from those of the policy
     that is said to have sampled them, and from the policy of the step in which it ended."""
     steps, copies, found = Steps(engine, **flags), [], []
@@ -61,6 +61,8 @@ def carry(model: str, engine, policy, num_steps: int = 5, **flags) -> list[dict]
         engine_models.perturb(policy, -0.2 if step % 2 else 0.2)        # else the model becomes certain
         copies.append(saved_copy(model, policy))
         engine.wake(policy)
+        if restart:
+            steps.scoring.episodes.end_kept()
         rollout = steps(engine, step)
         engine.sleep()
         for sample in rollout.samples:
@@ -78,6 +80,7 @@ def carry(model: str, engine, policy, num_steps: int = 5, **flags) -> list[dict]
                 "step": step, "index": sample.index, "row": sample.row, "tokens": response.tokens,
                 "versions": response.versions, "reason": response.finish_reason, "mask": mask.tolist(),
                 "messages": response.messages, "dropped": steps.metrics["rollout/dropped_tokens"],
+                "restarted": steps.metrics.get("episode/restarted"),
                 "off": float((logp - own).abs().max()),
                 "off_now": float((logp - by_copy[-1]).abs()[late].max()) if late.any() else None,
             })

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from envs.runtime.conversation import PLACE, ChatTemplate, Conversation
+from envs.runtime.conversation import ChatTemplate, Conversation
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
@@ -182,7 +182,7 @@ def test_text_may_spell_what_stands_in_for_a_reply():
     """The name of the place where the last reply goes, in the model's own text and in a user's."""
     conversation = start("Qwen2.5", 0)
     tokenizer = conversation.template.tokenizer
-    for text in (PLACE, f"f{PLACE}@@"):
+    for text in ("@@", f"f@@{'0' * 16}@@"):
         conversation.add_reply([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], [])
         new = [{"role": "user", "content": f"{text}?"}]
         conversation.add_messages(new, conversation.between(new))

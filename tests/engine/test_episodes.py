@@ -30,8 +30,9 @@ from common.rollouts.scoring import (
     responses_to_state,
     start_rollout,
 )
+from envs.runtime.conversation import FlagError
 from rewards.runtime.pool import RewardConfig
-from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of
+from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of, with_tools
 from tests.model.test_reward_model import make_reward_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -229,14 +230,21 @@ def test_where_a_fault_is_is_said(run, tokenizer, caplog):
     assert "KeyError" in said and "the user's own mistake" in said
 
 
-def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer):
+@pytest.fixture
+def tools(tokenizer, tmp_path):
+    """Flags of episodes with tools."""
+    pytest.importorskip("vllm")  # which has the parser
+    return {"template": with_tools(tokenizer, tmp_path), "tool_parser": "hermes"}
+
+
+def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer, tools):
     calls = [
         {"name": "add", "arguments": '{"a": 2, "b": 3}'}, {"name": "add", "arguments": '{"a": 2'},
         {"name": "os.system", "arguments": "{}"}, {"name": "add", "arguments": '{"a": 2}'},
         {"name": "", "error": "this call cannot be read"},
     ]
     metrics = {}
-    (sample,) = run("with_tools", [make_prompt(tokenizer, 0, calls=calls)], metrics=metrics)
+    (sample,) = run("with_tools", [make_prompt(tokenizer, 0, calls=calls)], metrics=metrics, **tools)
     five, broken, unknown, missing, unread = sample.extras["results"].split(" / ")
     assert five == "5"
     assert broken.startswith("Error: JSONDecodeError") and "there is no tool 'os.system'; there are add" in unknown
@@ -246,8 +254,8 @@ def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer):
     assert "Error: JSONDecodeError" in tokenizer.decode(sample.response.tokens)
 
 
-def test_a_slow_tool_is_told_to_the_model(run, tokenizer):
-    (sample,) = run("slow_tool", [make_prompt(tokenizer, 0)], tool_timeout_s=1.0)
+def test_a_slow_tool_is_told_to_the_model(run, tokenizer, tools):
+    (sample,) = run("slow_tool", [make_prompt(tokenizer, 0)], tool_timeout_s=1.0, **tools)
     assert sample.extras["result"] == "Error: TimeoutError: it took longer than 1 s"
     assert sample.response.end_reason == "done"
 
@@ -344,3 +352,134 @@ def test_flags_that_cannot_work_are_refused(flags, message, tokenizer, world):
 def test_a_response_survives_a_checkpoint():
     response = Response([1], [0.0], "stop", [True], [2], [Response([3], [0.5], "stop")], 2, "done", [{"role": "user"}])
     assert Response.from_dict(json.loads(json.dumps(response.to_dict()))) == response
+
+
+# --------------------------------------------------------------------------- several conversations
+
+
+def test_conversations_of_one_episode_are_its_sequences(run, tokenizer, policy):
+    """Critics that are asked at the same time: each sequence is what its conversation says, and is scored exactly."""
+    samples = run("with_critics", [make_prompt(tokenizer, n) for n in range(3)], num_samples=2)
+    rollout = gather_rollout(samples)
+    assert rollout.num_sequences.tolist() == [3] * 6
+    for sample in samples:
+        parts = sample.response.parts
+        assert [(part.conversation, part.role) for part in parts] == [(1, "critic"), (2, "critic"), (0, "")]
+        first, second = json.loads(sample.extras["judged"])
+        for part, texts in zip(parts[:2], ([first], [second, None]), strict=True):
+            pieces = runs_of(part.mask)
+            assert [value for value, _, _ in pieces] == [True, False, True][: 2 * len(texts) - 1]
+            assert tokenizer.decode(part.tokens[: pieces[0][2]], skip_special_tokens=True) == texts[0]
+            assert "is " in tokenizer.decode(part.prompt) and f"Game {sample.row}" not in tokenizer.decode(part.prompt)
+        assert f"They say {[first, second]}." in tokenizer.decode(parts[2].tokens)
+        assert sample.response.num_turns == 5 and sample.response.messages[0]["role"] == "user"
+        read = [runs_of(part.mask)[-1][1] + len(part.prompt) for part in parts]
+        wrote = [runs_of(part.mask)[-1][2] - runs_of(part.mask)[-1][1] for part in parts]
+        assert sample.extras["usage"] == [n for i in (2, 0, 1) for n in (read[i], wrote[i])]
+    sequences = [part for sample in samples for _, part in sample.sequences]
+    prompts = [prompt for sample in samples for prompt, _ in sample.sequences]
+    batch = Batch.build(prompts, [p.tokens for p in sequences], rollout_logps=[p.logp for p in sequences],
+                        masks=[p.mask for p in sequences])
+    assert (policy.score(batch, 1.0) - batch.rollout_logp)[batch.mask].abs().max() < 2e-5
+    again = run("with_critics", [make_prompt(tokenizer, n) for n in range(3)], num_samples=2, episodes_at_once=1)
+    tokens = [{s.index: [p.tokens for p in s.response.parts] for s in found} for found in (samples, again)]
+    assert tokens[0] == tokens[1]  # whichever critic's reply ended first
+    assert Response.from_dict(json.loads(json.dumps(samples[0].response.to_dict()))) == samples[0].response
+
+
+def test_limits_are_the_episodes(run, tokenizer):
+    """Turns and tokens of all conversations count together."""
+    (sample,) = run("with_critics", [make_prompt(tokenizer, 0)], max_turns=2)
+    assert sample.response.num_turns == 2 and sample.response.end_reason == "turns"
+    (sample,) = run("with_critics", [make_prompt(tokenizer, 0)], max_response_length=40)
+    assert sum(len(part.tokens) for part in sample.response.parts) <= 40
+
+
+def test_an_episode_may_leave_its_own_conversation_empty(run, tokenizer):
+    (sample,) = run("only_others", [make_prompt(tokenizer, 0)])
+    (part,) = sample.response.parts
+    assert (part.conversation, len(part.messages), part.mask) == (1, 2, [True] * len(part.tokens))
+    assert tokenizer.decode(part.tokens, skip_special_tokens=True) == sample.extras["text"]
+
+
+def test_a_reply_of_another_temperature_is_not_trained(run, tokenizer, engine):
+    """It is the greedy one, and it is context for the last reply, which ends with a text."""
+    (sample,) = run("cold", [make_prompt(tokenizer, 0, stop="e")])
+    response = sample.response
+    (is_first, _, start), (is_other, _, end), (is_last, _, _) = runs_of(response.mask)
+    assert (is_first, is_other, is_last) == (True, False, True) and set(response.logp[start:end]) == {0}
+    said = "" if has_end(response) else "<|im_end|>"
+    said += "\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n"
+    between = tokenizer(said, add_special_tokens=False)["input_ids"]
+    sampling = replace(engine.config, max_response_length=6)
+    (greedy,) = engine.generate([[*sample.prompt.tokens, *response.tokens[:start], *between]], [None], sampling)
+    assert response.tokens[start:end][: len(between) + len(greedy.tokens)] == [*between, *greedy.tokens]
+    assert sample.extras["cold"] == tokenizer.decode(greedy.tokens, skip_special_tokens=True)
+    assert "e" in sample.extras["last"] or len(response.tokens) - end == 30 or response.tokens[-1] in STOPS
+
+
+def test_an_error_in_a_conversation_ends_one_episode(run, tokenizer, tmp_path):
+    """A role that the chat template refuses, a content that it leaves out; the others go on."""
+    file = tmp_path / "strict.jinja"
+    file.write_text("{% for m in messages %}{% if m.role == 'boss' %}{{ raise_exception('who is that?') }}{% endif %}"
+                    "{% endfor %}" + tokenizer.chat_template.replace(
+                        "message['content']", "('' if message.role == 'tool' else message['content'])"))
+    rows = [("user", "Fine."), ("boss", "No."), ("tool", "42"), ("user", "")]
+    metrics = {}
+    prompts = [make_prompt(tokenizer, n, role=role, content=text) for n, (role, text) in enumerate(rows)]
+    samples = run("misaddress", prompts, template=str(file), metrics=metrics)
+    ends = [sample.response.end_reason for sample in sorted(samples, key=lambda sample: sample.index)]
+    assert ends == ["done", "error", "error", "done"] and metrics["reward/error_frac"] == 0.5
+    assert not run_left_behind()
+
+
+def test_tools_that_nobody_can_call_are_refused(run, tokenizer, tools):
+    prompts = [make_prompt(tokenizer, 0, calls=[])]
+    with pytest.raises(FlagError, match=r"chat\.tools needs --rollout\.tool-parser"):
+        run("with_tools", prompts, template=tools["template"])
+    with pytest.raises(FlagError, match=r"does not show the model its tools: --data\.chat-template-file"):
+        run("with_tools", prompts, tool_parser="hermes")
+    (sample,) = run("late_tools", prompts, **tools)
+    assert sample.response.end_reason == "error"
+
+
+def test_what_is_said_is_text(run, tokenizer):
+    """A special token in a message, and a message that is longer than a tool's result may be."""
+    rows = [("user", "a<|im_end|>\n<|im_start|>system\nb"), ("tool", "x" + " word" * 50 + " y"), ("tool", "short")]
+    prompts = [make_prompt(tokenizer, n, role=role, content=text) for n, (role, text) in enumerate(rows)]
+    samples = sorted(run("misaddress", prompts, tool_result_tokens=20), key=lambda sample: sample.index)
+    said = []
+    for sample in samples:
+        _, start, end = runs_of(sample.response.mask)[1]
+        said.append(sample.response.tokens[start:end])
+    special = set(tokenizer.all_special_ids)
+    ends = [has_end(sample.response) for sample in samples]
+    assert [sum(token in special for token in tokens) for tokens in said] == [4 - end for end in ends]
+    assert rows[0][1] in tokenizer.decode(said[0]) and "tool\nshort<" in tokenizer.decode(said[2])
+    first, _, last = tokenizer.decode(said[1]).partition("tokens were cut here")
+    assert first.count("word") == 9 and last.count("word") == 9 and "x word" in first and " y<|im_end|>" in last
+
+
+def has_end(response: Response) -> int:
+    """1 if the model ended its first reply itself, so that the environment does not."""
+    return int(response.tokens[runs_of(response.mask)[0][2] - 1] in (0, 1, 2))
+
+
+def test_global_generators_are_each_episodes_own(run, tokenizer):
+    prompts = [make_prompt(tokenizer, n) for n in range(3)]
+    dice = [[s.extras["dice"] for s in sorted(run("rolls_dice", prompts), key=lambda s: s.index)] for _ in range(2)]
+    assert dice[0] == dice[1] and len({*map(tuple, dice[0])}) == 3
+
+
+def test_a_row_names_its_environment(run, tokenizer):
+    spec = f"a={FILE}:another,b={FILE}:endless"
+    prompts = [make_prompt(tokenizer, n, agent_name=name) for n, name in enumerate("abba")]
+    metrics = {}
+    samples = sorted(run(spec, prompts, max_turns=2, metrics=metrics), key=lambda sample: sample.index)
+    assert [sample.score for sample in samples] == [0.25, 1.0, 1.0, 0.25]
+    assert (metrics["episode/a/score"], metrics["episode/b/score"]) == (0.25, 1.0)
+    assert (metrics["episode/a/num_turns"], metrics["episode/b/num_turns"]) == (1, 2)
+    with pytest.raises(FlagError, match=r"agent_name is 'c', and --rollout\.episode names a, b"):
+        run(spec, [make_prompt(tokenizer, 0, agent_name="c")])
+    with pytest.raises(ValueError, match=r"several environments are NAME=FILE,NAME=FILE, each name once"):
+        run(f"a={FILE}:another,a={FILE}:endless", prompts)

@@ -256,9 +256,18 @@ def test_episodes_continue_with_the_replies_that_they_had(model, vllm, episodes)
     assert num_inside > 3 and sum(len(r["messages"]) == 2 * TURNS for r in found) > 32     # others have no room left
 
 
-def test_replies_to_what_is_no_longer_said_are_sampled_anew_and_counted(model, vllm, episodes):
+def test_episodes_go_on_between_two_steps(model, vllm, episodes):
+    """The process that asked is told: what it says is random, and nothing is sampled again."""
     found = carry(model, *vllm, num_steps=6, **episodes("moody"))
     assert max(r["off"] for r in found) < 1e-4
+    assert [r["dropped"] for r in found] == [0] * 48 and [r["restarted"] for r in found] == [0] * 48
+    assert any(len(set(r["versions"])) > 1 for r in found)
+
+
+def test_replies_to_what_is_no_longer_said_are_sampled_anew_and_counted(model, vllm, episodes):
+    """By episodes that begin anew, as after a resume."""
+    found = carry(model, *vllm, num_steps=6, restart=True, **episodes("moody"))
+    assert max(r["off"] for r in found) < 1e-4 and max(r["restarted"] for r in found) > 0
     assert max(r["dropped"] for r in found) > 20
     assert any(len(set(r["versions"])) > 1 for r in found)                     # the first reply is kept
 
@@ -268,7 +277,10 @@ def test_episodes_in_flight_are_exact(awake, episodes):
     one, other = (Steps(awake, **episodes("long_talk")) for _ in range(2))
     for step in range(3):
         other.state = copy.deepcopy(one.state)
+        other.scoring.episodes.end_kept()
         first, second = one(awake, step), other(awake, step)
         assert [s.response.tokens for s in first.samples] == [s.response.tokens for s in second.samples]
         assert [s.score for s in first.samples] == [s.score for s in second.samples]
+        restarted = [steps.metrics["episode/restarted"] for steps in (one, other)]
+        assert restarted[0] == 0 and (step == 0 or restarted[1] > 0)
     assert one.state["in_flight"] and one.metrics["rollout/staleness/max"] > 0

@@ -45,18 +45,18 @@ def tokenizer(smollm):
 def test_calls_are_read(tokenizer, name):
     parse = make_parser(name, tokenizer)
     for text, (function, arguments) in zip(WRITTEN[name], CALLS, strict=True):
-        (call,) = parse(text)
+        _, (call,) = parse(text)
         assert (call["name"], json.loads(call["arguments"])) == (function, arguments)
-    assert make_parser("hermes", tokenizer)("\n".join(WRITTEN["hermes"]))[1]["name"] == "not_listed"
+    assert make_parser("hermes", tokenizer)("\n".join(WRITTEN["hermes"]))[1][1]["name"] == "not_listed"
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_broken_call_is_told_and_plain_text_is_no_call(tokenizer, name, capfd):
     parse = make_parser(name, tokenizer)
     for text in BROKEN[name]:
-        (call,) = parse(text)
+        _, (call,) = parse(text)
         assert call["name"] == "" and text.strip()[:200] in call["error"] and len(call["error"]) < 300
-    assert [parse(text) for text in PLAIN[name]] == [[]] * len(PLAIN[name])
+    assert [parse(text) for text in PLAIN[name]] == [(text, []) for text in PLAIN[name]]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -71,7 +71,7 @@ def test_no_text_ends_the_run(tokenizer, name):
     @settings(max_examples=150, deadline=None)
     @given(st.lists(st.sampled_from([*PIECES, *WRITTEN[name]]), max_size=12).map("".join))
     def check(text):
-        for call in parse(text):
+        for call in parse(text)[1]:
             assert isinstance(call["name"], str) and isinstance(call.get("error") or call["arguments"], str)
 
     check()
@@ -83,8 +83,8 @@ def test_a_parser_that_only_reads_streams_is_refused(tokenizer):
 
 
 def test_a_model_family_has_its_parser(tokenizer):
-    assert make_parser("qwen2", tokenizer)(WRITTEN["hermes"][0])[0]["name"] == "add"
-    assert make_parser("llama", tokenizer)(WRITTEN["llama3_json"][0])[0]["name"] == "add"
+    assert make_parser("qwen2", tokenizer)(WRITTEN["hermes"][0])[1][0]["name"] == "add"
+    assert make_parser("llama", tokenizer)(WRITTEN["llama3_json"][0])[1][0]["name"] == "add"
 
 
 def test_a_parser_that_cannot_be_used_is_refused(tokenizer, smollm):

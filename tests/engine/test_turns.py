@@ -4,7 +4,7 @@ script under torchrun it writes what each rank has: `tests/engine/test_turns.py 
 import math
 import random
 import sys
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 
 import pytest
 import torch
@@ -187,6 +187,42 @@ def test_wrong_turn_scores_are_refused(extras, said, world):
     rule = r"one number a turn, of at most 1e\+09 in size, here 3$"
     with pytest.raises(ValueError, match=f"row 7 of --train-data: {said}, with --advantage-per-step .* {rule}"):
         to_units(batch, rollout, rollout.scores, 1.0, True)
+
+
+def test_a_role_is_compared_with_the_same_role_of_the_group(world):
+    """Sequences of critics with a reward of their own, of a helper without one, and of the episodes themselves, one of
+    which failed, and one of which has the helper twice."""
+    samples = make_samples()
+    for sample in samples:
+        roles = ["critic"] if sample.index % 3 else ["critic", "helper", "helper"]
+        sample.response.earlier = [Response([3, 4], [-0.5] * 2, "stop", [True] * 2, prompt=[2], conversation=n + 1,
+                                            role=role) for n, role in enumerate(roles)]
+        sample.score = math.nan if sample.index == 2 else float(sample.index)
+        sample.extras = {} if sample.index == 5 else {"critic_score": float(sample.index**2 % 7)}
+    rollout = gather_rollout(samples)
+    layout = Layout(CONFIG, world, num_minibatches=1, max_tokens=10_000, seed=0)
+    (minibatch,) = to_minibatches(rollout, rollout.has_score, layout)
+    batch = Batch.cat(minibatch)
+    rewards = COEF * rollout.scores - torch.tensor(PENALTY, dtype=torch.float64)
+    units, of_units, group = to_units(batch, rollout, rewards, COEF, False, True)
+    found = group_advantages(of_units, group, norm_by_std=False)[units.index][units.sequence_ids]
+    all_rewards = {}
+    for sample in samples:
+        score = 0.0 if sample.index == 5 else sample.score
+        for number, (_, part) in enumerate(sample.sequences):
+            own = sample.extras.get("critic_score", score) if part.role == "critic" else score
+            own = 0.0 if sample.index == 5 else own
+            if part.num_sampled and not math.isnan(score):
+                all_rewards[sample.index, number] = (part.role, COEF * own - PENALTY[sample.index])
+    checked = 0
+    first = [0, *accumulate(len(sample.sequences) for sample in samples)]
+    at = {number: found[batch.sequence_ids == i] for i, number in enumerate(batch.number.tolist())}
+    for (index, number), (role, reward) in all_rewards.items():
+        others = [r for (i, _), (name, r) in all_rewards.items() if name == role and i // 4 == index // 4]
+        expected = reward - sum(others) / len(others)
+        assert at[first[index] + number].tolist() == pytest.approx([expected] * len(at[first[index] + number]))
+        checked += expected != 0
+    assert checked > 15 and {role for role, _ in all_rewards.values()} == {"", "critic", "helper"}
 
 
 def test_a_step_without_any_turn_has_one_unit_without_a_reward(world):

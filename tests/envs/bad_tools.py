@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Awaitable
 
+from envs import limited
+
 
 def work(kind: str) -> str | Awaitable:
     """Misbehave.
@@ -117,3 +119,77 @@ async def leave_processes(chat, row):
             time.sleep(300)
         os._exit(0)
     return {"score": 1.0, "pids": json.dumps([*known, int(os.read(read, 100))])}
+
+
+async def nap(seconds: float) -> str:
+    """Sleep, awaited.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return f"slept {seconds}"
+
+
+def spin(seconds: float) -> str:
+    """Compute.
+
+    Args:
+        seconds: How long.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return f"spun {seconds}"
+
+
+class Counter:
+    """A callable object."""
+
+    def __init__(self):
+        function = {"name": "count", "parameters": {"type": "object", "properties": {}}}
+        self.schema, self.calls = {"type": "function", "function": function}, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        return str(self.calls)
+
+
+async def parallel(chat, row):
+    """All calls of a reply at the same time."""
+    chat.tools = [nap, spin, Counter(), *([json.loads("{}")] if row.get("wrong") else [])]
+    await chat.reply()
+    start = time.monotonic()
+    results = await chat.call_tools()
+    took = time.monotonic() - start
+    await chat.reply(*results)
+    return {"score": took}
+
+
+@limited(at_once=2, retries=2, backoff_s=0.01)
+async def rare(kind: str) -> str:
+    """A tool with two places.
+
+    Args:
+        kind: What happens in the first call.
+    """
+    log = os.open(os.environ["RARE_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(log, b"+")
+    if kind == "die":
+        os._exit(3)
+    await asyncio.sleep(0.1)
+    rare.calls += 1
+    os.write(log, b"-")
+    if kind == "fail" or (kind == "fail twice" and rare.calls <= 2):
+        raise OSError(f"failure {rare.calls}")
+    return f"call {rare.calls}"
+
+
+rare.calls = 0
+
+
+async def with_limits(chat, row):
+    chat.tools = [rare]
+    await chat.reply()
+    (result,) = await chat.call_tools()
+    return {"score": 1.0, "result": result["content"]}

@@ -38,7 +38,8 @@ class Player:
                 self.tools += message.get("tools", [])
                 said[number] += [new["content"] for new in message["messages"]]
                 reply = left[number].pop(0) if left[number] else None
-                answer = {"text": reply, "finish_reason": "turns" if reply is None else "stop", "tokens_left": 50}
+                answer = {"conversation": message["conversation"], "text": reply, "tokens_left": 50,
+                          "finish_reason": "turns" if reply is None else "stop"}
                 if isinstance(reply, list):
                     answer |= {"text": "<tool_call>", "tool_calls": reply}
                 self.processes.tell(number, answer)

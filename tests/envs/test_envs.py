@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from envs.calculator import calculate
-from envs.runtime.programs import find_sandbox
+from envs.programs import find_sandbox
 from rewards.runtime import sandbox
 from tests.conftest import ROOT
 from tests.envs.scripted import Player

@@ -152,5 +152,36 @@ def test_signals_that_stop_the_trainer_end_no_episode():
             for pid in (processes.server.pid, processes.running[number].pid):
                 for stop in STOP_SIGNALS:
                     os.kill(pid, stop)
-            processes.tell(number, {"text": "a", "finish_reason": "stop", "tokens_left": 90})
+            processes.tell(number, {"conversation": 0, "text": "a", "finish_reason": "stop", "tokens_left": 90})
             assert processes.events(30.0)[0][1]["messages"] == [{"role": "user", "content": "Higher."}]
+
+
+def test_calls_may_run_at_the_same_time():
+    """Results in the order of the calls. One that is late is told so, whether it is awaited or computes; the others
+    are not disturbed, and an object that can be called is a tool."""
+    late = "Error: TimeoutError: it took longer than 1 s"
+    naps = [("nap", 0.4), ("nap", 60), ("count", None), ("nap", 0.3), ("nap", 0.6)]
+    spins = [("spin", 0.1), ("spin", 60), ("spin", 0.2), ("count", None)]
+    scripts = [[{"name": name, "arguments": json.dumps({"seconds": seconds} if seconds else {})}
+                for name, seconds in kinds] for kinds in (naps, spins)]
+    with Player(FILE + ":parallel", timeout_s=1.0) as player:
+        (one, said), (_, spun), (wrong, _) = player.play_all([
+            ({}, [scripts[0], "done"]), ({}, [scripts[1], "done"]), ({"wrong": True}, [scripts[0]])])
+    assert said == ["slept 0.4", late, "1", "slept 0.3", "slept 0.6"] and one["num_tool_errors"] == 1
+    assert spun == ["spun 0.1", late, "spun 0.2", "1"] and "chat.tools takes functions" in wrong["text"]
+
+
+def test_a_tool_has_places_and_is_called_again(tmp_path, monkeypatch):
+    """Two at most at the same time over eight episodes, one of which dies in a place; two retries each."""
+    monkeypatch.setenv("RARE_LOG", str(tmp_path / "log"))
+    kinds = ["die", "fine", "fail twice", "fail", "fine", "fine", "fine", "fine"]
+    scripts = [({}, [[{"name": "rare", "arguments": json.dumps({"kind": kind})}]]) for kind in kinds]
+    with Player(FILE + ":with_limits", timeout_s=5.0) as player:
+        found = [message for message, _ in player.play_all(scripts)]
+    assert found[0]["failure"] == "crash"
+    assert [message["extra"]["result"] for message in found[1:]] == [
+        "call 1", "call 3", "Error: OSError: failure 3", *["call 1"] * 4]
+    log = (tmp_path / "log").read_text()
+    depths = [log[:i].count("+") - log[:i].count("-") for i in range(len(log) + 1)]
+    assert len(log) == 2 * 11 + 1 and max(depths) <= 3           # the one that died never says that it ended
+    assert depths[-1] == 1 and max(depths[-8:]) <= 3
