@@ -18,11 +18,13 @@ sampled with another temperature than the run's is not trained.
 """
 
 import asyncio
+import importlib.util
 import inspect
 import json
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +39,10 @@ FLAG = "--rollout.episode envs/openai_agent.py"
 MAX_PRINTED = 2**24  # bytes of the result line
 MAX_ERRORS = 10_000  # bytes of what a program writes to stderr, its last ones
 MAX_ROW = 2**17 - 16  # bytes: Linux takes no longer variable
+LAZY = ("openai.resources", "openai.resources.chat.completions", "anthropic.resources", "anyio._backends._asyncio",
+        "httpcore", "httpcore2", "h11")
+"""What the clients import at their first request: here it is imported once instead, before episodes are forked, which
+saves each 0.4 s of its 0.45 s of CPU."""
 DRAIN_S = 1.0  # after a program has ended, what it started may hold its output open
 
 Solve = Callable[[dict[str, Any]], Any]
@@ -61,6 +67,14 @@ def find_agent(agent: str) -> tuple[Solve | None, list[str]]:
     return None, words
 
 
+def load_clients() -> None:
+    """Import the rest of the clients that the agent's file has imported."""
+    for name in LAZY:
+        package = name.partition(".")[0]
+        if package in sys.modules or (package not in ("openai", "anthropic") and importlib.util.find_spec(package)):
+            importlib.import_module(name)
+
+
 def find_models(names: str) -> dict[str, str]:
     """The names under which the model is known -> its role."""
     pairs = [name.partition("=") for name in names.split()]
@@ -68,6 +82,8 @@ def find_models(names: str) -> dict[str, str]:
 
 
 SOLVE, COMMAND = find_agent(os.environ.get("AGENT", ""))
+if SOLVE is not None:
+    load_clients()
 MODELS = find_models(os.environ.get("AGENT_MODELS", ""))
 KEEPS_TEMPERATURE = os.environ.get("AGENT_TEMPERATURE") == "1"
 

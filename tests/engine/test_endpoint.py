@@ -25,13 +25,12 @@ COROUTINE = '''
 async def episode(chat, row):
     main, critic = chat.begin(), chat.begin("critic")
     system = {"role": "system", "content": "Answer with one number."}
-    answer = await main.reply(system, row["prompt"][-1], max_tokens=24)
-    said = await critic.reply(
-        {"role": "user", "content": f"Is this short? Say yes or no: {answer}"}, max_tokens=24)
-    again = {"role": "user", "content": f"A critic says: {said[:40]} Answer again, shorter."}
-    answer = await main.reply(again, max_tokens=24)
-    right = row["reward_model"]["ground_truth"] in answer
-    return {"score": -len(answer) / 100, "length": float(len(answer)), "acc": float(right)}
+    await main.reply(system, row["prompt"][-1], max_tokens=24)
+    await critic.reply({"role": "user", "content": f"Is this short? Say yes or no: {main.content}"}, max_tokens=24)
+    again = {"role": "user", "content": f"A critic says: {critic.content[:40]} Answer again, shorter."}
+    await main.reply(again, max_tokens=24)
+    right = row["reward_model"]["ground_truth"] in main.content
+    return {"score": -len(main.content) / 100, "length": float(len(main.content)), "acc": float(right)}
 '''
 
 
@@ -96,7 +95,8 @@ def test_an_agent_of_the_sdk_is_trained_like_a_coroutine(run, policy, tokenizer,
         assert agent.extras.pop("endpoint/requests") == 3.0 and agent.extras.pop("endpoint/conversations") == 2.0
         assert set(agent.extras.values()) >= {0.0} and agent.extras["endpoint/errors"] == 0.0
         assert agent.score == coroutine.score and agent.extras["length"] == coroutine.extras["length"]
-        assert agent.response.to_dict() == coroutine.response.to_dict()
+        found, expected = [sample.response.to_dict() | {"tools": None} for sample in (agent, coroutine)]
+        assert found == expected  # but for the seconds that the code took
         critic, main = agent.response.parts
         assert (critic.role, main.role, agent.response.num_turns) == ("critic", "", 3)
         assert [value for value, _, _ in runs_of(main.mask)] == [True, False, True] and all(critic.mask)
