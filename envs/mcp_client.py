@@ -29,7 +29,7 @@ async def episode(chat, row):
         chat.tools = [tool_of(client, tool) for tool in (await client.list_tools()).tools]
         text = await chat.reply()
         while chat.tool_calls:
-            results = [await chat.tool_call(call) for call in chat.tool_calls]
+            results = await chat.call_tools()
             text = await chat.reply(*results)
     return text or ""
 

@@ -36,6 +36,6 @@ async def episode(chat, row):
     chat.tools = [python]
     text = await chat.reply()
     while chat.tool_calls:
-        results = [await chat.tool_call(call) for call in chat.tool_calls]
+        results = await chat.call_tools()
         text = await chat.reply(*results)
     return text or ""

@@ -57,7 +57,7 @@ async def episode(chat, row):
     score = 0.0
     while text is not None:
         if chat.tool_calls:
-            text = await chat.reply(*[await chat.tool_call(call) for call in chat.tool_calls])
+            text = await chat.reply(*await chat.call_tools())
             continue
         if not name:
             return text

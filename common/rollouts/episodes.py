@@ -220,6 +220,7 @@ class Episodes:
         reply["content"] = after_thinking(written, conversation.rendered)
         if conversation.tools and self.parse is not None:
             reply["content"], reply["tool_calls"] = self.parse(reply["content"], conversation.tools)
+            conversation.calls = [call for call in reply["tool_calls"] if "error" not in call]
         self.tell(number, episode, reply)
 
     def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:

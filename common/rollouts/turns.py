@@ -17,8 +17,8 @@ from rewards.runtime.worker import MAX_SCORE
 
 def check_turns(config: EpisodeConfig, per_turn: bool, per_role: bool = False) -> None:
     if (per_turn or per_role) and not config.episode:
-        raise ValueError("--advantage-per-step and --advantage-per-role need --rollout.episode: only the turns of an "
-                         "episode have rewards, and its conversations")
+        flag = "--advantage-per-step" if per_turn else "--advantage-per-role"
+        raise ValueError(f"{flag} needs --rollout.episode: only an episode has turns and roles")
     if per_turn and per_role:
         raise ValueError("--advantage-per-step and --advantage-per-role exclude each other: a token has one advantage")
 

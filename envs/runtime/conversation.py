@@ -139,7 +139,7 @@ def written(message: Message, text: str) -> str:
         if form in text:
             return form
     raise ValueError(f"the chat template does not show the model the content of this message, role "
-                     f"{message['role']}: {content:.80!r}. --data.chat-template-file FILE names another")
+                     f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another")
 
 
 @dataclass
@@ -158,6 +158,7 @@ class Conversation:
     rendered: str = ""  # the text that the model saw before its last reply
     routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
     role: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)  # of tools, in the last reply
     num_replies: int = 0
     asked: Any = None  # SamplingConfig of the reply that the engine samples; None: it samples none
     room: int = 0  # tokens that this reply may have at most for want of room
@@ -176,8 +177,21 @@ class Conversation:
     def between(self, new: Sequence[Message]) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
         chat template now renders text that the model has seen differently, and the conversation must be split."""
-        text = self.messages[-1]["content"]
-        between = self.template.after_reply(self.messages, new, self.tools)
+        text = self.messages[-1]["content"].removeprefix(self.opened)
+        end = self.template.tokenizer.decode(self.tokens[-1:]) if self.tokens[-1] in self.template.stops else ""
+        try:
+            between = self.template.after_reply(self.messages, new, self.tools)
+        except ValueError:
+            if not self.calls or not end:
+                raise
+            # some templates know a tool's answer only as that to a call in a field of its own
+            self.messages[-1] = {"role": "assistant", "content": "", "tool_calls": [
+                {"type": "function", "function": call | {"arguments": json.loads(call["arguments"])}}
+                for call in self.calls]}
+            rendered = self.template.render([*self.messages, *new], self.tools)
+            text, _, between = rendered.removeprefix(self.rendered).partition(end)
+            check_written(new, between)
+            between = end + between
         rendered = self.template.render([*self.messages, *new], self.tools)
         written = rendered.removeprefix(self.rendered).removesuffix(between)
         # a template may take away white space around a reply
@@ -190,10 +204,12 @@ class Conversation:
         self.rendered = rendered
         if is_rewritten and self.on_rewriting == "split":
             return None
-        last = self.tokens[-1]
-        if last in self.template.stops:
-            between = between.removeprefix(self.template.tokenizer.decode([last]))
-        return self.template.encode(between, new)
+        return self.template.encode(between.removeprefix(end), new)
+
+    @property
+    def opened(self) -> str:
+        """The <think> that the text before the next reply ends with, and that the reply continues."""
+        return re.search(r"(<think>\s*)?$", self.rendered)[0]
 
     def add_messages(self, new: Sequence[Message], between: list[int] | None) -> None:
         """Add messages, with their tokens as `between` returned them."""
@@ -218,7 +234,7 @@ class Conversation:
         self.mask += [is_trained] * len(tokens)
         self.num_replies += 1
         text = self.template.decode(tokens)
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "assistant", "content": self.opened + text})
         return text
 
     @property

@@ -32,10 +32,10 @@ async def three_turns(chat, row):
 
 
 async def fixed(chat, row):
-    """As many turns of as many tokens as the row says, with tools that sleep."""
+    """As many turns of as many tokens as the row says, with tools that sleep, in one of `one_in` episodes."""
     await chat.reply(max_tokens=row["tokens"])
     for seconds in row["sleeps"][: row["turns"] - 1]:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds if random.random() * row.get("one_in", 1) < 1 else 0.0)
         await chat.reply({"role": "user", "content": "Higher. Try again."}, max_tokens=row["tokens"])
     return 0.0
 

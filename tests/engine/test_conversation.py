@@ -187,3 +187,53 @@ def test_text_may_spell_what_stands_in_for_a_reply():
         new = [{"role": "user", "content": f"{text}?"}]
         conversation.add_messages(new, conversation.between(new))
     assert spell(conversation) == conversation.template.render(conversation.messages, None)
+
+
+NEEDS_CALLS = (  # an answer of a tool must follow a message with the field tool_calls, as in gpt-oss's template
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('no call before it') }}{% endif %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}"
+    "call {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPENS_THINKING = (  # the text before a reply opens its reasoning, which stays until the next message of a user
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% set text = m.content %}{% if m.role == 'assistant' %}"
+    "{% if '<think>' not in text %}{% set text = '<think></think>' + text %}{% elif loop.index0 < ns.last %}"
+    "{% set text = text.split('</think>')[-1] %}{% endif %}{% endif %}<|im_start|>{{ m.role }}\n{{ text }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def continue_talk(template: str, text: str, new: dict, calls: list[dict]) -> tuple[Conversation, list[int] | None]:
+    conversation = start("SmolLM2", 0, "split")
+    tokenizer = conversation.template.tokenizer
+    tokenizer.chat_template = template
+    conversation.prompt = conversation.begin([], None)
+    conversation.prompt = tokenizer(conversation.rendered)["input_ids"]
+    tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    conversation.add_reply(tokens, [0.0] * len(tokens))
+    conversation.calls = calls
+    between = conversation.between([new])
+    conversation.add_messages([new], between)
+    assert conversation.tokens[: len(tokens)] == tokens or between is None
+    return conversation, between
+
+
+def test_a_template_that_knows_tools_by_calls_alone():
+    """What the model wrote stays as it was sampled; the template's own way of writing it is not in the sequence."""
+    new = {"role": "tool", "content": "42"}
+    conversation, between = continue_talk(NEEDS_CALLS, "c a 1", new, [{"name": "a", "arguments": '{"b": 1}'}])
+    tokenizer = conversation.template.tokenizer
+    assert tokenizer.decode(between) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert spell(conversation).count("c a 1<|im_end|>") == 1 and "call" not in spell(conversation)
+    with pytest.raises(ValueError, match=r"refuses an episode's messages .*no call before it"):
+        continue_talk(NEEDS_CALLS, "c a 1", new, [])
+
+
+@pytest.mark.parametrize(("role", "is_split"), [("tool", False), ("user", True)])
+def test_reasoning_that_the_prompt_opens(role, is_split):
+    """It is part of the reply's message, so that a template which keeps it writes it as the model saw it."""
+    conversation, between = continue_talk(OPENS_THINKING, "ab</think>cd", {"role": role, "content": "e"}, [])
+    assert conversation.messages[1]["content"] == "<think>\nab</think>cd"
+    assert (between is None) == is_split == bool(conversation.left_behind)
+    assert spell(conversation) == conversation.rendered

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from envs.runtime.tool_calls import make_parser
+from envs.runtime.tool_calls import after_thinking, make_parser
 from tests.conftest import ROOT
 
 pytest.importorskip("vllm")
@@ -96,3 +96,11 @@ def test_a_parser_that_cannot_be_used_is_refused(tokenizer, smollm):
             "try:\n    make_parser('hermes', None)\nexcept ValueError as error:\n    print(error)")
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert told == "--rollout.tool-parser hermes is a parser of vLLM, which is not installed here\n"
+
+
+@pytest.mark.parametrize(("reply", "prompt", "said"), [
+    ("plain", "", "plain"), ("<think>call</think> x", "", " x"), ("call</think> x", "<think>\n", " x"),
+    ("call", "... <think>\n", ""), ("a <think> call", "", "a "), ("a", "<think></think>", "a"),
+])
+def test_a_call_in_the_reasoning_is_none(reply, prompt, said):
+    assert after_thinking(reply, prompt) == said

@@ -404,7 +404,7 @@ def test_groups_to_train_by_hand():
     ("grpo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--total-steps", "0"], "--total-steps 0 must be at least 1"),
     ("rloo", ["--samples-per-prompt", "1"], "--samples-per-prompt 1 must be at least 2: a group of one"),
-    *((script, ["--advantage-per-step"], "--advantage-per-step and --advantage-per-role need --rollout.episode: only the turns")
+    *((script, ["--advantage-per-step"], "--advantage-per-step needs --rollout.episode: only an episode has turns")
       for script in ("grpo_variants", "ppo")),
     ("rloo", ["--loss", "ppo", "--clip-low", "1.5"], r"--clip-low 1.5 must be in \[0, 1\]"),
     ("rloo", ["--prompts-per-step", "0"], "--prompts-per-step 0 must be at least 1"),
