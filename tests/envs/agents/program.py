@@ -9,7 +9,9 @@ from openai import OpenAI
 row = json.loads(os.environ["ROW"])
 client = OpenAI()
 with client.responses.stream(model="policy", input=row["prompt"], max_output_tokens=24) as stream:
-    first = stream.get_final_response()
+    for event in stream:
+        if event.type in ("response.completed", "response.incomplete"):
+            first = event.response
 second = client.responses.create(model="policy", input="Again, shorter.", previous_response_id=first.id,
                                  max_output_tokens=24)
 print("a program may print what it likes")
