@@ -41,6 +41,7 @@ class ScriptedChat:
         self.finish_reason, self.content, self.usage = "", "", (0, 0)
         self.asked: list[dict[str, Any]] = []
         self.gate: asyncio.Event | None = None
+        self.is_asking = False
 
     def begin(self, role: str = "") -> "ScriptedChat":
         sub = ScriptedChat(self.model, self.begun, role)
@@ -49,11 +50,13 @@ class ScriptedChat:
         return sub
 
     async def reply(self, *messages: dict, **options: Any) -> str | None:
-        assert len(messages) >= 1
+        assert len(messages) >= 1 and not self.is_asking
+        self.is_asking = True
         self.asked.append(options)
         if self.gate is not None:
             await self.gate.wait()
         await asyncio.sleep(0)
+        self.is_asking = False
         said = self.model([*self.messages, *messages])
         if said is None:
             self.finish_reason = "length"
@@ -465,13 +468,16 @@ def test_models():
         async with client_of(endpoint) as client:
             names = [model.id async for model in await client.models.list()]
             one = await client.models.retrieve("gpt-4o")
-            for name in ("gpt-4o", "mini:latest", "gpt-4o:planner"):
-                await client.chat.completions.create(model=name, messages=[user("Hello.")])
+            messages = []
+            for name in ("gpt-4o", "mini:latest", "gpt-4o:planner", "gpt-4o:planner"):
+                messages.append(user("Hello."))
+                answer = await client.chat.completions.create(model=name, messages=messages)
+                messages.append(assistant(answer.choices[0].message.content))
             return names, one.id
 
     names, chat, _ = serve(agent, models={"policy": "", "gpt-4o": "", "mini:latest": "critic"})
     assert names == (["policy", "gpt-4o", "mini:latest"], "gpt-4o")
-    assert [sub.role for sub in chat.begun] == ["", "critic", "planner"]
+    assert [(sub.role, sub.turns) for sub in chat.begun] == [("", 1), ("critic", 1), ("planner", 2)]
 
 
 # --------------------------------------------------------------------------- responses
