@@ -15,7 +15,7 @@ LINES = ROOT / "docs/bench.jsonl"
 FLAGS = {
     "packing": [], "kernels": [], "logging": [], "data": ["--rows", "200000"],
     "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
-    "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [], "sft": [],
+    "endpoint": [], "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [], "sft": [],
 }
 
 

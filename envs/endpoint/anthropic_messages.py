@@ -1,0 +1,113 @@
+"""Anthropic's /v1/messages (docs.anthropic.com, API reference, messages and streaming)."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from envs.endpoint.asked import (
+    Answer,
+    ApiError,
+    Asked,
+    Message,
+    call_of,
+    choice_of,
+    count_of,
+    function_of,
+    refuse_unsupported,
+    temperature_of,
+    text_of,
+    with_names,
+)
+
+NO_EFFECT = {"top_p": (1,), "top_k": (), "mcp_servers": ([],), "container": (), "output_format": ()}
+
+
+def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
+    """`earlier` is for other forms."""
+    refuse_unsupported(body, NO_EFFECT)
+    if body.get("max_tokens") is None:
+        raise ApiError("max_tokens: field required")
+    messages = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+    for message in body["messages"]:
+        messages += read_message(message)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise ApiError("messages must end with the user's: the model does not continue a text of the assistant here")
+    return Asked(
+        body, with_names(messages), [read_tool(tool) for tool in body.get("tools") or []],
+        count_of(body, "max_tokens"), temperature_of(body), list(body.get("stop_sequences") or []),
+        choice_of(body),
+    )
+
+
+def read_message(message: dict[str, Any]) -> list[Message]:
+    """A user's message may hold the results of several tools and a text: each is a message of its own here."""
+    role, content = message["role"], message["content"]
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(f"a message's role is {role!r:.100}; there are user and assistant")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    calls, results, others = [], [], []
+    for block in blocks:
+        if block["type"] == "tool_use":
+            arguments = json.dumps(block["input"])
+            calls.append(call_of({"id": block["id"], "name": block["name"], "arguments": arguments}))
+        elif block["type"] == "tool_result":
+            text = text_of(block.get("content"))
+            results.append({"role": "tool", "content": text, "tool_call_id": block["tool_use_id"]})
+        elif block["type"] not in ("thinking", "redacted_thinking"):  # these are not shown to the model again
+            others.append(block)
+    if results and not others:
+        return results
+    return [*results, {"role": role, "content": text_of(others)} | ({"tool_calls": calls} if calls else {})]
+
+
+def read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise ApiError(f"a tool's type is {tool['type']!r:.100}; there are tools of your own alone",
+                       code="unsupported_value")
+    return function_of(tool["name"], tool.get("description"), tool["input_schema"])
+
+
+def write(asked: Asked, answer: Answer) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = []
+    if answer.text or not answer.calls:
+        blocks.append({"type": "text", "text": answer.text})
+    blocks += [{"type": "tool_use", "id": call["id"], "name": call["name"], "input": json.loads(call["arguments"])}
+               for call in answer.calls]
+    return {
+        "id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": asked.model, "content": blocks,
+        "stop_reason": reason_of(answer), "stop_sequence": answer.stop or None,
+        "usage": {"input_tokens": answer.num_prompt, "output_tokens": answer.num_sampled,
+                  "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
+    }
+
+
+def events(asked: Asked, answer: Answer) -> Iterator[dict[str, Any]]:
+    """The stream's events: each block is opened, filled in one piece and closed."""
+    message = write(asked, answer)
+    begun = {"content": [], "stop_reason": None, "stop_sequence": None,
+             "usage": message["usage"] | {"output_tokens": 0}}
+    yield {"type": "message_start", "message": message | begun}
+    for index, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+        yield {"type": "content_block_start", "index": index, "content_block": block | empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    delta = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+    yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": answer.num_sampled}}
+    yield {"type": "message_stop"}
+
+
+def write_error(error: ApiError) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": error.kind, "message": str(error)}}
+
+
+def reason_of(answer: Answer) -> str:
+    if answer.calls:
+        return "tool_use"
+    if answer.stop:
+        return "stop_sequence"
+    return "max_tokens" if answer.is_truncated else "end_turn"

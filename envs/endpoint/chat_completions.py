@@ -1,0 +1,103 @@
+"""OpenAI's /v1/chat/completions (developers.openai.com, API reference, chat completions)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from envs.endpoint.asked import (
+    Answer,
+    ApiError,
+    Asked,
+    Message,
+    call_of,
+    choice_of,
+    count_of,
+    function_of,
+    refuse_unsupported,
+    temperature_of,
+    text_of,
+    with_names,
+)
+
+NO_EFFECT = {
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "top_p": (1,), "frequency_penalty": (0,),
+    "presence_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "functions": ([],), "function_call": ("none", "auto"), "audio": (), "web_search_options": (),
+}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+END = "[DONE]"
+
+
+def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
+    """`earlier` is for other forms."""
+    refuse_unsupported(body, NO_EFFECT)
+    stop = body.get("stop") or []
+    return Asked(
+        body, with_names([read_message(message) for message in body["messages"]]),
+        [read_tool(tool) for tool in body.get("tools") or []],
+        count_of(body, "max_completion_tokens", "max_tokens"), temperature_of(body),
+        [stop] if isinstance(stop, str) else list(stop), choice_of(body),
+    )
+
+
+def read_message(message: dict[str, Any]) -> Message:
+    if message["role"] not in ROLES:
+        raise ApiError(f"a message's role is {message['role']!r:.100}; there are {', '.join(ROLES)}")
+    found = {"role": ROLES[message["role"]], "content": text_of(message.get("content"))}
+    found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+    calls = [call_of({"id": call.get("id", "")} | call["function"]) for call in message.get("tool_calls") or []]
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ApiError(f"a tool's type is {tool.get('type')!r:.100}; there are functions alone",
+                       code="unsupported_value")
+    function = tool["function"]
+    return function_of(function["name"], function.get("description"), function.get("parameters"))
+
+
+def write(asked: Asked, answer: Answer) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message |= {"content": answer.text or None, "tool_calls": list(map(write_call, answer.calls))}
+    choice = {"index": 0, "message": message, "finish_reason": reason_of(answer), "logprobs": None}
+    return head(asked, answer, "chat.completion") | {"choices": [choice], "usage": usage_of(answer)}
+
+
+def events(asked: Asked, answer: Answer) -> Iterator[dict[str, Any] | str]:
+    """The stream's data, one after the other: the whole text is one piece, for it is complete before it is sent."""
+    top = head(asked, answer, "chat.completion.chunk")
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if answer.text:
+        deltas.append({"content": answer.text})
+    deltas += [{"tool_calls": [{"index": i} | write_call(call)]} for i, call in enumerate(answer.calls)]
+    for delta in deltas:
+        yield top | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}
+    yield top | {"choices": [{"index": 0, "delta": {}, "finish_reason": reason_of(answer), "logprobs": None}]}
+    if (asked.body.get("stream_options") or {}).get("include_usage"):
+        yield top | {"choices": [], "usage": usage_of(answer)}
+    yield END
+
+
+def write_error(error: ApiError) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code}}
+
+
+def head(asked: Asked, answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": asked.model,
+            "system_fingerprint": None}
+
+
+def write_call(call: dict[str, str]) -> dict[str, Any]:
+    return {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+
+
+def reason_of(answer: Answer) -> str:
+    if answer.calls:
+        return "tool_calls"
+    return "length" if answer.is_truncated else "stop"
+
+
+def usage_of(answer: Answer) -> dict[str, int]:
+    return {"prompt_tokens": answer.num_prompt, "completion_tokens": answer.num_sampled,
+            "total_tokens": answer.num_prompt + answer.num_sampled}

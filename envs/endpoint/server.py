@@ -1,0 +1,335 @@
+"""The server through which an agent talks with an episode's model. Each episode has its own, on a port of its own of
+the loopback address, with a token of its own: so a request needs no other sign of its episode.
+
+A request whose messages begin with all that a conversation has seen, with the model's last reply at the end, is the
+next turn of that conversation: what the model wrote before stays as it was sampled. Every other request begins a
+conversation: a sub-agent, a summary, a second branch, the same question once more. A request that the client sends
+again because it lost the answer gets the answer of the first.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from aiohttp import web
+
+from envs.endpoint import anthropic_messages, chat_completions, responses
+from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of
+
+FORMS: dict[str, ModuleType] = {
+    "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
+}
+MAX_BODY = 2**24  # bytes of a request
+COUNTS = {
+    "requests": "all of them",
+    "errors": "those that were answered with an error",
+    "repeated": "those that got the answer of an earlier request",
+    "aborted": "those whose client was gone before the answer was there",
+    "conversations": "those that began a conversation",
+    "not_called": "those with tool_choice required whose answer calls no tool",
+    "temperatures": "those that asked for a temperature, in vain unless AGENT_TEMPERATURE=1",
+}
+"""The numbers of requests that an episode returns."""
+
+
+@dataclass
+class Conversation:
+    chat: Any  # envs.runtime.chat.Chat
+    role: str
+    tools: list[dict[str, Any]]
+    seen: list[Key]  # its messages as the client knows them, the last one is the model's
+    is_busy: bool = False  # the model writes
+
+
+@dataclass
+class Exchange:
+    """A request and its answer."""
+
+    answer: asyncio.Task
+    request: web.Request
+    is_delivered: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """The client closed the connection before it had the answer."""
+        transport = self.request.transport
+        return not self.is_delivered and (transport is None or transport.is_closing())
+
+
+class Endpoint:
+    """`async with Endpoint(chat, models) as endpoint`: serves the model of `chat` while the block runs."""
+
+    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False):
+        """`models`: names under which clients may ask for the model -> the role of what is then sampled.
+        `keeps_temperature`: sample with the temperature that a request asks for; what is sampled with another one than
+        the run's is not trained."""
+        self.chat = chat
+        self.models = models
+        self.keeps_temperature = keeps_temperature
+        self.token = secrets.token_urlsafe(32)
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.has_ended = False
+        self.failure: asyncio.Future = asyncio.get_running_loop().create_future()
+        self.conversations: list[Conversation] = []
+        self.exchanges: dict[Key, list[Exchange]] = {}
+        self.said: dict[str, list[Message]] = {}  # by the id of a response, for previous_response_id
+
+    async def __aenter__(self) -> "Endpoint":
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self.guard])
+        for path in FORMS:
+            app.router.add_post(path, self.serve)
+        app.router.add_get("/v1/models", self.list_models)
+        app.router.add_get("/v1/models/{name}", self.show_model)
+        self.runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.runner.cleanup()
+
+    async def run(self, agent: Awaitable) -> Any:
+        """What the agent returns. Replies that are being sampled as it ends are waited for, and kept. Raises what made
+        the episode impossible, if something did."""
+        task = asyncio.ensure_future(agent)
+        await asyncio.wait([task, self.failure], return_when=asyncio.FIRST_COMPLETED)
+        self.has_ended = True
+        if self.failure.done():
+            task.cancel()
+            raise self.failure.exception()
+        answers = [exchange.answer for exchanges in self.exchanges.values() for exchange in exchanges]
+        await asyncio.gather(*answers, return_exceptions=True)
+        return task.result()
+
+    # ----------------------------------------------------------------------- HTTP
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Only who has the token is served; every error is in the API's own form, and counted."""
+        self.counts["requests"] += 1
+        try:
+            self.check_token(request)
+            if self.has_ended:
+                raise ApiError("the episode has ended", 410, "episode_ended")
+            return await handler(request)
+        except web.HTTPException as http:
+            error = ApiError(f"{request.method} {request.path}: {http.reason}", http.status, "not_served")
+        except ApiError as api_error:
+            error = api_error
+        self.counts["errors"] += 1
+        is_anthropic = request.path.startswith("/v1/messages")
+        form = anthropic_messages if is_anthropic else chat_completions
+        return web.json_response(form.write_error(error), status=error.status)
+
+    def check_token(self, request: web.Request) -> None:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key") or bearer
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise ApiError("the API key is not this episode's: OPENAI_API_KEY or ANTHROPIC_API_KEY has it", 401,
+                           "invalid_api_key")
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """One request for a reply."""
+        form = FORMS[request.path]
+        body = await request.read()
+        try:
+            asked = form.read(as_object(body), self.said)
+            keys = [key_of(message) for message in asked.messages]
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ApiError(f"the request is not of the form of {request.path}: {type(error).__name__}: "
+                           f"{error}"[:1000], code="malformed") from error
+        if not keys:
+            raise ApiError("the request has no messages", code="malformed")
+        exchange = self.exchange_for(asked, keys, request)
+        answer = await asyncio.shield(exchange.answer)
+        self.said[f"resp_{answer.id}"] = [*without_instructions(asked), answer.message()]
+        return await self.send(exchange, form, asked, answer, request)
+
+    async def send(self, exchange: Exchange, form: ModuleType, asked: Asked, answer: Answer,
+                   request: web.Request) -> web.StreamResponse:
+        is_stream = bool(asked.body.get("stream"))
+        response = web.StreamResponse(headers={
+            "Content-Type": "text/event-stream" if is_stream else "application/json", "Cache-Control": "no-cache",
+        })
+        try:
+            if request.transport is None:
+                raise ConnectionResetError("the client has closed the connection")
+            await response.prepare(request)
+            if is_stream:
+                for event in form.events(asked, answer):
+                    await response.write(as_event(event))
+            else:
+                await response.write(json.dumps(form.write(asked, answer)).encode())
+            await response.write_eof()
+            exchange.is_delivered = True
+        except ConnectionError:
+            self.counts["aborted"] += 1
+        return response
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        data = [model_of(name) for name in self.models]
+        return web.json_response({"object": "list", "data": data, "has_more": False})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        self.role_of(name)
+        return web.json_response(model_of(name))
+
+    # ----------------------------------------------------------------------- conversations
+
+    def role_of(self, model: str) -> str:
+        """The role that a request's model name stands for: NAME, or NAME:ROLE."""
+        name, _, role = model.rpartition(":")
+        if model in self.models:
+            return self.models[model]
+        if name in self.models:
+            return role
+        raise ApiError(f"there is no model {model!r:.200} here; there are {', '.join(self.models)}, and NAME:ROLE "
+                       f"(the environment variable AGENT_MODELS)", 404, "model_not_found")
+
+    def exchange_for(self, asked: Asked, keys: list[Key], request: web.Request) -> Exchange:
+        """The earlier exchange that the request repeats, or a new one."""
+        role = self.role_of(asked.model)
+        options = (asked.max_tokens, asked.temperature, tuple(asked.stop), asked.choice)
+        key = (role, json.dumps(asked.tools, sort_keys=True), options, *keys)
+        earlier = self.exchanges.setdefault(key, [])
+        # the SDKs of OpenAI and Anthropic say that they ask again; of others a closed connection tells it. The same
+        # request without either sign asks for another sample: an agent may take a vote
+        is_told_again = request.headers.get("x-stainless-retry-count", "0") != "0"
+        repeated = [exchange for exchange in earlier if exchange.is_lost] or (earlier if is_told_again else [])
+        if repeated:
+            self.counts["repeated"] += 1
+            exchange = repeated[-1]
+            exchange.request, exchange.is_delivered = request, False
+            return exchange
+        conversation = self.conversation_for(asked, role, keys)
+        conversation.is_busy = True
+        # this does not depend on the order in which requests come: an episode that is repeated says the same
+        name = hashlib.sha256(repr((key, len(earlier))).encode(errors="surrogatepass")).hexdigest()[:16]
+        answer = asyncio.ensure_future(self.complete(conversation, asked, keys, name))
+        exchange = Exchange(answer, request)
+        earlier.append(exchange)
+
+        def forget(task: asyncio.Task) -> None:
+            if task.cancelled() or task.exception():  # an error is no answer: asked again, the model is asked again
+                earlier.remove(exchange)
+
+        answer.add_done_callback(forget)
+        return exchange
+
+    def conversation_for(self, asked: Asked, role: str, keys: list[Key]) -> Conversation:
+        """The longest conversation that the messages continue, or a new one."""
+        known = [
+            conversation for conversation in self.conversations
+            if not conversation.is_busy and conversation.role == role and conversation.tools == asked.tools
+            and len(conversation.seen) < len(keys) and conversation.seen == keys[: len(conversation.seen)]
+        ]
+        if known:
+            return max(known, key=lambda conversation: len(conversation.seen))
+        chat = self.chat.begin(role)
+        chat.tools = [stub_of(tool) for tool in asked.tools]
+        return Conversation(chat, role, asked.tools, [])
+
+    async def complete(self, conversation: Conversation, asked: Asked, keys: list[Key], name: str) -> Answer:
+        """The model's next turn in this conversation."""
+        chat, num_seen = conversation.chat, len(conversation.seen)
+        self.counts["temperatures"] += asked.temperature is not None
+        try:
+            text = await chat.reply(
+                *asked.messages[num_seen:], max_tokens=asked.max_tokens, stop=asked.stop,
+                temperature=asked.temperature if self.keeps_temperature else None,
+            )
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            reason = f"{type(error).__name__}: {error}"
+            raise ApiError(f"the episode cannot go on: {reason}", 500, "episode_failed") from error
+        finally:
+            conversation.is_busy = False
+        if text is None:
+            raise refusal_of(chat.finish_reason)
+        if not num_seen:
+            self.counts["conversations"] += 1
+            self.conversations.append(conversation)
+        answer = self.answer_of(chat, text, asked, name)
+        conversation.seen = [*keys, key_of(answer.message())]
+        return answer
+
+    def answer_of(self, chat: Any, text: str, asked: Asked, name: str) -> Answer:
+        calls = chat.tool_calls if asked.choice != "none" else []
+        self.chat.num_tool_calls += len(calls)
+        read = [call for call in calls if is_readable(call)]
+        self.chat.num_tool_errors += len(calls) - len(read)
+        # templates of Mistral's take ids of nine letters or digits
+        ids = [hashlib.sha256(f"{name} {i}".encode()).hexdigest()[:9] for i in range(len(read))]
+        self.counts["not_called"] += asked.choice == "required" and not read
+        has_calls_in_text = chat.tool_calls and not read  # which are shown if they are not read
+        content = text if has_calls_in_text else chat.content
+        found = {stop: content.find(stop) for stop in asked.stop if stop in content}
+        stop = min(found, key=found.get, default="")
+        return Answer(
+            name, int(time.time()), content[: found[stop]] if stop else content,
+            [{"id": id} | call for id, call in zip(ids, read)], chat.finish_reason == "length" and not stop, stop,
+            *chat.usage,
+        )
+
+
+def stub_of(tool: dict[str, Any]) -> Callable:
+    """A tool that the client runs, for the chat: its name and schema."""
+
+    def stub() -> None:
+        raise NotImplementedError("the client runs its tools")
+
+    stub.__name__, stub.schema = tool["function"]["name"], tool
+    return stub
+
+
+def as_object(body: bytes) -> dict[str, Any]:
+    found = json.loads(body)
+    if not isinstance(found, dict):
+        raise TypeError("the body is no JSON object")
+    return found
+
+
+def as_event(event: dict[str, Any] | str) -> bytes:
+    """Data of a stream of server-sent events."""
+    if isinstance(event, str):
+        return f"data: {event}\n\n".encode()
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event)}\n\n".encode()
+
+
+def is_readable(call: dict[str, Any]) -> bool:
+    """Whether it is a call with an object of arguments, as all clients need."""
+    if call.get("error"):
+        return False
+    try:
+        return isinstance(json.loads(call["arguments"]), dict)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+
+
+def without_instructions(asked: Asked) -> list[Message]:
+    """A response's messages as previous_response_id gives them to the next request, which has its own instructions."""
+    return asked.messages[1:] if asked.body.get("instructions") else asked.messages
+
+
+def refusal_of(reason: str) -> ApiError:
+    """The error of a request that gets no reply."""
+    if reason == "length":
+        return ApiError("prompt is too long: it exceeds the model's maximum context length, which here counts all "
+                        "tokens of the episode (--rollout.max-response-length)", code="context_length_exceeded")
+    return ApiError("the episode has no turn left (--rollout.max-turns)", code="turns_exceeded")
+
+
+def model_of(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0,
+            "created_at": "1970-01-01T00:00:00Z", "owned_by": "plainrl"}
