@@ -261,7 +261,8 @@ def test_without_in_flight_what_a_checkpoint_has_in_flight_is_dropped_and_counte
     shutil.copy(in_one_go / "metrics.jsonl", tmp_path / "run")
     manifest = files.read_manifest(saved)
     responses = [Response([5] * n, [0.0] * n, "", versions=[1] * n).to_dict() for n in range(SAMPLES)]
-    group = Group(row=0, step=1, seeds=[0] * SAMPLES, responses=responses, outcomes=[None] * SAMPLES, flags="")
+    seeds, outcomes = [0] * SAMPLES, [None] * SAMPLES
+    group = Group(row=0, step=1, seeds=seeds, engine=0, responses=responses, outcomes=outcomes, flags="")
     manifest["state"]["script"]["in_flight"] = [vars(group), vars(group)]
     manifest["flags"]["--rollout.in-flight"] = 2.0
     files.write_manifest(saved, manifest)
