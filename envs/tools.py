@@ -94,6 +94,7 @@ async def run_tool(tool: Callable, arguments: dict[str, Any], timeout_s: float) 
     task, end = asyncio.current_task(), time.monotonic() + timeout_s
     late = TimeoutError(f"it took longer than {timeout_s:g} s")
     signal.signal(signal.SIGALRM, _watch)
+    outer = _deadlines.get(task)  # of a tool that calls this one
     _deadlines[task] = end, late
     try:
         _watch()
@@ -108,6 +109,8 @@ async def run_tool(tool: Callable, arguments: dict[str, Any], timeout_s: float) 
         raise late from None
     finally:
         del _deadlines[task]
+        if outer is not None:
+            _deadlines[task] = outer
         _watch()
 
 

@@ -143,6 +143,21 @@ def spin(seconds: float) -> str:
     return f"spun {seconds}"
 
 
+async def nested(chat, row):
+    """A tool that calls a tool in its own task, and then is late itself."""
+    async def outer() -> str:
+        """Call another tool."""
+        inner = await chat.tool_call({"name": "nap", "arguments": '{"seconds": 0.1}'})
+        if row["late"]:
+            spin(60)
+        return inner["content"]
+
+    chat.tools = [nap, outer]
+    await chat.reply()
+    (result,) = await chat.call_tools()
+    return {"score": 1.0, "result": result["content"]}
+
+
 class Counter:
     """A callable object."""
 

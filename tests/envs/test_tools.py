@@ -171,6 +171,15 @@ def test_calls_may_run_at_the_same_time():
     assert spun == ["spun 0.1", late, "spun 0.2", "1"] and "chat.tools takes functions" in wrong["text"]
 
 
+def test_a_tool_may_call_a_tool():
+    """And has its own time limit afterwards."""
+    calls = [[{"name": "outer", "arguments": "{}"}]]
+    with Player(FILE + ":nested", timeout_s=1.0) as player:
+        found = player.play_all([({"late": False}, calls), ({"late": True}, calls)])
+    late = "Error: TimeoutError: it took longer than 1 s"
+    assert [message["extra"]["result"] for message, _ in found] == ["slept 0.1", late]
+
+
 def test_a_tool_has_places_and_is_called_again(tmp_path, monkeypatch):
     """Two at most at the same time over eight episodes, one of which dies in a place; two retries each."""
     monkeypatch.setenv("RARE_LOG", str(tmp_path / "log"))
