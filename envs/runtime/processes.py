@@ -182,7 +182,8 @@ class EpisodeProcesses:
         for process in self.running.values():
             process.end()
         self.running = {}
-        while with_strays and (strays := self.children() - self.loaded):
+        # read twice: a process whose parent ends while the list is read may be missing from it
+        while with_strays and (strays := (self.children() - self.loaded) or (self.children() - self.loaded)):
             for stray in strays:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stray.kill()
