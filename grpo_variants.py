@@ -4,7 +4,7 @@
     loss = --aggregation over tokens of  --loss(A, ratio_t)  [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
 
 By default it is grpo.py. Its subject is the choice: a paper of your own is better begun from grpo.py, where the formula
-stands in the file. common/variants/losses.py has the losses, docs/recipes.md the flags of each paper.
+stands in the file. variants/losses.py has the losses, docs/recipes.md the flags of each paper.
 
     torchrun --standalone --nproc-per-node 8 grpo_variants.py --loss gspo --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
@@ -32,7 +32,7 @@ from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std, moments, whiten
 from common.tracking.console import run_script
-from common.variants.losses import LOSSES, LossSettings, PolicyLoss, Tokens, ppo
+from variants.losses import LOSSES, LossSettings, PolicyLoss, Tokens, ppo
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Args(RunArgs):
 
     # the objective
     loss: PolicyLoss = "grpo"
-    """Loss of a token: a function in common/variants/losses.py."""
+    """Loss of a token: a function in variants/losses.py."""
     clip_low: float | None = None
     """Lower clip: the ratio counts down to 1 - clip_low. Default: the loss's paper, printed at the start."""
     clip_high: float | None = None

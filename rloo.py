@@ -29,7 +29,7 @@ from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, is_constant, whiten
 from common.tracking.console import run_script
-from common.variants.optimal_baseline import optimal_token_baseline
+from variants.optimal_baseline import optimal_token_baseline
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Everything is flat: `[T]` packed tokens, `cu_seqlens [S+1]`. The scale of a loss is data: `token_weights` gives
 1 / global denominator, so `(loss * weight).sum()` does not depend on how a mini-batch was cut. The loss itself stands
-in the script that has the paper's name; published variants are in common/variants/losses.py.
+in the script that has the paper's name; published variants are in variants/losses.py.
 """
 
 from collections.abc import Sequence

@@ -150,7 +150,7 @@ def run(fault: str, script: str, *flags: str) -> None:
 def serve(*more: str) -> None:
     """Commands as JSON lines on stdin, exit codes on stdout; each runs in forks of this process, one a rank, which has
     imported all that is slow to import and done nothing else."""
-    for name in ("common.run", "common.losses", "common.correction", "common.variants.losses", "common.engine.hf",
+    for name in ("common.run", "common.losses", "common.correction", "variants.losses", "common.engine.hf",
                  "pandas", "torch._dynamo", "transformers.models.llama.modeling_llama", *more):
         importlib.import_module(name)
     freeze()                                            # or the end of each fork copies and visits all of these objects

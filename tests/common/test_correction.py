@@ -23,10 +23,10 @@ from common.batch import Batch
 from common.correction import PRESETS, CorrectionConfig, resolve_correction
 from common.metrics import Meter
 from common.parallel import ranks
-from common.variants.losses import LOSSES, Tokens
 from tests.common.weigh import weigh
 from tests.conftest import launch
 from tests.oracles import policy_loss
+from variants.losses import LOSSES, Tokens
 
 NUM_RESPONSES = 16
 MINIBATCHES = [[0, 3, 4, 5, 8, 11, 14, 15], [1, 2, 6, 7, 9, 10, 12, 13]]

@@ -13,7 +13,7 @@ from common.batch import Batch
 from common.prompts import Prompt
 from common.rollout import Response, Sample, gather_rollout
 from common.segments import segment_cumsum, whiten
-from common.variants.optimal_baseline import optimal_token_baseline
+from variants.optimal_baseline import optimal_token_baseline
 
 GROUP = [0, 0, 0, 1, 1, 2, 2]
 MASKS = [[True] * 4, [True, False, True, True, False], [True] * 7, [False, True], [True, True, True], [False, False],
