@@ -126,6 +126,8 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
         if path.is_file() and not path.name.startswith("model"):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
     has_adapters = flags.get("--lora.rank")
+    if json.loads(files["config.json"])["architectures"][0].endswith("ForSequenceClassification"):
+        raise ValueError(f"{folder} is of a reward model, which only its run writes: when it ends, into RUN_DIR/model")
     if adapter and not has_adapters:
         raise ValueError(f"{folder} has no adapters: --adapter is for runs with --lora.rank")
     reader = Reader(folder)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
 from common.checkpoint.files import read_manifest, write_manifest
 from common.checkpoint.secrets import redacted
@@ -38,6 +40,8 @@ FLIPS = 100_000
 MOST_EXACT = 16
 """Prompts that differ, up to which the paired test goes through all sign flips."""
 MOST_SHOWN = 10
+NUM_BINS = 5
+"""Bins of the calibration of rewards, over probabilities from 0.5 to 1."""
 HOW = (f"intervals: 95%, percentiles of {RESAMPLES:,} bootstrap resamples of the prompts. pass@k: unbiased "
        f"(Chen et al. 2021). maj@k: mean over all subsets of k responses, or over {SUBSETS:,} random ones")
 
@@ -193,6 +197,22 @@ def paired_test(differences: np.ndarray) -> tuple[float, str]:
     for _ in range(FLIPS // 1000):
         count += int((abs(rng.choice([-1, 1], (1000, len(moved))) @ moved) >= observed).sum())
     return (count + 1) / (FLIPS + 1), f"paired permutation test, {FLIPS:,} random sign flips"
+
+
+def calibration(rewards: Tensor) -> dict[str, float]:
+    """Whether the probability sigmoid(|difference|) of the preferred answer is the share of pairs in which that answer
+    is the chosen one: the expected calibration error (Guo et al. 2017, arXiv 1706.04599) and both numbers by bin."""
+    difference = rewards[0::2] - rewards[1::2]
+    confidence, correct = difference.abs().sigmoid(), torch.sign(difference) / 2 + 0.5          # a tie: half
+    number = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    metrics = {"preference/ece": 0.0}
+    for i in range(NUM_BINS):
+        if (inside := number == i).any():
+            told, found, share = (x.double().mean().item() for x in (confidence[inside], correct[inside], inside))
+            name = f"calibration/{0.5 + 0.5 * i / NUM_BINS:.1f}"
+            metrics["preference/ece"] += share * abs(told - found)
+            metrics |= {f"{name}/confidence": told, f"{name}/accuracy": found, f"{name}/frac": share}
+    return metrics
 
 
 # --------------------------------------------------------------------------- results

@@ -21,7 +21,7 @@ import tyro
 from tests.conftest import ROOT, launch
 
 NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
-SUPERVISED = ("sft", "dpo")                                             # they have neither engine nor rewards
+SUPERVISED = ("sft", "dpo", "rm")                                       # they have neither engine nor rewards
 EVALUATE = "evaluate.py"                                                # it does not train
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
 OFFLINE = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SUPERVISED if (ROOT / f"{name}.py").is_file()}
@@ -35,7 +35,7 @@ PHASES = ["1 rollout", "2 rewards", "3 mini-batches", "4 log-probs", "5 update",
 # file that reaches its ceiling is two subjects, and is split or simplified.
 SCRIPT_CEILINGS = {"grpo.py": 125, "dapo.py": 185, "rloo.py": 185, "ppo.py": 185, "grpo_variants.py": 230,
                    "online_dpo.py": 155, "async_grpo.py": 200, "dpo.py": 145, "sft.py": 145,
-                   EVALUATE: 130}
+                   "rm.py": 140, EVALUATE: 130}
 FILE_CEILING = 260                                                      # any file of common/ and below it
 ZONES = {r"common/\w+\.py": 1550, r"common/\w+/.*": 4500, r"envs/runtime/.*": 750, r"rewards/runtime/.*": 1150}
 FILES_CEILING = 10                                                      # of the project that grpo.py imports from
@@ -293,7 +293,8 @@ def test_the_six_phases_in_order(script):
 @pytest.mark.parametrize("script", OFFLINE)
 def test_the_phases_that_supervised_training_has(script):
     """Their numbers are those of the other scripts, so that it is seen which are missing."""
-    assert phases(OFFLINE[script]) == ["1 data", *["4 log-probs"] * (script == "dpo.py"), *PHASES[4:]]
+    scores = {"dpo.py": ["4 log-probs"], "rm.py": ["4 rewards"]}.get(script, [])
+    assert phases(OFFLINE[script]) == ["1 data", *scores, *PHASES[4:]]
 
 
 def function(tree: ast.Module, name: str) -> ast.FunctionDef:
