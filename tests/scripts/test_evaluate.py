@@ -18,6 +18,7 @@ import evaluate
 from common.model.policy import ModelConfig
 from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, VAL, launch, launch_all
+from tests.model.test_reward_model import make_reward_model
 from tools import evaluation, model_source
 from tools.evaluation import Answer
 
@@ -26,6 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     number = sum(map(ord, solution_str))
     return {"score": number % 7 / 3, "acc": number % 2, "pred": str(number % 3)}
 """
+EPISODES = ROOT / "tests/engine/episodes_of_tests.py"
 SAMPLING = ["--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--rollout.max-response-length", "8",
             "--data.max-prompt-length", "200", "--reward.num-workers", "1", "--eval-n", "4", *STOPS]
 TRAINING = ["--prompts-per-step", "4", "--samples-per-prompt", "2", "--total-steps", "1", "--optim.lr", "1e-2"]
@@ -85,6 +87,28 @@ def test_the_numbers_are_those_of_a_runs_validation(runs):
     assert validation_of(numbers_of(runs / "one/trained")["metrics"]) == after
     assert {"val-core/a/acc/mean@4", "val-core/b/acc/greedy", "val-core/a/acc/maj@4/mean"} < before.keys()
     assert 0 < before["val-core/a/acc/mean@4"] < 1
+
+
+def test_reward_models_and_episodes_are_those_of_a_run(flags, tiny_llama, tmp_path):
+    """Scores that are no float32 numbers, alone and added to a function's; conversations of three turns."""
+    model = make_reward_model(tiny_llama, str(tmp_path / "reward_model"))
+    plain = flags[:flags.index("--reward.function")]
+    kinds = {"alone": [*plain, "--reward-model.path", model, "--reward-model.alone"],
+             "episode": [*plain, "--rollout.episode", f"{EPISODES}:three_turns", "--rollout.max-response-length", "80"]}
+    train = ["--train-data", flags[flags.index("--val-data") + 1], *TRAINING]
+    launch_all(tmp_path, {
+        **{f"run_{kind}": ["grpo", *more, *train] for kind, more in kinds.items()},
+        **{kind: ["evaluate", *more, "--prompts-per-chunk", "4"] for kind, more in kinds.items()},
+    })
+    for kind in kinds:
+        before = validation_of(metrics_of(tmp_path / f"run_{kind}")[0])
+        ours = validation_of(numbers_of(tmp_path / kind)["metrics"])
+        # a reward model packs what it scores, and rounds by what runs together
+        assert ours == (pytest.approx(before, abs=1e-6) if kind == "alone" else before) and len(before) >= 10
+    assert not before["val-core/a/acc/mean@4"].is_integer()
+    rows = pq.read_table(tmp_path / "episode/rollouts/val_000000_000000.parquet").to_pylist()
+    assert all(len(json.loads(row["messages"])) > 2 for row in rows) and {row["num_turns"] for row in rows} == {3}
+    assert all(0 < row["num_sampled"] < row["response_length"] for row in rows)     # the other tokens are a user's
 
 
 def test_chunks_and_ranks_change_nothing(runs):
