@@ -143,12 +143,12 @@ class Training:
         ranks.print_on_main(self.world, f"memory {why}")
         return self.max_tokens
 
-    def load_trained(self, path: str, optim: OptimConfig) -> tuple[Policy, torch.optim.Optimizer]:
-        """The policy, a causal LM, and its optimizer. Raises RuntimeError before the engine was started, because the
-        engine measures how much memory is free."""
+    def load_trained(self, path: str, optim: OptimConfig, load=load_policy) -> tuple[Policy, torch.optim.Optimizer]:
+        """The policy, a causal LM (or what else `load` makes), and its optimizer. Raises RuntimeError before the engine
+        was started, because the engine measures how much memory is free."""
         self.watchdog.phase("loading models")
         set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
-        self.policy, optimizer = self._load("policy", load_policy, path, optim)
+        self.policy, optimizer = self._load("policy", load, path, optim)
         return self.policy, optimizer
 
     def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:

@@ -23,6 +23,7 @@ from common.checkpoint.best import FILE
 from common.checkpoint.export import dtype_of, model_of, replace_hf
 from common.checkpoint.files import check_files, find, read_manifest
 from common.checkpoint.state import Reader
+from common.model.loading import SCORED
 from common.model.lora import merge
 from common.model.stored import Experts, open_folder, weights_of
 from common.tracking.console import exit_with_error
@@ -126,6 +127,8 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
         if path.is_file() and not path.name.startswith("model"):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
     has_adapters = flags.get("--lora.rank")
+    if any(name.endswith(SCORED) for name in json.loads(files["config.json"]).get("architectures") or ()):
+        raise ValueError(f"{folder} is of a reward model, which only its run writes: when it ends, into RUN_DIR/model")
     if adapter and not has_adapters:
         raise ValueError(f"{folder} has no adapters: --adapter is for runs with --lora.rank")
     reader = Reader(folder)

@@ -22,7 +22,8 @@ from common.rollout import Minibatch
 
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
-SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_())})
+SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()), "margin": pa.float64()})
+"""Of a sequence. `margin`: of its row, where the row has one (rm.py)."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class ConversationSet:
 
     def __init__(self, table: pa.Table, loaded: Loaded, per_row: int):
         self.loaded, self.per_row = loaded, per_row
-        self.tokens, self.mask = table.columns                                                  # by number
+        self.tokens, self.mask, self.margin = table.columns                                     # by number
         self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
@@ -103,7 +104,8 @@ def load_conversations(
                 loaded.num_filtered += 1
                 return []
             loaded.num_truncated += 1
-        return [{"tokens": tokens, "mask": mask} for tokens, mask in encoded]
+        margin = {} if row.get("margin") is None else {"margin": row["margin"]}
+        return [{"tokens": tokens, "mask": mask} | margin for tokens, mask in encoded]
 
     limit = "--data.max-length", config.max_length
     form = RowFormat(config, limit, SCHEMA, parser.columns, encode_row)

@@ -141,7 +141,7 @@ def versions_of(response: Response) -> list[int | None] | None:
     return [next(versions) if is_sampled else None for is_sampled in mask] if response.versions else None
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]], schema: pa.Schema = SCHEMA) -> None:
     if dist.is_initialized() and dist.get_rank():
         return
     rows.sort(key=lambda row: row["index"])
@@ -150,7 +150,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
             row["images"] = None
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
     temporary.rename(path)
 
 

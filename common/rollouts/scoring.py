@@ -57,6 +57,7 @@ class RolloutRequest:
     sampling: RolloutConfig
     seed: Sequence[int | str]  # the run's seed, the step's number, and perhaps more
     with_greedy: bool = False  # one more response a prompt, greedy, numbered after all the others
+    first: int = 0  # the number that the first prompt's seeds are made from; above 0 for a later part of some rows
 
 
 @dataclass
@@ -74,8 +75,8 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
     """Sample responses to each prompt `data[row]`; scoring of a response starts when it ends.
 
     Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
-    `request.seed`, its prompt's place in the rows and its number in the group. Responses `with_greedy` from samplers on
-    other ranks are waited for here."""
+    `request.seed`, its prompt's place in the rows (counted from `request.first`) and its number in the group. Responses
+    `with_greedy` from samplers on other ranks are waited for here."""
     engine, scoring, data = source.engine, source.scoring, source.data
     rows, num_samples, sampling = request.rows, request.num_samples, request.sampling
     if isinstance(engine, RemoteEngine):
@@ -90,7 +91,7 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
             asked.append(Request(prompt, None))
         for number in range(num_samples):
             samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
-            asked.append(Request(prompt, seed_of(*request.seed, group, number)))
+            asked.append(Request(prompt, seed_of(*request.seed, request.first + group, number)))
     pending = PendingRollout(engine, scoring, samples, sampling)
     if scoring.episodes is not None:
         scoring.episodes.run(engine, asked, sampling, pending.score, source.stop)

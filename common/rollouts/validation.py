@@ -47,9 +47,13 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     of the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
     """
     rows = [(sample.prompt.data_source, sample.group, *acc_and_vote(sample)) for sample in samples]
-    rows = sorted(chain(*all_gather_objects(rows)), key=lambda row: row[:3])
+    return metrics_of([*chain(*all_gather_objects(rows))], greedy)
+
+
+def metrics_of(rows: list[tuple[str, int, float, str | None]], greedy: bool) -> dict[str, float]:
+    """The metrics of `validation_metrics` from (data source, group, acc, vote) of each response, in any order."""
     metrics = {}
-    for source, of_source in groupby(rows, key=lambda row: row[0]):
+    for source, of_source in groupby(sorted(rows, key=lambda row: row[:3]), key=lambda row: row[0]):
         groups = [[row[2:] for row in group] for _, group in groupby(of_source, key=lambda row: row[1])]
         accs = np.array([[acc for acc, _ in group] for group in groups])                        # [P, N]
         core, aux, N = f"val-core/{source}/acc", f"val-aux/{source}/acc", accs.shape[1]

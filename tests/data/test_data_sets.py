@@ -16,18 +16,24 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+import rewards
 from common.dataset.store import load_prompts
 from common.prompts import DataConfig
 from tests.conftest import MODEL, ROOT
 
 sys.path.append(str(ROOT / "data"))
 import aime
+import amc
 import apps
 import countdown
 import dapo_math
+import gpqa
 import gsm8k
 import hendrycks_math
+import humaneval_plus
+import math500
 import mbpp
+import mbpp_plus
 import reasoning_gym_task
 import verl_rows
 
@@ -69,7 +75,7 @@ def convert(module, monkeypatch, out: Path, *flags: str) -> dict[str, list[dict]
     monkeypatch.setattr(sys, "argv", [module.__file__, "--out", str(out), *map(str, flags)])
     module.main()
     written = {}
-    for split in ("train", "test"):
+    for split in [split for split in ("train", "test") if (out / f"{split}.parquet").exists()]:
         path = out / f"{split}.parquet"
         written[split] = pq.read_table(path).to_pylist()
         assert pq.read_schema(path).names == COLUMNS
@@ -199,6 +205,94 @@ def test_mbpp(tmp_path, monkeypatch):
         exec("def add(a, b): return a * b\n" + cases[0], {})
     content = rows["train"][0]["prompt"][0]["content"]
     assert "assert add(1, 2) == 3" in content and "add(-1" not in content  # the other cases are not shown
+
+
+def test_math500(tmp_path, monkeypatch):
+    row = {"problem": "What is half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "answer": r"\frac{1}{2}",
+           "subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json"}
+    json_lines(tmp_path / "hub/test.jsonl", [row])
+    card(tmp_path / "hub", {"default": {"test": "test.jsonl"}})
+    rows = convert(math500, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")
+    assert truths(rows["test"]) == [row["answer"]] and rows.keys() == {"test"}
+    found = rows["test"][0]
+    assert found["prompt"][0]["content"].startswith(row["problem"]) and r"\boxed{}" in found["prompt"][0]["content"]
+    assert found["extra_info"]["level"] == "1" and found["extra_info"]["unique_id"] == row["unique_id"]
+    assert rewards.find(found["data_source"])(found["data_source"], r"So \boxed{\dfrac12}.", row["answer"])["acc"]
+    with pytest.raises(ValueError, match="row 0 has no answer"):
+        next(math500.rows([row | {"answer": ""}]))
+
+
+def test_amc(tmp_path, monkeypatch):
+    """Both sources: a number with ".0", and a text."""
+    parquet(tmp_path / "hub/data/train-00000-of-00001.parquet", [
+        {"id": 0, "problem": "What is 140 + 2?", "answer": 142.0, "url": "https://x"}])
+    card(tmp_path / "hub", {"default": {"train": "data/train-*"}})
+    rows = convert(amc, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")
+    assert truths(rows["test"]) == ["142"] and rows["test"][0]["data_source"] == "amc"
+    parquet(tmp_path / "amc23/data/test-00000-of-00001.parquet", [
+        {"id": 0, "question": "What is 3 times 9?", "answer": "27.0", "url": "https://x"},
+        {"id": 1, "question": "What is half of 5?", "answer": "2.5", "url": "https://x"}])
+    card(tmp_path / "amc23", {"default": {"test": "data/test-*"}})
+    rows = convert(amc, monkeypatch, tmp_path / "b", "--source", tmp_path / "amc23", "--split", "test")
+    assert truths(rows["test"]) == ["27", "2.5"]
+    assert rewards.find("amc")("amc", "It is so.\nAnswer: 27", "27")["acc"]
+    with pytest.raises(ValueError, match="AMC row 0: the answer 'x' is no number"):
+        next(amc.rows([{"question": "?", "answer": "x"}]))
+
+
+def test_gpqa(tmp_path, monkeypatch):
+    """The letter is that of the correct answer, at every place for some question; columns as in the hub's CSV."""
+    source = [{"Record ID": f"rec{i}", "Question": f" Question {i}? ", "Correct Answer": f"right {i}\n",
+               **{f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}, "Subdomain": "Genetics",
+               "High-level domain": "Biology"} for i in range(40)]
+    names = ",".join(f'"{name}"' for name in source[0])
+    lines = [",".join(f'"{value}"' for value in row.values()) for row in source]
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/gpqa_diamond.csv").write_text("\n".join([names, *lines, ""]))
+    card(tmp_path / "hub", {"gpqa_diamond": {"train": "gpqa_diamond.csv"}})
+    rows = convert(gpqa, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")["test"]
+    for i, row in enumerate(rows):
+        content = row["prompt"][0]["content"]
+        assert content.startswith(f"Question {i}?\n\nA) ") and f"\n{truths([row])[0]}) right {i}\n" in content
+        assert content.count("wrong") == 3 and row["data_source"] == "gpqa_diamond"
+    assert set(truths(rows)) == set("ABCD")
+    other = convert(gpqa, monkeypatch, tmp_path / "b", "--source", tmp_path / "hub", "--seed", "1")["test"]
+    assert truths(other) != truths(rows)
+
+
+PLUS = """import numpy as np
+
+
+def assertion(out, exp, atol):
+    if not out == exp:
+        assert atol != 0 and np.allclose(out, exp, rtol=1e-07, atol=atol)
+
+
+"""
+
+
+def test_humaneval_plus_and_mbpp_plus(tmp_path, monkeypatch):
+    """The reward runs the tests: a right program scores 1, a wrong one 0."""
+    check = """def check(candidate):
+    for args, expected in zip([[1, 2], [0.1, 0.2]], [3, 0.3]):
+        assertion(candidate(*args), expected, 1e-6)
+"""
+    human = {"task_id": "HumanEval/0", "prompt": 'def add(a, b):\n    """Sum."""\n', "canonical_solution":
+             "    return a + b\n", "entry_point": "add", "test": PLUS + check}
+    parquet(tmp_path / "human/data/test-00000-of-00001.parquet", [human])
+    card(tmp_path / "human", {"default": {"test": "data/test-*"}})
+    calls = "for args, expected in zip([[1, 2], [0.1, 0.2]], [3, 0.3]):\n    assertion(add(*args), expected, 1e-6)\n"
+    basic = {"task_id": 7, "code": "def add(a, b): return a + b", "prompt": "Write a function to add.", "source_file":
+             "x.ipynb", "test_imports": [], "test_list": ["assert add(1, 2) == 3"], "test": PLUS + calls}
+    parquet(tmp_path / "basic/data/test-00000-of-00001.parquet", [basic])
+    card(tmp_path / "basic", {"default": {"test": "data/test-*"}})
+    for module, name, shown in ((humaneval_plus, "human", '"""Sum."""'), (mbpp_plus, "basic", "assert add(1, 2) == 3")):
+        row, = convert(module, monkeypatch, tmp_path / f"{name}_out", "--source", tmp_path / name)["test"]
+        assert shown in row["prompt"][0]["content"] and "allclose" not in row["prompt"][0]["content"]
+        score = rewards.find(row["data_source"])
+        for program, expected in (("def add(a, b):\n    return a + b", 1.0), ("def add(a, b):\n    return 3", 0.0)):
+            answer = f"Here:\n```python\n{program}\n```"
+            assert score(row["data_source"], answer, row["reward_model"]["ground_truth"])["score"] == expected
 
 
 def test_countdown_problems_have_solutions_and_are_distinct(tmp_path, monkeypatch):

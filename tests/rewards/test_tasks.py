@@ -10,7 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rewards import TABLE, countdown, find, geo3k, lookup, math, math_dapo, reasoning_gym, search_qa, shapes
+from rewards import (
+    TABLE,
+    countdown,
+    find,
+    geo3k,
+    lookup,
+    math,
+    math_dapo,
+    multiple_choice,
+    reasoning_gym,
+    search_qa,
+    shapes,
+)
 from rewards import format as form
 from rewards.runtime.pool import RewardPool
 
@@ -289,3 +301,14 @@ def test_search_qa_format_score_and_bad_truths():
     for truth in (None, [], {"target": []}, {"answer": "x"}, 3, [3]):
         with pytest.raises(ValueError, match="must be a text or a list of texts"):
             search_qa.compute_score("searchR1_nq", "<answer>x</answer>", truth)
+
+
+@pytest.mark.parametrize(("text", "pred"), [
+    ("Answer: B", "B"), ("so\nanswer: c.", "C"), ("**Answer:** (D)", "D"), (r"Answer: $\boxed{A}$", "A"),
+    (r"Answer: \boxed{\text{B}}", "B"), ("Answer: A\nNo. Answer: B", "B"),
+    ("Answer: Because", None), ("The answer is B", None),
+    ("Answer:", None), ("", None),
+])
+def test_the_letter_of_a_multiple_choice_answer(text, pred):
+    found = multiple_choice.compute_score("gpqa_diamond", text, "B")
+    assert found == {"score": float(pred == "B"), "acc": pred == "B", "pred": pred}

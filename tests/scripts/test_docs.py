@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 from tests.conftest import ROOT
-from tests.scripts.test_style import SCRIPTS, commands
+from tests.scripts.test_style import EVALUATE, SCRIPTS, commands
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 OURS = re.compile(r"(^|\s)(make|sbatch|hf download|apptainer build|\S*python3?|\S*torchrun) ")
@@ -66,7 +66,7 @@ class Page:
                         f"{module} does not exist")
         elif script.startswith("data/"):
             self.data(script, words[words.index(script) + 1:])
-        elif script in SCRIPTS:
+        elif script in (*SCRIPTS, EVALUATE):
             self.run(script, words[words.index(script) + 1:], int(value_of(words, "--nproc-per-node", "1")))
 
     def expect(self, holds: bool, problem: str) -> None:
@@ -112,7 +112,7 @@ class Page:
                 return
             except ValueError as error:                                     # a hub model's config is not at hand here
                 self.expect("cannot read a model config" in str(error), f"{command}: {error}")
-        for file in (*args.train_data, *args.val_data):
+        for file in (*vars(args).get("train_data", ()), *args.val_data):
             self.expect(file in self.made, f"{command}: nothing above makes {file}")
         if args.model.startswith(("models/", "/", ".")):
             self.expect(args.model in self.made, f"{command}: nothing above makes {args.model}")

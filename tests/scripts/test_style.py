@@ -21,20 +21,22 @@ import tyro
 from tests.conftest import ROOT, launch
 
 NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
-SUPERVISED = ("sft", "dpo")                                             # they have neither engine nor rewards
+SUPERVISED = ("sft", "dpo", "rm")                                       # they have neither engine nor rewards
+EVALUATE = "evaluate.py"                                                # it does not train
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
 OFFLINE = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SUPERVISED if (ROOT / f"{name}.py").is_file()}
 COMMON = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "common").rglob("*.py"))}
 REWARDS = {str(path.relative_to(ROOT)): path.read_text() for folder in ("rewards", "envs/runtime")
            for path in sorted((ROOT / folder).rglob("*.py"))}
 VARIANTS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "variants").glob("*.py"))}
-SOURCES = SCRIPTS | OFFLINE | COMMON | REWARDS | VARIANTS
+SOURCES = SCRIPTS | OFFLINE | {EVALUATE: (ROOT / EVALUATE).read_text()} | COMMON | REWARDS | VARIANTS
 PHASES = ["1 rollout", "2 rewards", "3 mini-batches", "4 log-probs", "5 update", "6 log"]
 
 # The ceilings of design.md, in lines of code: comments, docstrings and blank lines are free. They are not raised: a
 # file that reaches its ceiling is two subjects, and is split or simplified.
 SCRIPT_CEILINGS = {"grpo.py": 125, "dapo.py": 185, "rloo.py": 185, "ppo.py": 185, "grpo_variants.py": 230,
-                   "online_dpo.py": 155, "async_grpo.py": 200, "dpo.py": 145, "sft.py": 145}
+                   "online_dpo.py": 155, "async_grpo.py": 200, "dpo.py": 145, "sft.py": 145,
+                   "rm.py": 140, EVALUATE: 130}
 FILE_CEILING = 260                                                      # any file of common/ and below it
 ZONES = {r"common/\w+\.py": 1550, r"common/\w+/.*": 4500, r"envs/runtime/.*": 750, r"rewards/runtime/.*": 1150,
          r"variants/.*": 140}
@@ -193,7 +195,8 @@ def test_a_flag_that_nobody_reads_is_found():
     source = SOURCES[training].replace("args.eval_every", "0")
     assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.eval_every"]
     sources = {file: text.replace("args.run_dir", "''") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == [f"{training} TrainArgs.run_dir"]  # scripts declare it again: still one flag
+    # scripts declare it again: still one flag, but evaluate.py's, which does not train
+    assert Flags(sources).unread() == [f"{EVALUATE} Args.run_dir", f"{training} TrainArgs.run_dir"]
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")     # declared in another file
     unread = ["common/model/optimizers.py OptimConfig.warmup_steps"]
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == unread
@@ -271,7 +274,7 @@ def test_shared_flags_have_the_meaning_that_grpo_gives_them(script):
     assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
 
 
-@pytest.mark.parametrize("script", SCRIPTS | OFFLINE)
+@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, EVALUATE])
 def test_args_are_never_assigned_to(script):
     for node in ast.walk(ast.parse(SOURCES[script])):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -292,14 +295,15 @@ def test_the_six_phases_in_order(script):
 @pytest.mark.parametrize("script", OFFLINE)
 def test_the_phases_that_supervised_training_has(script):
     """Their numbers are those of the other scripts, so that it is seen which are missing."""
-    assert phases(OFFLINE[script]) == ["1 data", *["4 log-probs"] * (script == "dpo.py"), *PHASES[4:]]
+    scores = {"dpo.py": ["4 log-probs"], "rm.py": ["4 rewards"]}.get(script, [])
+    assert phases(OFFLINE[script]) == ["1 data", *scores, *PHASES[4:]]
 
 
 def function(tree: ast.Module, name: str) -> ast.FunctionDef:
     return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
-@pytest.mark.parametrize("script", SCRIPTS | OFFLINE)
+@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, EVALUATE])
 def test_main_is_flat(script):
     nested = [node for node in ast.walk(function(ast.parse(SOURCES[script]), "main"))
               if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)]
@@ -345,7 +349,7 @@ def test_what_scripts_share_is_the_same_to_the_character():
             assert found[script][start], f"{script} has no {start!r}"
         at_the_margin = {textwrap.dedent(code) for script in SCRIPTS for code in found[script][start]}
         assert len(at_the_margin) == 1, at_the_margin
-    everything = (SCRIPTS | OFFLINE).values()
+    everything = [*SCRIPTS.values(), *OFFLINE.values(), SOURCES[EVALUATE]]
     assert len({text[text.index('if __name__ == "__main__":'):] for text in everything}) == 1
 
 
@@ -444,7 +448,7 @@ def with_many_parameters(sources: dict[str, str], most: int = 6) -> list[str]:
 
 def test_functions_take_objects_rather_than_many_parameters():
     runtime = {file: text for file, text in REWARDS.items() if "/runtime/" in file}
-    found = with_many_parameters(SCRIPTS | OFFLINE | COMMON | runtime)
+    found = with_many_parameters(SCRIPTS | OFFLINE | {EVALUATE: SOURCES[EVALUATE]} | COMMON | runtime)
     assert set(found) == MANY_PARAMETERS
     text = "class A:\n    def f(self, a, b, c, d, *, e, f): ...\n    def g(self, a, b, c, d, e, f, *, g): ...\n"
     assert with_many_parameters({"a.py": text}) == ["A.g"]
@@ -466,15 +470,15 @@ def imported(text: str) -> set[str]:
 
 @pytest.mark.parametrize("file", COMMON | REWARDS | VARIANTS)
 def test_shared_parts_import_no_script(file):
-    assert not imported(SOURCES[file]) & {*NAMES, *SUPERVISED, "tests"}
+    assert not imported(SOURCES[file]) & {*NAMES, *SUPERVISED, "evaluate", "tests"}
     if file in REWARDS:
         assert "common" not in imported(REWARDS[file])
 
 
-@pytest.mark.parametrize("script", SCRIPTS | OFFLINE)
+@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, EVALUATE])
 def test_no_script_imports_a_script(script):
     """A copied fork would drag the other script along."""
-    assert not imported(SOURCES[script]) & {*NAMES, *SUPERVISED}
+    assert not imported(SOURCES[script]) & {*NAMES, *SUPERVISED, "evaluate"}
     assert imported("import dpo\nfrom sft import parse") == {"dpo", "sft"}
 
 
@@ -688,7 +692,7 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
     if file.suffix == ".sbatch":
         known = variables((ROOT / "slurm/job.sh").read_text()) | known
         lines = [line.replace('"$SCRIPT"', known["SCRIPT"]) for line in lines]
-    scripts = "|".join(map(re.escape, [*SCRIPTS, *OFFLINE, "-m tools.report"]))
+    scripts = "|".join(map(re.escape, [*SCRIPTS, *OFFLINE, EVALUATE, "-m tools.report"]))
     found = []
     for line in lines:
         line = expand(line, known)
@@ -704,7 +708,7 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
-DOCUMENTS = ["README.md", "Makefile", *SCRIPTS, *OFFLINE, "tools/report.py",
+DOCUMENTS = ["README.md", "Makefile", *SCRIPTS, *OFFLINE, EVALUATE, "tools/report.py",
              *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*.sbatch"))]
 
 

@@ -1,0 +1,51 @@
+"""A backbone with a scalar head as what a run trains and exports: the model of rm.py."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from common.batch import Batch
+from common.model.loading import load_critic
+from common.model.policy import Critic, Policy
+from common.model.sharding import shard_slice
+
+
+class Scorer(Policy):
+    """A backbone with a scalar head as what a run trains, under the names of a *ForSequenceClassification."""
+
+    def __init__(self, critic: Critic):
+        super().__init__(critic.backbone)
+        self.critic = critic
+        self.router_changed = None
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Rewards [T], 0 where `batch.mask` is False."""
+        return self.critic(batch)
+
+    def score(self, batch: Batch) -> Tensor:
+        return self.critic.score(batch)
+
+    def full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """The head stays in float32, in which it is applied."""
+        for name, tensor in super().full_tensors(dtype):
+            yield f"{self.lm.base_model_prefix}.{name}", tensor
+        yield "score.weight", self.critic.head.weight.detach().full_tensor()
+
+    def described(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        weights = {f"{self.lm.base_model_prefix}.{name}": x for name, x in super().described(dtype).items()}
+        return weights | {"score.weight": torch.empty(self.critic.head.weight.shape, device="meta")}
+
+
+def load_scorer(path: str, *arguments: Any, **options: Any) -> Scorer:
+    """The causal LM of a folder with a random head of standard deviation (H + 1)^-1/2 (Stiennon et al. 2020), drawn
+    from torch's seed."""
+    critic = load_critic(path, *arguments, **options)
+    config, head = critic.backbone.config, critic.head.weight
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    first = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5
+    head.detach().to_local().copy_(first[shard_slice(head)])
+    config.architectures, config.num_labels = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]], 1
+    return Scorer(critic)

@@ -1,0 +1,105 @@
+"""The models that evaluate.py takes beside folders and hub names: checkpoints of runs, and adapters in peft's format.
+Both are written as a Hugging Face folder first, because the engine reads one."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from common.checkpoint.export import hf_files, model_of, replace_hf
+from common.checkpoint.files import complete_checkpoints
+from common.model.loading import read_config
+from common.model.policy import ModelConfig
+from common.model.stored import open_folder, weights_of
+from tools.checkpoints import export_checkpoint, merged_with_base
+
+ADAPTER = "adapter_config.json"
+PREFIX = "base_model.model."
+NOT_MERGED = {"use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+              "fan_in_fan_out": False, "layer_replication": None}
+"""Settings of peft that change more than W + scale B A -> the value that changes nothing."""
+
+
+def resolve(model: str) -> str:
+    """What --model names, without what may change: for a run folder, its newest checkpoint. Raises ValueError for a
+    folder that is none of a model, a checkpoint, a run or adapters."""
+    path = Path(model)
+    if not path.is_dir() or (path / ADAPTER).is_file():
+        return model
+    if checkpoints := complete_checkpoints(path):
+        return str(checkpoints[-1])
+    if not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
+        hint = f": name {path / 'model'}" if (path / "model/config.json").is_file() else ""
+        raise ValueError(f"--model {model} holds neither a model, a complete checkpoint nor adapters{hint}")
+    return model
+
+
+def write_model(source: str, out: Path, config: ModelConfig) -> str:
+    """The folder or hub name to load, for `source` from `resolve`. What is no Hugging Face folder is written to `out`,
+    unless an earlier start has done it."""
+    path = Path(source)
+    is_adapter = (path / ADAPTER).is_file()
+    if not is_adapter and not complete_checkpoints(path):
+        return source
+    if not (out / "config.json").is_file():
+        if is_adapter:
+            merge_adapter(path, out, config)
+        else:
+            export_checkpoint(source, out)
+    return str(out)
+
+
+def fingerprint(source: str) -> str:
+    """The sizes and times of the weights in a folder: whether it is still the model of an earlier start."""
+    files = sorted(Path(source).glob("*.safetensors"))
+    return str([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings of adapters, and LAYER.lora_A, LAYER.lora_B. Raises ValueError for adapters of another kind."""
+    try:
+        settings = dict(json.loads((folder / ADAPTER).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder / ADAPTER} is damaged: {error}") from None
+    other = [f"{name} {settings[name]}" for name, plain in NOT_MERGED.items() if settings.get(name, plain) != plain]
+    kind = settings.get("peft_type")
+    if kind != "LORA" or other:
+        raise ValueError(f"{folder}: adapters must be plain LoRA, these are {kind} {', '.join(other)}: merge them with "
+                         f"peft, and give the merged model")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{folder} lacks adapter_model.safetensors: a pickle (adapter_model.bin) is not read")
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+    names = {name: name.removeprefix(PREFIX).removesuffix(".weight") for name in tensors}
+    foreign = [name for name, own in names.items() if not own.endswith((".lora_A", ".lora_B"))]
+    if foreign:
+        raise ValueError(f"{folder}: {foreign[0]} is no weight of a LoRA adapter: merge them with peft")
+    return settings, {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def merge_adapter(folder: Path, out: Path, config: ModelConfig) -> None:
+    """Write the base model with these adapters merged, in the compute dtype, as a run's own engine gets them."""
+    settings, adapters = read_adapter(folder)
+    base_path, dtype = settings["base_model_name_or_path"], getattr(torch, config.compute_dtype)
+    hf_config = read_config(base_path, config, f"the base model of {folder}")
+    tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else base_path
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=config.trust_remote_code)
+    files = hf_files(base_path, hf_config, tokenizer, config.compute_dtype)
+    lm = model_of(files)
+    if lm is None:
+        raise ValueError(f"{folder}: the code of {base_path} comes with it: merge the adapters with peft")
+    base = weights_of(lm, base_path, open_folder(base_path))
+    layers = {name.rpartition(".")[0] for name in adapters}
+    if unknown := sorted(layer for layer in layers if f"{layer}.weight" not in base):
+        raise ValueError(f"{folder} has an adapter of {unknown[0]}, which {base_path} lacks")
+    rank = settings["r"]
+    scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    wanted = {name: lm.state_dict()[name].to(dtype) for name in base}
+    rounded = {name: tensor.to(dtype) for name, tensor in adapters.items()}
+    replace_hf(out, wanted, merged_with_base(rounded, scale, base, wanted), files)
+    print(f"{base_path} with the adapters of {folder} -> {out}", flush=True)
