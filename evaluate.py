@@ -104,7 +104,8 @@ def evaluate_chunk(args: Args, source: RolloutSource, policy: Policy, rows: list
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     check(args)
-    world = ranks.init(timeout_s=0)
+    sizes = args.policy.replicas, args.policy.sequence_parallel, args.policy.expert_parallel
+    world = ranks.init(0.0, *sizes)                 # without a time limit: ranks may wait long for the slowest chunk
     open_run_folder(args.run_dir, world)
     folder = Path(args.run_dir)
     source = on_main(world, partial(model_source.resolve, args.model))

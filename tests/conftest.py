@@ -22,6 +22,7 @@ TRAIN, VAL = ROOT / "data/word_problems/train.parquet", ROOT / "data/word_proble
 LONGEST_FILES = (
     "checkpoint/test_resume.py", "scripts/test_scripts.py", "scripts/test_grpo.py", "scripts/test_slurm.py",
     "engine/test_sync.py", "cuda/test_scripts_on_cuda.py", "checkpoint/test_faults.py", "engine/test_engine.py",
+    "scripts/test_evaluate.py", "scripts/test_rm.py",
     "scripts/test_online_dpo.py", "parallel/test_layout.py", "cuda/test_memory_plan.py", "cuda/test_memory.py",
     "parallel/test_sequence_parallel.py", "parallel/test_exchange.py", "scripts/test_supervised.py",
     "parallel/test_expert_parallel.py",
