@@ -113,19 +113,17 @@ class Rollout:
         `batch`, 0 on prompts and on responses without a score. Raises ValueError, naming the row, for another length.
         """
         whole = torch.zeros(len(self.batch.tokens))
-        at = {int(index): start for index, start in zip(self.batch.index, self.batch.cu_seqlens.tolist())}
-        for s in self.samples:
+        for start, (_, s, prompt, response) in zip(self.batch.cu_seqlens.tolist(), self.sequences()):
             if not math.isfinite(s.score):
                 continue
-            (prompt, response), *others = s.sequences
             numbers = s.extras.get(name)
-            if others or not isinstance(numbers, list | tuple) or len(numbers) != len(response.tokens):
+            if len(s.sequences) > 1 or not isinstance(numbers, list | tuple) or len(numbers) != len(response.tokens):
                 found = f"a list of {len(numbers)}" if isinstance(numbers, list | tuple) else repr(numbers)[:80]
                 raise ValueError(f"row {s.row} of --train-data: the reward function returned {name} = {found}, must be "
                                  f"a list of {len(response.tokens)} numbers, one for each response token (and an "
-                                 f"episode must be one sequence, this one has {1 + len(others)})")
-            start = at[s.index] + len(prompt)
-            whole[start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
+                                 f"episode must be one sequence, this one has {len(s.sequences)})")
+            first = start + len(prompt)
+            whole[first : first + len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
         return whole
 
     def tensors(self) -> dict[str, Tensor]:

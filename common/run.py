@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -58,12 +58,6 @@ class RunArgs(TrainArgs):
 
 class Run(Training):
     """One run of a script that samples, from `with Run(args) as run:` to the end of that block."""
-
-    # from entering the block on
-    scoring: Scoring
-    recorder: Recorder
-    # from start_engine on
-    engine: Engine
 
     def __init__(self, args: RunArgs, prompts_per_step: int, correction: CorrectionConfig):
         """`correction`: from `resolve_correction`."""
@@ -128,18 +122,15 @@ class Run(Training):
             self.models["reference"] = model
         return model
 
-    def resume(self) -> dict[str, Any]:
+    def _resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
-        if self.has_resumed:
-            return self.script_state
         for model in self.models.values():
             model.prompts = self.train_set if self.train_set.first_with_images >= 0 else None
         self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
-        super().resume()
+        super()._resume()
         if self.val_set is not None and not self.is_validated:
             self.watchdog.phase("validation")
             self.log_validation(self._validate(self.first_step))
-        return self.script_state
 
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: RolloutConfig, *seed: int | str

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, set_seed
 
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
@@ -23,14 +23,13 @@ from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
 from common.model.flops import update_flops
-from common.model.loading import load_critic, load_frozen, load_policy, read_config, uses_liger
+from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config, uses_liger
 from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
 from common.optim import OptimConfig
 from common.parallel import ranks
-from common.parallel.ranks import World, print_on_main
 from common.prompts import PromptSampler
 from common.rollout import Minibatch
 from common.tracking.console import batch_line, step_line, summary, val_line
@@ -77,44 +76,15 @@ CALL_FIRST = {
     **dict.fromkeys(("train_set", "val_set", "sampler", "total_steps"), f"{BEGIN}, or run.load_data(...)"),
     **dict.fromkeys(("plan", "max_tokens", "engine"), "run.start_engine(max_tokens) or run.plan_memory(max_tokens)"),
     **dict.fromkeys(("hf_files", "checkpoints", "tracker", "first_step", "metrics", "is_validated"), "run.resume()"),
-    **dict.fromkeys(("timer", "meter", "step", "peak_flops", "updated_microbatches"), STEPS),
+    **dict.fromkeys(("timer", "meter", "step", "updated_microbatches"), STEPS),
     "policy": LOAD,
 }
-"""Attribute -> what makes it. Whoever reads it before gets this call in the error."""
+"""Each attribute of a run -> the call that makes it. Whoever reads it before gets this call in the error."""
 
 
 class Training:
-    """One training, from `with Training(args) as run:` to the end of that block."""
-
-    # from entering the block on
-    watchdog: Watchdog
-    world: World
-    hf_config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    # from load_data on
-    train_set: Any
-    val_set: Any
-    sampler: PromptSampler
-    total_steps: int
-    max_sequence_length: int  # tokens of prompt and response
-    # from plan_memory on
-    plan: MemoryPlan
-    max_tokens: int  # budget of a micro-batch on one rank
-    # from load_trained on
-    policy: Policy
-    # from resume on
-    hf_files: dict[str, bytes]
-    checkpoints: Checkpoints
-    tracker: Tracker
-    first_step: int
-    metrics: dict[str, float]  # of the step, beside the meter's
-    is_validated: bool
-    # of each step
-    step: int
-    timer: Timer
-    meter: Meter
-    peak_flops: float | None
-    updated_microbatches: int  # that the policy's updates ran over, each pass counted
+    """One training, from `with Training(args) as run:` to the end of that block. CALL_FIRST has the attributes that
+    begin to exist later than the object."""
 
     def __init__(self, args: TrainArgs):
         self.args = args
@@ -142,7 +112,7 @@ class Training:
         self.world = ranks.init(args.save.timeout_s, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
         self.closing.callback(ranks.shutdown)
         if said := ranks.on_main(self.world, lambda: finished(args)):
-            print_on_main(self.world, said)
+            ranks.print_on_main(self.world, said)
             ranks.shutdown()
             sys.exit(0)
         if self.world.trains:
@@ -161,21 +131,21 @@ class Training:
         self.sampler = PromptSampler(len(self.train_set), self.train_set.loaded.data_hash, args.seed)
         for name, rows in {"train": self.train_set, "val": self.val_set}.items():
             if rows is not None and self.world.trains:
-                print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
+                ranks.print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
                 rows.loaded.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
 
     def plan_memory(self, max_tokens: int, frozen: str = "", critic: str = "") -> int:
         """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `frozen`,
-        `critic`: folders or hub names of a frozen policy and of a critic that will be loaded."""
+        `critic`: folders or hub names of a frozen policy and of a critic that will be loaded. Before, the script sets
+        `max_sequence_length`, the most tokens of a prompt and its response, unless `Run` did."""
         self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, frozen, critic)
         self.max_tokens, why = self.plan.choose_budget(max_tokens, self.world.device)
-        print_on_main(self.world, f"memory {why}")
+        ranks.print_on_main(self.world, f"memory {why}")
         return self.max_tokens
 
     def load_trained(self, path: str, optim: OptimConfig) -> tuple[Policy, torch.optim.Optimizer]:
         """The policy, a causal LM, and its optimizer. Raises RuntimeError before the engine was started, because the
         engine measures how much memory is free."""
-        self._before_loading()
         self.watchdog.phase("loading models")
         set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
         self.policy, optimizer = self._load("policy", load_policy, path, optim)
@@ -183,7 +153,6 @@ class Training:
 
     def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
         """A backbone with a scalar head, and its optimizer."""
-        self._before_loading()
         return self._load("critic", load_critic, path, optim)
 
     def load_frozen(self, path: str) -> Policy | Reference:
@@ -197,8 +166,9 @@ class Training:
                                f"because a checkpoint fills all of them together")
 
     def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
+        self._before_loading()
         args = self.args
-        model = load(path, args.policy, self.world, lora=args.lora, dtype=WEIGHTS[optim.kind])
+        model = load(path, args.policy, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
         optimizer = make_optimizer(model, optim)
         self.models[name] = model
         self.optimizers[name] = optimizer
@@ -209,7 +179,7 @@ class Training:
         samples a step, mini-batches, epochs."""
         args, kernels = self.args, (self.world.device, self.hf_config, self.args.policy)
         line = batch_line(sizes, self.max_tokens, self.max_sequence_length, self.world.size)
-        print_on_main(
+        ranks.print_on_main(
             self.world, f"batch  {line}\ntrain  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
             f"runs   {args.policy.compute_dtype} on {self.world.device.type}, attention {choose_attention(*kernels)}, "
             f"Liger's kernels {'on' if uses_liger(*kernels) else 'off'}"
@@ -218,8 +188,11 @@ class Training:
     def resume(self) -> dict[str, Any]:
         """Continue from a checkpoint as --save.resume says: weights, optimizers, the order of the data. Returns
         `script_state`, {} for a run that starts. `steps` calls it, if the script has not."""
-        if self.has_resumed:
-            return self.script_state
+        if not self.has_resumed:
+            self._resume()
+        return self.script_state
+
+    def _resume(self) -> None:
         args = self.args
         dtype = args.policy.compute_dtype if args.save.dtype == "auto" else args.save.dtype
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype)
@@ -231,21 +204,19 @@ class Training:
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)
-        self.metrics = state.get("not_validated", {})
+        self.metrics: dict[str, float] = state.get("not_validated", {})  # of a step, beside the meter's
         self.is_validated = bool(state) and not self.metrics
         self.timer = Timer(self.watchdog.phase)
         if state:
             self.policy.version += 1  # not the model of --model's folder
             self.sampler.load_state_dict(state["sampler"])
             self.script_state = state["script"]
-        return self.script_state
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps, from 0. After the last one the trained model is written. Raises RuntimeError if the
         step before was not ended by `finish` or `end_step`."""
         self.resume()
         args = self.args
-        self.peak_flops = peak_flops(self.world, args.policy.compute_dtype)
         for step in range(self.first_step, self.total_steps):
             set_seed(ranks.seed_of(args.seed, step))  # a fork may draw from the global generators, also after a resume
             self.step = step
@@ -253,7 +224,7 @@ class Training:
             self.meter = Meter()
             self.metrics = self.checkpoints.timer.metrics()
             self.is_finished = False
-            self.updated_microbatches = 0
+            self.updated_microbatches = 0  # that the policy's updates ran over, each pass counted
             yield step
             if not self.is_finished:
                 raise RuntimeError(f"step {step + 1} was neither logged nor saved: call run.finish(...) (in "
@@ -314,9 +285,8 @@ class Training:
         args, done = self.args, step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
-        self.metrics |= step_metrics(
-            self.meter, self.timer, self.world, lengths, minibatches, (flops, self.peak_flops)
-        )
+        peak = peak_flops(self.world, args.policy.compute_dtype)
+        self.metrics |= step_metrics(self.meter, self.timer, self.world, lengths, minibatches, (flops, peak))
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
         state |= {"sampler": self.sampler.state_dict(), "script": self.script_state}

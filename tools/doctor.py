@@ -151,11 +151,12 @@ class Doctor:
         """Norms change their sign: all of the model changes, and the same again takes it back, bit by bit."""
         from transformers import AutoTokenizer
 
-        from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
+        from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
         from common.engine.make import check_rollout, make_engine, stop_tokens
         from common.model.loading import load_policy, read_config
         from common.model.policy import ModelConfig
         from common.parallel.ranks import all_sum
+        from common.prompts import Prompt
 
         model, policy_config = self.options.model, ModelConfig()
         config = RolloutConfig(engine=self.options.engine, max_response_length=GREEDY_TOKENS, max_num_seqs=8,
@@ -176,7 +177,8 @@ class Doctor:
                         parameter.to_local().mul_(sign)
             policy.version += 1
             self.metrics |= engine.wake(policy)
-            responses = engine.generate(prompts, range(len(prompts)), SamplingConfig(0.0, GREEDY_TOKENS))
+            requests = [Request(Prompt(tokens, "", "", {}, []), seed) for seed, tokens in enumerate(prompts)]
+            responses = engine.complete(requests, SamplingConfig(0.0, GREEDY_TOKENS))
             said.append([response.tokens for response in responses])
             self.metrics |= engine.sleep()
         engine.close()

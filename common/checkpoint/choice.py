@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from common.checkpoint.files import check_files, checkpoints_in, find
-from common.parallel.ranks import World, all_gather_objects, on_main, together
+from common.parallel.ranks import World, all_names, on_main, together
 
 
 def choose(root: Path, how: str, world: World) -> Path | None:
@@ -13,8 +13,7 @@ def choose(root: Path, how: str, world: World) -> Path | None:
     are damaged, because a run that starts anew would drop the metrics of all steps before."""
     damaged: dict[Path, str] = {}
     for folder in on_main(world, lambda: candidates(root, how)):
-        damage = all_gather_objects(check_files(folder, world.rank, world.size))
-        what = "; ".join(sorted(set().union(*damage)))
+        what = "; ".join(all_names(set(check_files(folder, world.rank, world.size))))
         if not what:
             together(lambda: world.is_main and set_aside(damaged), OSError)
             return folder

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.dataset.store import Loaded, RowFormat, load_rows, template_arguments
+from common.dataset.store import Loaded, RowFormat, load_rows, render, template_arguments
 from common.model.flops import sequence_cost
 from common.model.loading import read_config
 from common.packing import Sequences, plan_step
@@ -139,14 +138,10 @@ def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
             raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
         *prompt, answer = (message["content"] for message in messages)
         return [("\n\n".join(prompt), False), (answer + tokenizer.eos_token, True)]
-    render = tokenizer.apply_chat_template
     pieces, done = [], ""
     for i in answers:
-        try:
-            before = render(messages[:i], tokenize=False, add_generation_prompt=True, **template)
-            after = render(messages[: i + 1], tokenize=False, **template)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
+        before = render(messages[:i], tokenizer, template)
+        after = render(messages[: i + 1], tokenizer, template, is_prompt=False)
         if not before.startswith(done) or not after.startswith(before):
             raise ValueError(f"the chat template renders what comes before message {i} (from 0) otherwise after it, as "
                              f"those do that drop the thinking of earlier turns: give each answer a row of its own")

@@ -13,7 +13,7 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,13 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
     return arguments
 
 
-def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] | None) -> str:
-    """The text of a prompt, through the chat template with the arguments `template`, or without one if that is None.
-    Raises ValueError for a prompt that the chat template refuses."""
+def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] | None, is_prompt: bool = True) -> str:
+    """The text of messages, through the chat template with the arguments `template`, or without one if that is None. A
+    prompt ends with the text that begins an answer. Raises ValueError for messages that the chat template refuses."""
     if template is None:
         return "\n\n".join(message["content"] for message in messages)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt, **template)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from None
 
@@ -181,7 +181,6 @@ def load_rows(files: Sequence[str], form: RowFormat) -> tuple[pa.Table, Loaded]:
 def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
     """Stream `files` into the Arrow file `path`. Raises ValueError for a row that breaks a rule, unless such rows are
     skipped, and if no row is left."""
-    config = form.config
     flag, limit = form.limit
     if limit < 1:
         raise ValueError(f"{flag} {limit} must be at least 1")
@@ -191,33 +190,31 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
     data_hash = hashlib.sha256()
     with open(path, "wb") as arrow, pa.ipc.new_stream(arrow, form.schema) as stream:
         for file in loaded.files:
-            rows = enumerate(read_rows(file, [] if form.all_columns else columns.values()))
-            while batch := list(islice(rows, BATCH_ROWS)):
-                kept, num_bytes = [], 0
-                for number, row in batch:
-                    try:
-                        found = row_of(row)
-                        renamed = {ours: found[name] for ours, name in columns.items() if name in found}
-                        found = flatten_contents((found if form.all_columns else {}) | renamed)
-                        no_images = form.all_columns or "images" not in form.schema.names
-                        if found.get("videos") or (found["images"] and no_images):
-                            raise ValueError("images or videos is not empty; nothing here reads videos, and images do "
-                                             "not go with sft.py, dpo.py and --rollout.episode")
-                        new = form.encode(found, loaded)
-                    except ValueError as error:
-                        if config.on_bad_row == "error":
-                            raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
-                                             f"leaves such rows out") from None
-                        bad.append({"file": file, "row": number, "rule": str(error)})
-                        continue
-                    data_hash.update(repr(new).encode())
-                    kept += new
-                    num_bytes += sum(len(image) for one in new for image in one.get("images", ()))
-                    if num_bytes > BATCH_BYTES:
-                        stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
-                        kept, num_bytes = [], 0
-                loaded.num_rows += len(batch)
-                stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
+            kept, num_bytes = [], 0
+            for number, row in enumerate(read_rows(file, [] if form.all_columns else columns.values())):
+                loaded.num_rows += 1
+                try:
+                    found = row_of(row)
+                    renamed = {ours: found[name] for ours, name in columns.items() if name in found}
+                    found = flatten_contents((found if form.all_columns else {}) | renamed)
+                    no_images = form.all_columns or "images" not in form.schema.names
+                    if found.get("videos") or (found["images"] and no_images):
+                        raise ValueError("images or videos is not empty; nothing here reads videos, and images do not "
+                                         "go with sft.py, dpo.py and --rollout.episode")
+                    new = form.encode(found, loaded)
+                except ValueError as error:
+                    if form.config.on_bad_row == "error":
+                        raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
+                                         f"leaves such rows out") from None
+                    bad.append({"file": file, "row": number, "rule": str(error)})
+                    continue
+                data_hash.update(repr(new).encode())
+                kept += new
+                num_bytes += sum(len(image) for one in new for image in one.get("images", ()))
+                if len(kept) >= BATCH_ROWS or num_bytes > BATCH_BYTES:
+                    stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
+                    kept, num_bytes = [], 0
+            stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
     if loaded.num_rows == loaded.num_filtered + len(bad):
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "

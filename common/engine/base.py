@@ -1,4 +1,4 @@
-"""The engine that samples: `wake` (weights in, cache back), `generate`, `sleep`. Token ids in, token ids out.
+"""The engine that samples: `wake` (weights in, cache back), `complete`, `sleep`. Token ids in, token ids out.
 
 Two engines stand behind the three verbs: vLLM inside the training process (`vllm.py`), and Hugging Face's `generate`
 (`hf.py`), which needs nothing else and checks the first one independently. Both keep their own copy of the weights in
@@ -28,7 +28,7 @@ from envs.runtime.response import Response
 
 @dataclass
 class SamplingConfig:
-    """How one call of `generate` samples."""
+    """How one call of `complete` samples."""
 
     temperature: float = 1.0
     """Sampling temperature of training rollouts. Log-probs, ratios and entropy are taken at the same temperature."""
@@ -159,18 +159,9 @@ class Engine:
         self._policy, self._version = policy, policy.version
         return metrics | {"timing_s/update_weights": time.perf_counter() - start}
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: SamplingConfig,
-        on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
-    ) -> list[Response]:
-        """One response per prompt (token ids), in order; greedy if the seed is None. See `complete`."""
-        rows = [Prompt(list(tokens), "", "", {}, []) for tokens in prompts]
-        requests = [Request(row, seed) for row, seed in zip(rows, seeds, strict=True)]
-        return self.complete(requests, sampling, on_finish, stop)
-
     def complete(
-        self, requests: Sequence[Request], sampling: SamplingConfig, on_finish: Callable[[int, Response], Any],
-        stop: Callable[[], bool],
+        self, requests: Sequence[Request], sampling: SamplingConfig,
+        on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
     ) -> list[Response]:
         """The response of each request, in order. All ranks of an engine pass the same requests.
 
@@ -194,7 +185,7 @@ class Engine:
         return responses
 
     def begin(self, stop: Callable[[], bool]) -> None:
-        """Call before requests are added. `stop`: see `generate`; the first rank of an engine decides for all."""
+        """Call before requests are added. `stop`: see `complete`; the first rank of an engine decides for all."""
         self.must_be(True, "asleep: call engine.wake(policy) first")
         self.stop = lambda: self.from_first_rank(stop())
 
@@ -253,7 +244,8 @@ class Engine:
 
     def _sample_probe(self) -> Batch:
         sampling = SamplingConfig(self.config.temperature, min(8, self.config.max_response_length))
-        responses = self.generate(self.probe, range(len(self.probe)), sampling)
+        requests = [Request(Prompt(tokens, "", "", {}, []), seed) for seed, tokens in enumerate(self.probe)]
+        responses = self.complete(requests, sampling)
         batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
         return batch.to(self.world.device)
 
@@ -296,7 +288,7 @@ class Engine:
         """Queue a request under this number; no seed: greedy. All ranks of an engine add the same, in order."""
 
     def has_unfinished(self) -> bool:
-        raise NotImplementedError
+        """Whether a request is queued that has not ended."""
 
     def step(self) -> Iterator[tuple[int, Response]]:
         """Sample at least one more token of a request; yield (request, response) for each request that ends."""

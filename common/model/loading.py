@@ -117,21 +117,14 @@ class Weights(NamedTuple):
     frozen: bool = False
     lora: LoRAConfig = NO_ADAPTERS
     dtype: torch.dtype = torch.float32  # of what is trained; frozen weights have the compute dtype: none accumulates
-    like: Policy | None = None  # of the same folder, unchanged since it was loaded: its shards are copied
+    like: Policy | None = None  # of the same folder, unchanged since it was loaded: its shards are copied, nothing read
 
 
-def load_policy(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
-                dtype: torch.dtype = torch.float32) -> Policy:
+ALL_TRAINED = Weights()
+
+
+def load_policy(path: str, config: ModelConfig, world: World, weights: Weights = ALL_TRAINED) -> Policy:
     """The causal LM of a Hugging Face folder, sharded."""
-    return _load_policy(path, config, world, Weights(frozen, lora, dtype))
-
-
-def copy_frozen(policy: Policy, path: str, config: ModelConfig, world: World) -> Policy:
-    """A frozen policy with the shards of `policy`, which was loaded from the same folder. Nothing is read."""
-    return _load_policy(path, config, world, Weights(frozen=True, like=policy))
-
-
-def _load_policy(path: str, config: ModelConfig, world: World, weights: Weights) -> Policy:
     hf_config = read_config(path, config)
     lm = _build(auto_class(hf_config), path, hf_config, config, world, weights)
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
@@ -155,25 +148,24 @@ def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | 
     if path == args.model and args.lora.rank:
         return Reference(policy)
     if path == args.model and policy.version == 0:
-        return copy_frozen(policy, path, args.policy, world)
-    return load_policy(path, args.policy, world, frozen=True)
+        return load_policy(path, args.policy, world, Weights(frozen=True, like=policy))
+    return load_policy(path, args.policy, world, Weights(frozen=True))
 
 
-def load_critic(path: str, config: ModelConfig, world: World, frozen: bool = False, lora: LoRAConfig = NO_ADAPTERS,
-                dtype: torch.dtype = torch.float32) -> Critic:
+def load_critic(path: str, config: ModelConfig, world: World, weights: Weights = ALL_TRAINED) -> Critic:
     """The backbone of a Hugging Face folder with a scalar head, sharded.
 
     A causal LM gets a head of zeros, so every value starts at 0. A reward model (a *ForSequenceClassification with one
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
-    critic = Critic(_build(AutoModel, path, hf_config, config, world, Weights(frozen, lora, dtype)))
+    critic = Critic(_build(AutoModel, path, hf_config, config, world, weights))
     stored = open_folder(path)
-    weights = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
+    tensors = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
     if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads
         raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
     first_head = stored.get("score.weight", torch.zeros(1, hf_config.hidden_size))
-    shard(critic, critic.backbone, config, world, frozen)
-    _read_in_turns(path, critic.backbone, weights, world)
+    shard(critic, critic.backbone, config, world, weights.frozen)
+    _read_in_turns(path, critic.backbone, tensors, world)
     head = critic.head.weight.detach().to_local()
     head.copy_(torch.linspace(-1, 1, hf_config.hidden_size))    # with a head of zeros, no value could differ
     check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)

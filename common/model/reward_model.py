@@ -8,7 +8,7 @@ import numpy as np
 from transformers import AutoTokenizer, PretrainedConfig
 
 from common.batch import Batch
-from common.model.loading import SCORED, load_critic, read_config
+from common.model.loading import SCORED, Weights, load_critic, read_config
 from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, all_max
@@ -45,7 +45,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
         self.weight, self.world = config.weight, world
         self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
-        self.model = load_critic(config.path, model_config, world, frozen=True)
+        self.model = load_critic(config.path, model_config, world, Weights(frozen=True))
 
     def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
         """One score per conversation. All ranks call this together, each with its own conversations (or none)."""

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.batch import Batch, offsets
-from common.parallel.ranks import all_gather_objects, all_sum
+from common.parallel.ranks import all_gather_objects
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
@@ -59,9 +59,8 @@ def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:
     """Give all ranks a few numbers of every response: [S_local, k] and index [S_local] -> float64 [S, k] by index.
 
     The indices must be 0 .. S-1, once each, over all ranks."""
-    counted = torch.cat([torch.ones(len(index), 1), numbers.cpu().double()], dim=1)             # [S_local, 1 + k]
-    num_responses = int(all_sum([len(index)]).item())
-    rows = counted.new_zeros(num_responses, counted.shape[1]).index_copy(0, index.cpu(), counted)
-    rows = all_sum(rows)                                                                        # [S, 1 + k]
-    assert (rows[:, 0] == 1).all(), "indices are not 0 .. S-1, once each"
-    return rows[:, 1:].contiguous()
+    of_ranks = all_gather_objects((index.cpu(), numbers.cpu().double()))
+    index, numbers = (torch.cat(parts) for parts in zip(*of_ranks))                                 # [S], [S, k]
+    order = index.argsort()
+    assert index[order].tolist() == [*range(len(index))], "indices are not 0 .. S-1, once each"
+    return numbers[order]

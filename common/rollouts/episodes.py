@@ -76,11 +76,10 @@ class Episodes:
                     message = self.next_turn(engine, number, episode, message, sampling)
                 if message is not None:
                     del running[number]
-                    engine.abort(self.forget(number))
+                    engine.abort({request for request, (owner, _) in self.asked.items() if owner == number})
                     on_end(number, response_of(episode, message), message)
-            if self.config.lockstep and not all(episode.num_asked for episode in running.values()):
-                continue
-            if engine.has_unfinished():
+            is_ready = not self.config.lockstep or all(episode.num_asked for episode in running.values())
+            if is_ready and engine.has_unfinished():
                 for request, part in engine.step():
                     number, conversation = self.asked.pop(request)
                     self.take_reply(number, running[number], conversation, part)
@@ -92,19 +91,13 @@ class Episodes:
             self.kept |= {keys[number]: episode for number, episode in running.items()}
         if self.processes is not None:
             for number in running if keep else ():
-                self.processes.put_aside(number, keys[number])
+                self.processes.aside[keys[number]] = self.processes.running.pop(number)
             self.processes.end_all()
 
     def end_kept(self, but: Sequence[Hashable] = ()) -> None:
         self.kept = {key: episode for key, episode in self.kept.items() if key in set(but)}
         if self.processes is not None:
             self.processes.end_aside(but)
-
-    def forget(self, number: int) -> set[int]:
-        """The requests to the engine of an episode that has ended."""
-        requests = {request for request, (owner, _) in self.asked.items() if owner == number}
-        self.asked = {request: asked for request, asked in self.asked.items() if request not in requests}
-        return requests
 
     def start(self, engine: Engine, number: int, request: Request, sampling: RolloutConfig, key: Hashable) -> Episode:
         """Start an episode, or continue it where it is."""
@@ -113,7 +106,7 @@ class Episodes:
             episode = self.kept.pop(key)
             episode.begun = request.response
             if self.processes is not None:
-                self.processes.take_back(number, key)
+                self.processes.running[number] = self.processes.aside.pop(key)
             for conversation in [n for n, found in episode.conversations.items() if found.asked]:
                 self.sample(engine, number, episode, conversation)
             return episode
@@ -130,49 +123,46 @@ class Episodes:
                   sampling: RolloutConfig) -> dict[str, Any] | None:
         """Queue the model's next turn, or refuse it. An error ends the episode: returns what its process would say."""
         try:
-            reply = self.prepare(number, episode, message, sampling)
+            asked = message["conversation"]
+            refusal = self.prepare(episode, message, sampling)
         except FlagError:
             raise
         except Exception as error:  # of the chat template, of a message: anything that one episode can cause
             if self.processes is not None:
-                self.processes.end(number)
+                self.processes.running[number].end()
             return failure_of(error)
-        if reply is not None and reply.finish_reason:
-            self.take_reply(number, episode, message["conversation"], Response(finish_reason=reply.finish_reason))
-        elif reply is not None:
-            self.sample(engine, number, episode, message["conversation"])
+        if refusal:
+            episode.end_reason = refusal
+            self.tell(number, episode, {"conversation": asked, "text": None, "finish_reason": refusal})
+        else:
+            self.sample(engine, number, episode, asked)
         return None
 
-    def prepare(self, number: int, episode: Episode, message: dict[str, Any],
-                sampling: RolloutConfig) -> Response | None:
-        """Add the messages to their conversation. Returns the reply to sample, which may be there already; None if
-        there is no turn or no room for it, which the episode has been told."""
+    def prepare(self, episode: Episode, message: dict[str, Any], sampling: RolloutConfig) -> str:
+        """Add the messages to their conversation, and the reply to sample, which may be there already. Returns why
+        there is none: turns or length; else ""."""
         if message["tools"] and self.parse is None:
             raise FlagError("chat.tools needs --rollout.tool-parser: nothing reads the calls that the model writes")
-        asked = message["conversation"]
         if episode.num_turns + episode.num_asked >= self.config.max_turns:
-            self.refuse(number, episode, asked, "turns")
-            return None
-        conversation = episode.conversations.get(asked)
+            return "turns"
+        conversation = episode.conversations.get(message["conversation"])
         if conversation is None:
             conversation = Conversation(self.template, self.config.rewritten_history, [], [], role=message["role"])
         new = [self.template.shortened(added, self.config.tool_result_tokens) for added in message["messages"]]
-        between: list[int] | None = []
-        prompt = conversation.prompt
-        if not conversation.num_replies:
-            prompt = conversation.begin(new, message["tools"])
+        if conversation.num_replies:
+            prompt, between = conversation.prompt, conversation.between(new)
         else:
-            between = conversation.between(new)
-        seen = [*prompt, *conversation.tokens, *(between or [])]
+            prompt, between = conversation.begin(new, message["tools"]), []
         if between is None:
-            seen = self.template.encode(conversation.rendered, [*conversation.messages, *new])
+            seen = self.template.encode(conversation.next_rendered, [*conversation.messages, *new])
+        else:
+            seen = [*prompt, *conversation.tokens, *between]
         added = episode.num_tokens + len(between or [])
         room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:
-            self.refuse(number, episode, asked, "length")
-            return None
+            return "length"
         temperature = sampling.temperature if message["temperature"] is None else message["temperature"]
-        episode.conversations[asked] = conversation
+        episode.conversations[message["conversation"]] = conversation
         conversation.prompt = prompt
         conversation.add_messages(new, between)
         conversation.room = room
@@ -180,12 +170,17 @@ class Episodes:
             sampling, max_response_length=min(room, message["max_tokens"] or room), temperature=temperature,
             stop=(*sampling.stop, *message["stop"]),
         )
-        return episode.next_reply(asked, between or conversation.prompt, temperature == sampling.temperature)
+        is_trained = temperature == sampling.temperature
+        episode.next_reply(message["conversation"], between or conversation.prompt, is_trained)
+        return ""
 
     def sample(self, engine: Engine, number: int, episode: Episode, asked: int) -> None:
-        """Let the engine write the reply, or the rest of it."""
+        """Let the engine write the next reply, or the rest of it. One that is complete is taken as it is."""
         conversation = episode.conversations[asked]
-        reply, sampling = episode.replies(asked)[-1], conversation.asked
+        reply, sampling = episode.replies(asked)[conversation.num_replies], conversation.asked
+        if reply.finish_reason:
+            self.take_reply(number, episode, asked, Response(finish_reason=reply.finish_reason))
+            return
         # each reply, and each part of one that is continued later, has a seed of its own
         place = [*([f"conversation {asked}"] if asked else []), conversation.num_replies]
         begun = [len(reply.tokens)] if reply.tokens else []
@@ -197,11 +192,6 @@ class Episodes:
             None if is_greedy else seed_of(episode.seed, *place, *begun),
             replace(sampling, max_response_length=sampling.max_response_length - len(reply.tokens)),
         )
-
-    def refuse(self, number: int, episode: Episode, asked: int, reason: str) -> None:
-        """Tell an episode that it gets no further reply, and why."""
-        episode.end_reason = reason
-        self.tell(number, episode, {"conversation": asked, "text": None, "finish_reason": reason})
 
     def take_reply(self, number: int, episode: Episode, asked: int, part: Response) -> None:
         """Add the next reply, which is complete with this part, and send it to the episode."""
@@ -220,7 +210,8 @@ class Episodes:
         reply["content"] = after_thinking(written, conversation.rendered)
         if conversation.tools and self.parse is not None:
             reply["content"], reply["tool_calls"] = self.parse(reply["content"], conversation.tools)
-            conversation.calls = [call for call in reply["tool_calls"] if "error" not in call]
+        calls = [call for call in reply.get("tool_calls", []) if "error" not in call]
+        conversation.keep_form(written, reply["content"], calls)
         self.tell(number, episode, reply)
 
     def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:
@@ -264,22 +255,21 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample], config: RolloutCon
     """Add to `meter` the turns, ends and tools of this rank's episodes, and of each of several environments. Metrics
     have verl's names where verl has them."""
 
-    def of_each(number: Callable[[Response], float]) -> Tensor:
-        return torch.tensor([number(sample.response) for sample in samples], dtype=torch.float64)
+    def of_each(number: Callable[[Response], float], of: Sequence[Sample] = samples) -> Tensor:
+        return torch.tensor([number(sample.response) for sample in of], dtype=torch.float64)
 
     meter.spread("num_turns", of_each(lambda response: response.num_turns))
     meter.spread("tool_call_counts", of_each(lambda response: response.tools["tool_calls"]))
     meter.spread("timing_s/agent_loop/tool_calls", of_each(lambda response: response.tools["tool_s"]))
     meter.mean("episode/tool_errors", of_each(lambda response: response.tools["tool_errors"]))
-    meter.mean("episode/num_sequences", of_each(lambda response: 1 + len(response.earlier)))
+    meter.mean("episode/num_sequences", of_each(lambda response: len(response.parts)))
     meter.mean("episode/dropped_frac", of_each(lambda response: response.end_reason in config.drop))
     for reason in END_REASONS:
         meter.mean(f"episode/{reason}_frac", of_each(lambda response, reason=reason: response.end_reason == reason))
-    for name in environments(config.episode):
-        if name:
-            mine = [s for s in samples if environment_of(s.prompt, config.episode) == name]
-            scores = torch.tensor([s.score for s in mine], dtype=torch.float64)
-            meter.mean(f"episode/{name}/score", scores, scores.isfinite())
-            meter.mean(f"episode/{name}/num_turns", torch.tensor([float(s.response.num_turns) for s in mine]))
-            ends = [s.response.end_reason in ("timeout", "error") for s in mine]
-            meter.mean(f"episode/{name}/error_frac", torch.tensor(ends, dtype=torch.float64))
+    for name in filter(None, environments(config.episode)):
+        mine = [s for s in samples if environment_of(s.prompt, config.episode) == name]
+        scores = torch.tensor([s.score for s in mine], dtype=torch.float64)
+        meter.mean(f"episode/{name}/score", scores, scores.isfinite())
+        meter.mean(f"episode/{name}/num_turns", of_each(lambda response: response.num_turns, mine))
+        failed = of_each(lambda response: response.end_reason in ("timeout", "error"), mine)
+        meter.mean(f"episode/{name}/error_frac", failed)

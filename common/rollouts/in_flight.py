@@ -49,9 +49,8 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     carried = state.get("in_flight", [])
     room = round(sampling.in_flight * len(rows)) - len(rows)
     flags = repr([num_samples, sampling.episode, *(getattr(sampling, field.name) for field in fields(SamplingConfig))])
-    alike = [old for old in carried if old["flags"] == flags]
-    saved = [old for old in alike if old["step"] + sampling.max_staleness >= step]  # --rollout.max-staleness 0: none
-    saved = saved[:room]
+    # with --rollout.max-staleness 0 none is young enough
+    saved = [old for old in carried if old["flags"] == flags and old["step"] + sampling.max_staleness >= step][:room]
     # as many places on each engine as it must have complete groups at most, if all of them are due
     places = [place % engine.num_engines for place in range(room)]
     if state.get("num_engines") != engine.num_engines or Counter(old["engine"] for old in saved) - Counter(places):
@@ -62,12 +61,11 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     engines = [*(i % engine.num_engines for i in range(len(rows))), *places]
     groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]})
               for old in saved if old["engine"] == engine.engine_rank]
-    for number, row in enumerate(new_rows):
-        if engines[number] != engine.engine_rank:
-            continue
-        seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-        responses = [Response() for _ in seeds]
-        groups.append(Group(row, step, seeds, engine.engine_rank, responses, [None] * num_samples, flags))
+    for number, (row, owner) in enumerate(zip(new_rows, engines)):
+        if owner == engine.engine_rank:
+            seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
+            responses = [Response() for _ in seeds]
+            groups.append(Group(row, step, seeds, owner, responses, [None] * num_samples, flags))
     # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step > group.step}
     samples = [Sample(k, 0, group.row, data[group.row]) for group in groups for k in range(num_samples)]

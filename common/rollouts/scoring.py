@@ -82,17 +82,16 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
         engine.bridge.send(("rollout", request))
         made = engine.bridge.receive(lambda: all_max([source.stop()]).item()) if request.with_greedy else None
         return RemoteRollout(engine.bridge, data, made and made[0])
-    prompts = {group: data[rows[group]] for group in engine.local_prompts(len(rows))}
-    samples, seeds = [], []
-    for group, prompt in prompts.items():
+    samples, asked = [], []
+    for group in engine.local_prompts(len(rows)):
+        prompt = data[rows[group]]
         if request.with_greedy:
             samples.append(Sample(len(rows) * num_samples + group, group, rows[group], prompt))
-            seeds.append(None)
+            asked.append(Request(prompt, None))
         for number in range(num_samples):
             samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
-            seeds.append(seed_of(*request.seed, group, number))
+            asked.append(Request(prompt, seed_of(*request.seed, group, number)))
     pending = PendingRollout(engine, scoring, samples, sampling)
-    asked = [Request(sample.prompt, seed) for sample, seed in zip(samples, seeds)]
     if scoring.episodes is not None:
         scoring.episodes.run(engine, asked, sampling, pending.score, source.stop)
     else:
@@ -142,9 +141,8 @@ class PendingRollout:
         check_error_frac(int(num_failed), int(num_scored), self.scoring.config.max_error_frac, scores.first_failure)
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
             sample.score, sample.extras, sample.step = score, extras, self.step
-        is_error = [kind not in (None, "timeout") for kind in scores.failures]
         meter.mean("reward/timeout_frac", torch.tensor([kind == "timeout" for kind in scores.failures]))
-        meter.mean("reward/error_frac", torch.tensor(is_error, dtype=torch.float64))
+        meter.mean("reward/error_frac", torch.tensor([kind not in (None, "timeout") for kind in scores.failures]))
         numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
         for name in all_names(numbers)[:MAX_NAMES]:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]

@@ -2,7 +2,6 @@
 chat template are in the trainer, at the other end of a connection."""
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import json
@@ -165,11 +164,26 @@ class Chat:
                 self._tell_tool(name)
 
     async def _run_once(self, tool: Callable, arguments: dict[str, Any]) -> Any:
-        with _alarm(self.timeout_s):
+        """Raises TimeoutError if it takes longer than `timeout_s`. Code that hangs in C ends with the episode's
+        deadline."""
+        task, end = asyncio.current_task(), time.monotonic() + self.timeout_s
+        late = TimeoutError(f"it took longer than {self.timeout_s:g} s")
+        signal.signal(signal.SIGALRM, _watch)
+        _deadlines[task] = end, late
+        try:
+            _watch()
             result = tool(**arguments)
             if inspect.isawaitable(result):
-                result = await _within(result, self.timeout_s)
-        return result
+                async with asyncio.timeout(self.timeout_s):
+                    result = await result
+            return result
+        except TimeoutError:
+            if time.monotonic() < end:  # one of its own
+                raise
+            raise late from None
+        finally:
+            del _deadlines[task]
+            _watch()
 
 
 def name_of(tool: Callable) -> str:
@@ -194,44 +208,15 @@ def schema_of(tool: Callable) -> dict[str, Any]:
             raise ValueError(f"the tool {name} needs a docstring with its arguments: {error}") from None
 
 
-async def _within(result: Awaitable, seconds: float) -> Any:
-    """Await it, or raise TimeoutError."""
-    try:
-        async with asyncio.timeout(seconds) as deadline:
-            return await result
-    except TimeoutError:
-        if deadline.expired():
-            raise TimeoutError(f"it took longer than {seconds:g} s") from None
-        raise
+_deadlines: dict[asyncio.Task, tuple[float, TimeoutError]] = {}
+"""Of the tools that run, each in a task: the instant at which it must end, and the error that ends it."""
 
 
-_deadlines: dict[asyncio.Task, tuple[float, float]] = {}
-"""Of the tools that run, each in a task: the instant at which it must end, and the seconds that it had."""
-
-
-@contextlib.contextmanager
-def _alarm(seconds: float):
-    """Raise TimeoutError in Python code that runs longer. Code that hangs in C ends with the episode's deadline."""
-    task = asyncio.current_task()
-    signal.signal(signal.SIGALRM, _expire)
-    _deadlines[task] = (time.monotonic() + seconds, seconds)
-    _set_timer()
-    try:
-        yield
-    finally:
-        del _deadlines[task]
-        _set_timer()
-
-
-def _expire(*_) -> None:
-    end, seconds = _deadlines.get(asyncio.current_task(), (math.inf, 0.0))
-    _set_timer()
-    if time.monotonic() >= end:  # else another tool is late, which is awaited: `_within` ends it
-        raise TimeoutError(f"it took longer than {seconds:g} s")
-
-
-def _set_timer() -> None:
-    """For the next of the deadlines that have not passed."""
+def _watch(*_) -> None:
+    """End the tool that runs, if it is late, and set the alarm for the next of the other deadlines."""
     now = time.monotonic()
     left = [end - now for end, _ in _deadlines.values() if end > now]
     signal.setitimer(signal.ITIMER_REAL, min(left, default=0.0))
+    end, late = _deadlines.get(asyncio.current_task(), (math.inf, None))
+    if now >= end:  # else another tool is late, which is awaited: `asyncio.timeout` ends it
+        raise late

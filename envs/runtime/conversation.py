@@ -1,6 +1,7 @@
 """Conversations of several turns as tokens. The model's text is never encoded again: between two of its turns only the
 new messages are rendered and encoded. The tokens of users and tools have mask False."""
 
+import contextlib
 import json
 import re
 import secrets
@@ -156,23 +157,27 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     left_behind: list["Conversation"] = field(default_factory=list)  # sequences before the history was rewritten
     rendered: str = ""  # the text that the model saw before its last reply
+    next_rendered: str = ""  # and will see before the next one, if the messages are added
     routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
     role: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)  # of tools, in the last reply
+    forms: list[Message | None] = field(init=False)  # of each message: a reply as `keep_form` has it
     num_replies: int = 0
     asked: Any = None  # SamplingConfig of the reply that the engine samples; None: it samples none
     room: int = 0  # tokens that this reply may have at most for want of room
+
+    def __post_init__(self):
+        self.forms = [None] * len(self.messages)
 
     def begin(self, new: Sequence[Message], tools: list[dict] | None) -> list[int]:
         """The tokens before the first reply. Without new messages and tools they are the prompt's tokens in the
         data."""
         self.tools = tools
-        self.rendered = self.template.render([*self.messages, *new], tools)
-        if tools and self.rendered == self.template.render([*self.messages, *new], None):
+        self.next_rendered = self.template.render([*self.messages, *new], tools)
+        if tools and self.next_rendered == self.template.render([*self.messages, *new], None):
             raise FlagError("chat.tools: the chat template does not show the model its tools: "
                             "--data.chat-template-file FILE names another")
-        check_written(new, self.rendered)
-        return self.template.encode(self.rendered, new) if new or tools else self.prompt
+        check_written(new, self.next_rendered)
+        return self.template.encode(self.next_rendered, new) if new or tools else self.prompt
 
     def between(self, new: Sequence[Message]) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
@@ -182,29 +187,42 @@ class Conversation:
         try:
             between = self.template.after_reply(self.messages, new, self.tools)
         except ValueError:
-            if not self.calls or not end:
+            if not end or "tool_calls" not in self.forms[-1]:
                 raise
             # some templates know a tool's answer only as that to a call in a field of its own
-            self.messages[-1] = {"role": "assistant", "content": "", "tool_calls": [
-                {"type": "function", "function": call | {"arguments": json.loads(call["arguments"])}}
-                for call in self.calls]}
-            rendered = self.template.render([*self.messages, *new], self.tools)
-            text, _, between = rendered.removeprefix(self.rendered).partition(end)
+            self.messages[-1] = self.forms[-1] | {"content": ""}
+            self.next_rendered = self.template.render([*self.messages, *new], self.tools)
+            text, _, between = self.next_rendered.removeprefix(self.rendered).partition(end)
             check_written(new, between)
             between = end + between
-        rendered = self.template.render([*self.messages, *new], self.tools)
-        written = rendered.removeprefix(self.rendered).removesuffix(between)
+        self.next_rendered = self.template.render([*self.messages, *new], self.tools)
+        written = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
         # a template may take away white space around a reply
-        is_rewritten = self.rendered + written + between != rendered or written.strip() != text.strip()
+        is_rewritten = self.rendered + written + between != self.next_rendered or written.strip() != text.strip()
         if is_rewritten and self.on_rewriting == "error":
             raise FlagError(
                 f"the chat template writes an earlier turn differently now ({len(self.messages)} messages): "
                 f"--rollout.rewritten-history split trains several sequences, append keeps the tokens as they are"
             )
-        self.rendered = rendered
         if is_rewritten and self.on_rewriting == "split":
+            self.messages = [form or message for form, message in zip(self.forms, self.messages, strict=True)]
+            if lost := self.template.special.search(str(self.forms)):
+                raise ValueError(f"the chat template rewrites the history, and a reply has {lost[0]}, which no text "
+                                 f"gives back: --rollout.rewritten-history append keeps the tokens as they are")
+            self.next_rendered = self.template.render([*self.messages, *new], self.tools)
             return None
         return self.template.encode(between.removeprefix(end), new)
+
+    def keep_form(self, written: str, said: str, calls: Sequence[dict[str, Any]]) -> None:
+        """Keep the last reply also in the fields that templates read when they write a history again: what it says, its
+        reasoning, its calls of tools. `written`: all of it, with special tokens."""
+        form: Message = {"role": "assistant", "content": said.strip()}
+        if reasoning := written.rpartition("</think>")[0].rpartition("<think>")[2].strip():
+            form["reasoning_content"] = reasoning
+        with contextlib.suppress(ValueError, RecursionError):  # arguments that are no JSON stay in the text alone
+            called = [call | {"arguments": json.loads(call["arguments"])} for call in calls]
+            form |= {"tool_calls": [{"type": "function", "function": call} for call in called]} if called else {}
+        self.forms[-1] = form
 
     @property
     def opened(self) -> str:
@@ -214,6 +232,8 @@ class Conversation:
     def add_messages(self, new: Sequence[Message], between: list[int] | None) -> None:
         """Add messages, with their tokens as `between` returned them."""
         self.messages += new
+        self.forms += [None] * len(new)
+        self.rendered = self.next_rendered
         if between is None:
             before = Conversation(self.template, "", self.prompt, [], None, self.tokens, self.logp, self.mask)
             before.routing, self.routing = self.routing, None
@@ -235,6 +255,7 @@ class Conversation:
         self.num_replies += 1
         text = self.template.decode(tokens)
         self.messages.append({"role": "assistant", "content": self.opened + text})
+        self.forms.append(None)
         return text
 
     @property

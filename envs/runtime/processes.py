@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,15 +32,65 @@ MAX_RECEIVED = 2**25  # bytes
 
 @dataclass
 class Process:
+    """The process of one episode. Once it has ended, its connection is closed."""
+
     pid: int
     connection: Connection
     since: float  # when it was told something that it has not answered yet
     num_asked: int = 0  # replies of the model that it waits for
+    heard: list[dict[str, Any]] = field(default_factory=list)  # its messages that nobody has been told yet
 
     @property
     def is_busy(self) -> bool:
         """It runs the user's code."""
-        return not self.num_asked
+        return not self.connection.closed and not self.num_asked
+
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError, BlockingIOError):  # it died or does not read: `events` will see it
+            self.connection.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> None:
+        seconds = time.monotonic() - self.since
+        try:
+            message = unpacked(json.loads(self.connection.recv_bytes(MAX_RECEIVED)))
+        except (EOFError, OSError, ValueError, TypeError, RecursionError):  # the last four: something else wrote there
+            message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
+        self.since = time.monotonic()
+        if "tool" in message:  # one begins or ends: each has the whole time
+            return
+        self.heard.append({"seconds": seconds} | message)
+        if "messages" in message:
+            self.num_asked += 1
+        else:
+            self.end()
+
+    def take(self) -> list[dict[str, Any]]:
+        """What was heard, once."""
+        taken, self.heard = self.heard, []
+        return taken
+
+    def expire(self, timeout_s: float) -> None:
+        """End an episode that hangs, and read where it hung."""
+        where = b""
+        end = time.monotonic() + DUMP_S
+        with contextlib.suppress(ProcessLookupError, ConnectionResetError):  # it has died; with something unread
+            os.kill(self.pid, signal.SIGUSR2)
+            while (left := end - time.monotonic()) > 0 and select.select([self.connection], [], [], left)[0]:
+                data = os.read(self.connection.fileno(), 2**16)
+                if not data:
+                    break
+                where += data
+        self.end()
+        text = f"no answer after {timeout_s:g} s (--rollout.tool-timeout-s)\n"
+        text += where[:MAX_TEXT].decode(errors="replace")
+        self.heard.append({"failure": "timeout", "kind": "timeout", "text": text, "seconds": timeout_s})
+
+    def end(self) -> None:
+        """End it, and the processes that it started, unless it has ended."""
+        if not self.connection.closed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.connection.close()
 
 
 class EpisodeProcesses:
@@ -50,9 +100,7 @@ class EpisodeProcesses:
         """Raises ValueError for a mistake in `spec` (FILE.py:NAME), RuntimeError if the file cannot be loaded."""
         self.timeout_s = timeout_s
         self.running: dict[int, Process] = {}
-        self.heard: list[tuple[int, dict[str, Any]]] = []  # that nobody has been told yet
-        # episodes that go on between two rollouts: a process, unless it has ended, and messages that nobody was told
-        self.aside: dict[Hashable, tuple[Process | None, list[dict[str, Any]]]] = {}
+        self.aside: dict[Hashable, Process] = {}  # of episodes that go on between two rollouts: nobody listens
         # of temporary files; its name marks what they started
         self.folder = tempfile.mkdtemp(prefix="episodes_", dir=own_folder())
         self.loaded: set[psutil.Process] = set()  # what the file started when it was imported, and all episodes share
@@ -76,10 +124,10 @@ class EpisodeProcesses:
             reply = {"text": f"no answer after {START_S:g} s"}
         if reply:
             self.close()
-            last_line = reply["text"].strip()
-            if "ValueError: --rollout.episode" in last_line:  # a mistake in the flag, which says all
-                raise ValueError(last_line[last_line.rindex("--rollout.episode") :])
-            raise RuntimeError(f"--rollout.episode {spec} could not be loaded:\n{reply['text']}")
+            text = reply["text"]
+            if "ValueError: --rollout.episode" in text:  # a mistake in the flag, which says all
+                raise ValueError(text[text.rindex("--rollout.episode") :].strip())
+            raise RuntimeError(f"--rollout.episode {spec} could not be loaded:\n{text}")
         self.loaded = self.children()
 
     def start(self, number: int, message: dict[str, Any]) -> None:
@@ -96,128 +144,61 @@ class EpisodeProcesses:
         if not pid:
             raise RuntimeError("the process that starts episodes has died, or does not answer")
         process = self.running[number] = Process(pid, Connection(ours.detach()), time.monotonic())
-        self.send(process, message)
+        process.send(message)
 
     def tell(self, number: int, message: dict[str, Any]) -> None:
         """Tell an episode a reply, or that it gets none. One that has died is told nothing."""
-        if number in self.running:
-            process = self.running[number]
+        process = self.running[number]
+        if not process.connection.closed:
             process.num_asked -= 1
             process.since = time.monotonic()
-            self.send(process, message)
-
-    def send(self, process: Process, message: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError, BlockingIOError):  # it died or does not read: `events` will see it
-            process.connection.send_bytes(pickle.dumps(message))
-
-    @property
-    def num_busy(self) -> int:
-        return sum(process.is_busy for process in self.running.values())
+            process.send(message)
 
     def events(self, wait_s: float, wait_for_all: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """The messages of episodes, (number, message) in the order of their numbers. Waits at most `wait_s` for the
         first message, then collects messages as long as more follow at once. `wait_for_all`: returns only when each
         busy episode has sent a message. Each message has "seconds": how long the user's code ran before it."""
         end = time.monotonic() + wait_s
+        self.running = {n: p for n, p in self.running.items() if p.heard or not p.connection.closed}
         while True:
-            running = {process.connection: number for number, process in self.running.items()}
+            running = {p.connection: p for p in self.running.values() if not p.connection.closed}
             now = time.monotonic()
-            deadlines = {number: process.since + self.timeout_s + GRACE_S
-                         for number, process in self.running.items() if process.is_busy}
-            lull = now + LULL_S if self.heard and not wait_for_all else end
-            until = min([end, lull, *deadlines.values()])
-            ready = wait(list(running), max(until - now, 0.0) if deadlines else 0.0) if running else []
+            deadlines = [process.since + self.timeout_s + GRACE_S for process in running.values() if process.is_busy]
+            is_lull = any(process.heard for process in self.running.values()) and not wait_for_all
+            until = min([end, now + LULL_S if is_lull else end, *deadlines])
+            ready = wait(list(running), max(until - now, 0.0) if deadlines else 0.0)
             for connection in ready:
-                self.receive(running[connection])
-            for number, deadline in deadlines.items():
-                if time.monotonic() > deadline and number in self.running and self.running[number].is_busy:
-                    self.heard.append(self.expire(number))
-            is_complete = not self.num_busy or (self.heard and not ready and not wait_for_all)
-            if is_complete or time.monotonic() >= end:
+                running[connection].receive()
+            for process in running.values():
+                if process.is_busy and time.monotonic() > process.since + self.timeout_s + GRACE_S:
+                    process.expire(self.timeout_s)
+            is_busy = any(process.is_busy for process in running.values())
+            if not is_busy or (is_lull and not ready) or time.monotonic() >= end:
                 break
-        if wait_for_all and self.num_busy:
+        if wait_for_all and is_busy:
             return []
-        found, self.heard = self.heard, []
-        return sorted(found, key=lambda event: event[0])
-
-    def receive(self, number: int) -> None:
-        process = self.running[number]
-        seconds = time.monotonic() - process.since
-        try:
-            message = unpacked(json.loads(process.connection.recv_bytes(MAX_RECEIVED)))
-        except (EOFError, OSError, ValueError, TypeError, RecursionError):  # the last four: something else wrote there
-            message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
-        process.since = time.monotonic()
-        if "tool" in message:  # one begins or ends: each has the whole time
-            return
-        self.heard.append((number, {"seconds": seconds} | message))
-        if "messages" in message:
-            process.num_asked += 1
-        else:
-            self.end(number)
-
-    def expire(self, number: int) -> tuple[int, dict[str, Any]]:
-        """End an episode that hangs, and read where it hung."""
-        process = self.running[number]
-        where = b""
-        end = time.monotonic() + DUMP_S
-        with contextlib.suppress(ProcessLookupError, ConnectionResetError):  # it has died; with something unread
-            os.kill(process.pid, signal.SIGUSR2)
-            while (left := end - time.monotonic()) > 0 and select.select([process.connection], [], [], left)[0]:
-                data = os.read(process.connection.fileno(), 2**16)
-                if not data:
-                    break
-                where += data
-        self.end(number)
-        text = f"no answer after {self.timeout_s:g} s (--rollout.tool-timeout-s)\n"
-        text += where[:MAX_TEXT].decode(errors="replace")
-        return number, {"failure": "timeout", "kind": "timeout", "text": text, "seconds": self.timeout_s}
-
-    def put_aside(self, number: int, key: Hashable) -> None:
-        """Let an episode go on without listening to it, until `take_back`."""
-        unheard = [message for owner, message in self.heard if owner == number]
-        self.heard = [(owner, message) for owner, message in self.heard if owner != number]
-        self.aside[key] = (self.running.pop(number, None), unheard)
-
-    def take_back(self, number: int, key: Hashable) -> None:
-        process, unheard = self.aside.pop(key)
-        if process is not None:
-            self.running[number] = process
-        self.heard += [(number, message) for message in unheard]
+        return [(number, message) for number in sorted(self.running) for message in self.running[number].take()]
 
     def end_aside(self, but: Collection[Hashable] = ()) -> None:
         """End the episodes that were put aside, but those with these keys."""
         for key in self.aside.keys() - set(but):
-            process, _ = self.aside.pop(key)
-            if process is not None:
-                self.kill(process)
-
-    def end(self, number: int) -> None:
-        """End the process of an episode, and the processes that it started; nothing if it has died."""
-        if number in self.running:
-            self.kill(self.running.pop(number))
-
-    def kill(self, process: Process) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.connection.close()
+            self.aside.pop(key).end()
 
     def end_all(self) -> None:
         """End the episodes that are listened to, and what they left behind, as far as it cannot belong to others."""
-        self.heard = []
-        for number in list(self.running):
-            self.end(number)
+        for process in self.running.values():
+            process.end()
+        self.running = {}
         while not self.aside and (strays := self.children() - self.loaded):
-            for process in strays:
+            for stray in strays:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+                    stray.kill()
 
     def children(self) -> set[psutil.Process]:
         """Those of the server: episodes, what the file started, and what episodes started and left behind."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             return set(psutil.Process(self.server.pid).children())
-        except psutil.NoSuchProcess:
-            return set()
+        return set()
 
     def close(self) -> None:
         self.end_aside()

@@ -79,7 +79,6 @@ class Episode:
     num_turns: int = 0
     end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
     tool_s: float = 0.0
-    kept: Any = None  # its process between two rollouts, on the engine's first rank
 
     @property
     def num_tokens(self) -> int:

@@ -73,8 +73,7 @@ async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: 
     episode's threads and tasks. `timeout_s` bounds the time between a reply and the next request, which the tools use.
     No clock runs while the model writes."""
     loop = asyncio.get_running_loop()
-    first = loop.create_future()
-    waiting: dict[int, asyncio.Future] = {-1: first}  # conversations that wait for the model
+    waiting: dict[int, asyncio.Future] = {-1: loop.create_future()}  # conversations, for the model; -1: for the row
 
     def hear() -> None:
         try:
@@ -86,7 +85,7 @@ async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: 
             future.set_result(message)
 
     loop.add_reader(connection.fileno(), hear)
-    start = await first
+    start = await waiting[-1]
     began = loop.time()
 
     async def ask(question: dict[str, Any]) -> dict[str, Any]:
@@ -152,25 +151,19 @@ def run_process(connection: Connection, episodes: dict[str, Callable], timeout_s
     asyncio.run(run(connection, episodes, timeout_s))
 
 
-def adopt_orphans() -> None:
-    """What an episode started becomes a child of this process when its own parent ends, whatever it did to leave the
-    episode's group: the trainer finds it there, and ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
 def die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def main() -> None:
     fd, parent, spec, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     die_with_parent(parent)
     ignore_stops()
-    adopt_orphans()
+    # what an episode started becomes a child of this process when its own parent ends, whatever it did to leave the
+    # episode's group: the trainer finds it here, and ends it
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=fd)

@@ -1,5 +1,6 @@
 """Tool calls in a model's text, read by vLLM's parsers: each family of models writes them in its own form."""
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -49,13 +50,11 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., 
 
     def parse(text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[dict[str, Any]]]:
         request = ChatCompletionRequest.model_construct(messages=[], tools=list(tools), tool_choice="auto")
-        try:
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
             found = parser.extract_tool_calls(text, request)
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
-            found = None
-        if found is not None and found.tool_calls:
-            calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in found.tool_calls]
-            return (found.content or "").strip(), calls
+            calls = [{"name": x.function.name, "arguments": x.function.arguments} for x in found.tool_calls]
+            if calls:
+                return (found.content or "").strip(), calls
         if start.match(text) if name in STARTS else start.search(text):
             return text, [{"name": "", "error": f"this call of a tool cannot be read: {text.strip():.200}"}]
         return text, []

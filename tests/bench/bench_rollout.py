@@ -1,4 +1,4 @@
-"""Rollout tokens/s inside the loop (engine.generate with rewards streamed to their workers, trainer in memory) against
+"""Rollout tokens/s inside the loop (engine.complete with rewards streamed to their workers, trainer in memory) against
 bare vLLM (`LLM.generate`) on the same requests: `python -m tests.bench.bench_rollout`. Alternating, median of pairs."""
 
 import statistics

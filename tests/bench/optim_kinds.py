@@ -21,7 +21,7 @@ import tyro
 
 import sft
 from common.model import optimizers
-from common.model.loading import load_policy
+from common.model.loading import Weights, load_policy
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig
@@ -68,7 +68,7 @@ def run(args: Args) -> None:
 def measure(model: str, kind: str) -> dict[str, float]:
     """Bytes that stay of a weight, its gradient included, and seconds of a step (the fastest of 3)."""
     world = ranks.init()
-    policy = load_policy(model, ModelConfig(), world, dtype=optimizers.WEIGHTS[kind])
+    policy = load_policy(model, ModelConfig(), world, Weights(dtype=optimizers.WEIGHTS[kind]))
     optimizer = make_optimizer(policy, OptimConfig(kind=kind))
     seconds = []
     for _ in range(4):

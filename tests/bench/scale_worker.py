@@ -33,6 +33,7 @@ from common.packing import Sequences, plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange
 from tests.common.weigh import weigh
+from tests.generate import generate
 
 aten = torch.ops.aten
 COLLECTIVES = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "exchange"}
@@ -110,8 +111,8 @@ def main(job: dict) -> None:
         for repeat in range(job["repeats"] + 1):
             engine.llm.reset_prefix_cache()
             start = time.process_time()
-            responses = engine.generate(prompts, [repeat * 10**6 + i for i in range(len(prompts))],
-                                        SamplingConfig(1.0, response))
+            responses = generate(engine, prompts, [repeat * 10**6 + i for i in range(len(prompts))],
+                                 SamplingConfig(1.0, response))
             seconds.append(time.process_time() - start)
         return prompts, [r.tokens for r in responses], seconds[1:]
 

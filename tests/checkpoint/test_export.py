@@ -25,6 +25,7 @@ from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from tests.checkpoint.test_checkpoint import assert_same, model, trained, watch  # noqa: F401 (fixtures)
+from tests.generate import generate
 from tests.rank_worker import STATE, checkpoints_of, start, train
 from tools import checkpoints
 
@@ -88,7 +89,7 @@ def test_export_samples_the_same_greedy_tokens(exported, world):
     engine = make_engine(setup)
     engine.wake(policy)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    responses = [response.tokens for response in engine.generate(prompts, [0, 0], SamplingConfig(0.0, 16))]
+    responses = [response.tokens for response in generate(engine, prompts, [0, 0], SamplingConfig(0.0, 16))]
     for prompt, response in zip(prompts, responses):
         want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
         assert response == want.tolist()

@@ -214,9 +214,10 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.model))
         dtype = WEIGHTS[case.kind]
-        policy = loading.load_policy(folder, case.policy, world, lora=case.lora, dtype=dtype)
-        reference = loading.load_policy(folder, case.policy, world, frozen=True) if case.reference else None
-        critic = loading.load_critic(folder, case.policy, world, lora=case.lora, dtype=dtype) if case.critic else None
+        trained, frozen = loading.Weights(lora=case.lora, dtype=dtype), loading.Weights(frozen=True)
+        policy = loading.load_policy(folder, case.policy, world, trained)
+        reference = loading.load_policy(folder, case.policy, world, frozen) if case.reference else None
+        critic = loading.load_critic(folder, case.policy, world, trained) if case.critic else None
     trained = [policy] if critic is None else [critic, policy]
     optimizers = [make_optimizer(model, OptimConfig(kind=case.kind)) for model in trained]
     probe = [[3 + i] * case.prompt_length for i in range(4)]

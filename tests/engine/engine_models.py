@@ -21,6 +21,7 @@ from common.rollout import Response
 from tests.engine import in_flight_runs
 from tests.engine.episode_runs import Runs, make_prompt
 from tests.engine.test_conversation import make_tokenizer
+from tests.generate import generate
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2",
             "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
@@ -101,8 +102,8 @@ def oracle(model: str, scale: float) -> torch.nn.Module:
 
 def compare(engine: Engine, lm: torch.nn.Module) -> tuple[float, int, list[Response]]:
     """Largest log-prob difference of sampled tokens, number of greedy tokens that differ, the sampled responses."""
-    sampled = engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12))
-    greedy = engine.generate(PROMPTS, SEEDS, SamplingConfig(0.0, 12))
+    sampled = generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 12))
+    greedy = generate(engine, PROMPTS, SEEDS, SamplingConfig(0.0, 12))
     worst, differing = 0.0, 0
     for prompt, response, best in zip(PROMPTS, sampled, greedy):
         worst = max(worst, float((logps(lm, prompt, response.tokens) - torch.tensor(response.logp)).abs().max()))
@@ -134,7 +135,7 @@ def round_trip(model: str, world: ranks.World, kind: str = "vllm", **flags) -> d
     policy.version += 1
     engine.wake(policy)
     finished = []
-    again = engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12), on_finish=lambda i, _: finished.append(i))
+    again = generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 12), on_finish=lambda i, _: finished.append(i))
     stopped = stop_early(engine)
     episodes = play(engine, oracle(model, 0.0)) if engine.config.tp > 1 else []
     engine.sleep()
@@ -177,8 +178,8 @@ def stop_early(engine: Engine) -> dict:
     requests = [PROMPTS[i % 5] + [i] for i in range(64)]
     ends = tuple(range(0, 512, 12))  # a response ends after 12 tokens or so
     finished = []
-    sampled = engine.generate(
-        requests, range(64), SamplingConfig(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
+    sampled = generate(
+        engine, requests, range(64), SamplingConfig(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
         stop=lambda: engine.world.is_main and len(finished) >= 3,
     )
     return {"sampled": [r.tokens if r.finish_reason else None for r in sampled], "num_before": 3}

@@ -15,6 +15,7 @@ from common.engine.base import SamplingConfig
 from common.model.loading import load_policy
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, start
+from tests.generate import generate
 from tests.model.test_lora import BF16, FLOAT32, adapted, save
 from tools import checkpoints
 
@@ -32,7 +33,7 @@ def test_trainer_and_engine_differ_as_in_full_training(world, tmp_path):
     for version, policy in enumerate([base, adapters, load_policy(str(tmp_path / "merged"), BF16, world)]):
         policy.version = version
         engine.wake(policy)
-        found = engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 24))
+        found = generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 24))
         engine.sleep()
         batch = Batch.build(PROMPTS, [response.tokens for response in found])
         theirs = torch.tensor([logp for response in found for logp in response.logp])

@@ -9,6 +9,7 @@ from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import check_rollout, make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
+from tests.generate import generate
 
 LENGTH = 33_000                                                         # tokens of the prompt
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16384}
@@ -40,7 +41,7 @@ def test_positions_beyond_32k_agree(world, tmp_path):
     engine = make_engine(setup)
     policy = load_policy(folder, FLOAT32, world)
     engine.wake(policy)
-    (response,) = engine.generate([prompt], [1], SamplingConfig(1.0, 8))
+    (response,) = generate(engine, [prompt], [1], SamplingConfig(1.0, 8))
     engine.sleep()
     engine.close()
     ours = policy.score(batch := Batch.build([prompt], [response.tokens]), 1.0)[batch.mask]

@@ -208,11 +208,12 @@ def continue_talk(template: str, text: str, new: dict, calls: list[dict]) -> tup
     conversation = start("SmolLM2", 0, "split")
     tokenizer = conversation.template.tokenizer
     tokenizer.chat_template = template
-    conversation.prompt = conversation.begin([], None)
-    conversation.prompt = tokenizer(conversation.rendered)["input_ids"]
+    conversation.begin([], None)
+    conversation.prompt = tokenizer(conversation.next_rendered)["input_ids"]
+    conversation.add_messages([], [])
     tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     conversation.add_reply(tokens, [0.0] * len(tokens))
-    conversation.calls = calls
+    conversation.keep_form(text, text.rpartition("</think>")[2], calls)
     between = conversation.between([new])
     conversation.add_messages([new], between)
     assert conversation.tokens[: len(tokens)] == tokens or between is None
@@ -232,8 +233,10 @@ def test_a_template_that_knows_tools_by_calls_alone():
 
 @pytest.mark.parametrize(("role", "is_split"), [("tool", False), ("user", True)])
 def test_reasoning_that_the_prompt_opens(role, is_split):
-    """It is part of the reply's message, so that a template which keeps it writes it as the model saw it."""
+    """It is part of the reply's message, so that a template which keeps it writes it as the model saw it. In a history
+    that is written again it has a field of its own."""
     conversation, between = continue_talk(OPENS_THINKING, "ab</think>cd", {"role": role, "content": "e"}, [])
-    assert conversation.messages[1]["content"] == "<think>\nab</think>cd"
+    form = {"content": "cd", "reasoning_content": "ab"} if is_split else {"content": "<think>\nab</think>cd"}
+    assert conversation.messages[1] == {"role": "assistant"} | form
     assert (between is None) == is_split == bool(conversation.left_behind)
     assert spell(conversation) == conversation.rendered

@@ -23,6 +23,7 @@ from rewards import json_object
 from tests.conftest import TRAIN
 from tests.engine.engine_models import make_model
 from tests.engine.episode_runs import Runs, make_prompt
+from tests.generate import generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 SAMPLING = SamplingConfig(temperature=1.0, max_response_length=12)
@@ -95,7 +96,7 @@ def oracle(smollm):
 
 
 def test_vllm_reports_the_log_probs_of_the_model_it_was_given(awake, prompts, oracle):
-    responses = awake.generate(prompts, range(len(prompts)), SAMPLING)
+    responses = generate(awake, prompts, range(len(prompts)), SAMPLING)
     assert all(0 < len(r.tokens) == len(r.logp) <= 12 for r in responses)
     assert {r.finish_reason for r in responses} <= {"stop", "length"}
     assert mean_prob_diff(oracle, prompts, responses) < 0.02      # bfloat16 engine against float32
@@ -107,7 +108,7 @@ def test_vllm_reports_the_log_probs_of_the_model_it_was_given(awake, prompts, or
 def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeypatch):
     """Also the tied output head and the prefix cache: scaled embeddings change every log-prob, old tokens return."""
     engine = awake
-    before = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    before = generate(engine, prompts, range(len(prompts)), SAMPLING)
     engine.sleep()
     with torch.no_grad():
         saved = [p.to_local().clone() for p in policy.parameters()]
@@ -116,7 +117,7 @@ def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeyp
             p.to_local().mul_(1 + 0.05 * torch.randn(p.to_local().shape, generator=generator))
     policy.version += 1
     engine.wake(policy)
-    after = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    after = generate(engine, prompts, range(len(prompts)), SAMPLING)
     metrics = engine.sleep()
     assert metrics["sync/probe_prob_diff"] < 0.02
     assert [r.tokens for r in after] != [r.tokens for r in before]
@@ -131,7 +132,7 @@ def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeyp
 
     policy.version += 1
     engine.wake(policy)
-    again = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    again = generate(engine, prompts, range(len(prompts)), SAMPLING)
     assert [r.tokens for r in again] == [r.tokens for r in before]
 
 
@@ -139,7 +140,7 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
     """Keys and values of old weights, left in the cache, change the probe; with the reset they do not."""
     engine = awake
     monkeypatch.setattr(engine.config, "max_probe_diff", 0.0)
-    engine.generate(prompts, range(len(prompts)), SAMPLING)
+    generate(engine, prompts, range(len(prompts)), SAMPLING)
     good = engine.sleep()
     with torch.no_grad():
         for name, p in policy.lm.named_parameters():
@@ -174,13 +175,13 @@ def test_max_probe_diff_stops_the_run(vllm, policy, monkeypatch):
 def test_vllm_leaves_the_process_as_it_was(awake, prompts, process):
     """It would set its own threads and cores, in which the trainer computes too."""
     state, before = process
-    awake.generate(prompts, range(len(prompts)), SAMPLING)
+    generate(awake, prompts, range(len(prompts)), SAMPLING)
     assert state() == before
 
 
 def test_wrong_order_of_calls_is_refused(vllm, policy, prompts):
     with pytest.raises(RuntimeError, match=r"the engine is asleep: call engine\.wake\(policy\) first"):
-        vllm.generate(prompts, range(len(prompts)), SAMPLING)
+        generate(vllm, prompts, range(len(prompts)), SAMPLING)
     vllm.wake(policy)
     with pytest.raises(RuntimeError, match="awake already"):
         vllm.wake(policy)
@@ -193,9 +194,9 @@ def test_seeds_make_a_response_its_own(awake, prompts):
     """The same seed gives the same tokens in another order; other seeds give others; on_finish sees each once."""
     engine = awake
     seen = {}
-    first = engine.generate(prompts, [7, 8, 9, 10, 11, 12], SAMPLING, on_finish=lambda i, r: seen.update({i: r}))
-    again = engine.generate(prompts[::-1], [12, 11, 10, 9, 8, 7], SAMPLING)[::-1]
-    other = engine.generate(prompts, [1, 2, 3, 4, 5, 6], SAMPLING)
+    first = generate(engine, prompts, [7, 8, 9, 10, 11, 12], SAMPLING, on_finish=lambda i, r: seen.update({i: r}))
+    again = generate(engine, prompts[::-1], [12, 11, 10, 9, 8, 7], SAMPLING)[::-1]
+    other = generate(engine, prompts, [1, 2, 3, 4, 5, 6], SAMPLING)
     assert [r.tokens for r in first] == [r.tokens for r in again]
     assert [r.tokens for r in first] != [r.tokens for r in other]
     assert [seen[i] for i in range(6)] == first
@@ -232,9 +233,9 @@ def test_a_stop_text_ends_a_response(vllm, policy, smollm, prompts):
     engine = vllm
     tokenizer = AutoTokenizer.from_pretrained(smollm)
     engine.wake(policy)
-    whole = engine.generate(prompts, range(len(prompts)), SAMPLING)
+    whole = generate(engine, prompts, range(len(prompts)), SAMPLING)
     text = tokenizer.decode(whole[0].tokens[4:6])
-    stopped = engine.generate(prompts, range(len(prompts)), SamplingConfig(1.0, 12, stop=(text, "never said")))
+    stopped = generate(engine, prompts, range(len(prompts)), SamplingConfig(1.0, 12, stop=(text, "never said")))
     engine.sleep()
     size = len(stopped[0].tokens)
     assert size <= 6 < len(whole[0].tokens) and stopped[0].finish_reason == "stop"
@@ -305,7 +306,7 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     setup = EngineSetup(model, read_config(model, model_config), config, model_config, world, prompts, [2], 12, 0)
     engine = make_engine(setup)
     engine.wake(load_policy(model, model_config, world))
-    assert [len(r.tokens) for r in engine.generate(prompts, [0, 1], config)] == [3, 3]
+    assert [len(r.tokens) for r in generate(engine, prompts, [0, 1], config)] == [3, 3]
     assert engine._sample_probe().lengths.tolist() == [9 + 3, 4 + 3]
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
@@ -386,8 +387,8 @@ def test_the_hf_engine_stops_between_tokens(tiny_llama, world):
     engine.wake(load_policy(tiny_llama, ModelConfig(), world))
     answers = iter([False] * 3 + [True] * 100)
     sampling = SamplingConfig(1.0, 40)
-    stopped = engine.generate(prompts[:1] * 2, [0, 1], sampling, stop=lambda: next(answers))
-    whole = engine.generate(prompts[:1] * 2, [0, 1], sampling)
+    stopped = generate(engine, prompts[:1] * 2, [0, 1], sampling, stop=lambda: next(answers))
+    whole = generate(engine, prompts[:1] * 2, [0, 1], sampling)
     assert [(len(r.tokens), r.finish_reason) for r in stopped] == [(3, "")] * 2
     assert [(len(r.tokens), r.finish_reason) for r in whole] == [(40, "length")] * 2
     assert [r.tokens for r in stopped] == [r.tokens[:3] for r in whole]
@@ -403,7 +404,7 @@ def test_the_hf_engine_has_the_end_tokens_that_it_is_given(tiny_llama, world, tm
     for path in (tiny_llama, str(model)):
         engine = start("hf", path, world, prompts, "float32")
         engine.wake(load_policy(path, ModelConfig(compute_dtype="float32"), world))
-        found.append(engine.generate(prompts, [0, 1], SamplingConfig(1.0, 30)))
+        found.append(generate(engine, prompts, [0, 1], SamplingConfig(1.0, 30)))
         engine.sleep()
     assert found[0] == found[1]
     lm = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)

@@ -13,6 +13,7 @@ from common.engine.vllm import VLLMEngine
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from tests.engine.engine_models import PROMPTS, make_model
+from tests.generate import generate
 
 WEIGHTS, CACHE = 10, 20                                                 # GiB
 
@@ -126,7 +127,7 @@ def took(engine) -> list:
 
 def cycle(engine, policy) -> dict:
     metrics = engine.wake(policy)
-    engine.generate(PROMPTS, range(5), SamplingConfig(1.0, 4))
+    generate(engine, PROMPTS, range(5), SamplingConfig(1.0, 4))
     return metrics | engine.sleep()
 
 
@@ -200,7 +201,7 @@ def test_a_wake_that_failed_is_an_error(start, monkeypatch):
 def test_every_response_has_its_seed(start):
     engine, policy = start()
     engine.wake(policy)
-    engine.generate(PROMPTS[:3], [1, 2, 3], SamplingConfig(1.0, 4))
+    generate(engine, PROMPTS[:3], [1, 2, 3], SamplingConfig(1.0, 4))
     engine.sleep()
     assert engine.llm.seeds[:3] == [1, 2, 3]
 
@@ -210,7 +211,7 @@ def test_what_stop_left_is_aborted_in_order(start):
     engine.wake(policy)
     took(engine)
     seen = []
-    engine.generate(PROMPTS, range(5), SamplingConfig(1.0, 4), lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
+    generate(engine, PROMPTS, range(5), SamplingConfig(1.0, 4), lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
     engine.sleep()
     assert seen == [0, 1] and took(engine) == [("abort", "2"), ("abort", "3"), ("abort", "4"), ("sleep", 2)]
 

@@ -33,6 +33,7 @@ from common.rollouts.scoring import (
 from envs.runtime.conversation import FlagError
 from rewards.runtime.pool import RewardConfig
 from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of, with_tools
+from tests.generate import generate
 from tests.model.test_reward_model import make_reward_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -135,7 +136,7 @@ def test_a_turn_has_its_own_seed(played, engine):
         response, (_, start, end) = sample.response, runs_of(sample.response.mask)[2]
         sampling = replace(engine.config, max_response_length=6)
         context = [*sample.prompt.tokens, *response.tokens[:start]]
-        (again,) = engine.generate([context], [seed_of(seed, 1)], sampling)
+        (again,) = generate(engine, [context], [seed_of(seed, 1)], sampling)
         assert again.tokens == response.tokens[start:end]
     assert len({tuple(sample.response.tokens) for sample in played[0]}) == len(played[0])
 
@@ -412,7 +413,7 @@ def test_a_reply_of_another_temperature_is_not_trained(run, tokenizer, engine):
     said += "\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n"
     between = tokenizer(said, add_special_tokens=False)["input_ids"]
     sampling = replace(engine.config, max_response_length=6)
-    (greedy,) = engine.generate([[*sample.prompt.tokens, *response.tokens[:start], *between]], [None], sampling)
+    (greedy,) = generate(engine, [[*sample.prompt.tokens, *response.tokens[:start], *between]], [None], sampling)
     assert response.tokens[start:end][: len(between) + len(greedy.tokens)] == [*between, *greedy.tokens]
     assert sample.extras["cold"] == tokenizer.decode(greedy.tokens, skip_special_tokens=True)
     assert "e" in sample.extras["last"] or len(response.tokens) - end == 30 or response.tokens[-1] in STOPS

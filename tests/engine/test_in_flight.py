@@ -21,6 +21,7 @@ from tests.engine.engine_models import make_model, start
 from tests.engine.episode_runs import FILE, make_prompt
 from tests.engine.in_flight_runs import DATA, ENDS, NO_SCORERS, Steps, carry
 from tests.engine.test_conversation import make_tokenizer
+from tests.generate import generate
 
 pytestmark = pytest.mark.engine
 
@@ -89,7 +90,7 @@ def test_new_responses_are_those_of_a_run_without(awake):
     sampling = SamplingConfig(1.0, 30, stop_token_ids=ENDS)
     for sample in rollout.samples:
         seed = seed_of(0, 0, rows.index(sample.row), sample.index % 2)
-        assert awake.generate([sample.prompt.tokens], [seed], sampling)[0].tokens == sample.response.tokens
+        assert generate(awake, [sample.prompt.tokens], [seed], sampling)[0].tokens == sample.response.tokens
     assert {sample.row for sample in rollout.samples} != set(rows[:4])  # the first four to end, not the first four
 
 

@@ -13,6 +13,7 @@ from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb
+from tests.generate import generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 
@@ -62,7 +63,7 @@ def test_every_sync_quantises_the_trainers_weights(started):
             assert torch.equal(held, expected) and expected.abs().max() > 0.1
         # compared: the embedding and five norms; not compared: seven matrices in each of two layers
         assert metrics["sync/num_checksums"] == 6 and metrics["sync/num_not_compared"] == 14
-        sampled.append([r.tokens for r in engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12))])
+        sampled.append([r.tokens for r in generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 12))])
         metrics = engine.sleep()
         assert 1e-5 < metrics["sync/probe_prob_diff"] < 0.05
         perturb(policy, 0.3)

@@ -14,6 +14,7 @@ from common.model.policy import ModelConfig
 from common.prompts import Prompt
 from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
 from envs.runtime.conversation import ChatTemplate, Conversation
+from tests.generate import generate
 from tests.model.test_policy import save_model
 from tests.model.test_router_replay import FAMILIES
 
@@ -42,7 +43,7 @@ def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
     engine = make_engine(EngineSetup(model, hf_config, rollout, CONFIG, world, PROMPTS[-2:], [2], 64, 0))
     policy = load_policy(model, CONFIG, world)
     engine.wake(policy)
-    responses = engine.generate(PROMPTS, range(len(PROMPTS)), SamplingConfig(1.0, 6))
+    responses = generate(engine, PROMPTS, range(len(PROMPTS)), SamplingConfig(1.0, 6))
     engine.sleep()
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     told = []

@@ -17,6 +17,7 @@ from common.engine.base import SamplingConfig
 from tests.conftest import VLLM, launch
 from tests.engine import engine_models
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start
+from tests.generate import generate
 from tests.gpu import check_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
@@ -184,9 +185,9 @@ def test_what_stop_left_is_not_in_the_next_rollout(awake):
     engine.wake(policy)
     seen = []
     sampling = SamplingConfig(1.0, 20)
-    engine.generate(PROMPTS * 4, range(20), sampling, lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
+    generate(engine, PROMPTS * 4, range(20), sampling, lambda i, _: seen.append(i), stop=lambda: len(seen) > 1)
     assert len(seen) < 20 and not engine.llm.llm_engine.has_unfinished_requests()
-    before, after = (engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12)) for _ in range(2))
+    before, after = (generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 12)) for _ in range(2))
     engine.sleep()
     assert [r.tokens for r in before] == [r.tokens for r in after]
 
@@ -198,7 +199,7 @@ def test_cycles_leave_nothing_behind(awake):
     for _ in range(cycles):
         policy.version += 1
         engine.wake(policy)
-        engine.generate(PROMPTS, SEEDS, SamplingConfig(1.0, 12))
+        generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 12))
         engine.sleep()
         gc.collect()
         sizes.append((threading.active_count(), process.num_threads(), process.num_fds(), process.memory_info().rss))
@@ -237,7 +238,7 @@ def test_reported_log_probs_are_those_of_the_filtered_distribution(kind, request
     lm = engine_models.oracle(make_model("llama", True, tmp_path), 0.0)
     engine.wake(policy)
     for filters in FILTERS:
-        responses = engine.generate(PROMPTS, SEEDS, SamplingConfig(0.8, 16, **filters))
+        responses = generate(engine, PROMPTS, SEEDS, SamplingConfig(0.8, 16, **filters))
         whole = []
         for prompt, response in zip(PROMPTS, responses):
             with torch.no_grad():
@@ -256,13 +257,13 @@ def test_greedy_and_sampled_responses_together_are_those_of_two_calls(kind, requ
     engine.wake(policy)
     prompts, seeds = [prompt for prompt in PROMPTS for _ in range(4)], [None, 1, 2, 3, None, 4, 5, 6, *range(12)]
     alike = [i for i, seed in enumerate(seeds) if seed is not None]
-    greedy = engine.generate(PROMPTS, SEEDS, SamplingConfig(0.0, 16))
-    sampled = engine.generate([prompts[i] for i in alike], [seeds[i] for i in alike], SamplingConfig(0.7, 16))
+    greedy = generate(engine, PROMPTS, SEEDS, SamplingConfig(0.0, 16))
+    sampled = generate(engine, [prompts[i] for i in alike], [seeds[i] for i in alike], SamplingConfig(0.7, 16))
     shapes = []
     if kind == "hf":
         embedding = engine.model.get_input_embeddings()
         embedding.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
-    together = engine.generate(prompts, seeds, SamplingConfig(0.7, 16))
+    together = generate(engine, prompts, seeds, SamplingConfig(0.7, 16))
     if kind == "hf":
         assert [length + 1 for rows, length in shapes if rows == 1] == [len(prompt) for prompt in PROMPTS]
         assert {length for rows, length in shapes if rows != 1} == {1}
@@ -278,9 +279,9 @@ def test_a_response_is_its_own_whoever_is_there(kind, request, world, tmp_path):
     engine, policy = engine_of(kind, request, world, tmp_path)
     engine.wake(policy)
     many = [PROMPTS[i // 10] for i in range(40)]                        # a group is more than hf decodes at a time
-    among = engine.generate(many, range(40), SamplingConfig(1.0, 20))
-    turned = engine.generate(many[::-1], range(39, -1, -1), SamplingConfig(1.0, 20))[::-1]
-    alone = [engine.generate([many[i]], [i], SamplingConfig(1.0, 20))[0] for i in (0, 7, 39)]
+    among = generate(engine, many, range(40), SamplingConfig(1.0, 20))
+    turned = generate(engine, many[::-1], range(39, -1, -1), SamplingConfig(1.0, 20))[::-1]
+    alone = [generate(engine, [many[i]], [i], SamplingConfig(1.0, 20))[0] for i in (0, 7, 39)]
     engine.sleep()
     assert [r.tokens for r in among] == [r.tokens for r in turned]
     assert [among[i].tokens for i in (0, 7, 39)] == [r.tokens for r in alone]

@@ -2,8 +2,13 @@
 
 import importlib.util
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,8 +21,8 @@ from tests.conftest import ROOT
 from tests.envs.scripted import Player
 
 
-def needs(package: str):
-    return pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed: make test")
+def needs(package: str, fix: str = "make test"):
+    return pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed: {fix}")
 
 
 def make_rows(script: str, folder: Path, *flags: str) -> dict[str, list[dict]]:
@@ -223,3 +228,109 @@ def test_mcp(monkeypatch):
     monkeypatch.delenv("MCP_SERVER")
     with pytest.raises(ValueError, match="MCP_SERVER names no server"):
         Player("envs/mcp_client.py")
+
+
+@contextmanager
+def openenv_server():
+    """Its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, f"{ROOT}/tests/envs/openenv_server.py", str(port)])
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and server.poll() is None:
+            with socket.socket() as connection:
+                if not connection.connect_ex(("127.0.0.1", port)):
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@needs("openenv", "requirements-openenv.txt says how")
+def test_openenv(monkeypatch):
+    """Sessions have states of their own, and a failure of the server ends one episode."""
+    spec = "envs/openenv_env.py"
+    with openenv_server() as url:
+        monkeypatch.setenv("OPENENV_SERVER", url)
+        river = {"extra_info": {"seed": 1, "options": None}}
+        stone = {"extra_info": {"seed": 2, "options": json.dumps({"start": "st"})}}
+        with Player(spec) as player:
+            found = player.play_all([(river, ["r", "x", "i", "ve"]), (stone, ["r"]), ({}, ["crash"])])
+            again, _ = player.play(river, ["r", "river"])
+        monkeypatch.setenv("OPENENV_OBSERVATION", "tries")
+        with Player(spec) as player:
+            assert player.play(river, ["r", "i"])[1] == ["0", "1", "2"]
+        for kind, name in (("ACTION", "word"), ("OBSERVATION", "none")):
+            monkeypatch.setenv(f"OPENENV_{kind}", name)
+            with pytest.raises(ValueError, match=f"{kind.lower()}'s text is the field '{name}', must be one of [a-z]"):
+                Player(spec)
+            monkeypatch.delenv(f"OPENENV_{kind}")
+    assert [said for _, said in found] == [["_____", "r___r", "r___r", "ri__r"], ["st___", "st___"], ["____"]]
+    assert found[0][0]["score"] == 1.0 and found[0][0]["extra"]["turn_scores"] == [0.25, 0.0, 0.25, 0.5]
+    assert found[1][0]["score"] == 0.0 and found[1][0]["extra"]["turn_scores"] == [0.0]
+    assert found[2][0]["failure"] == "exception" and "RuntimeError" in found[2][0]["text"]
+    assert again["score"] == 1.0 and again["extra"]["turn_scores"] == [0.25, 0.75]
+    for server, rule in ((url, "no OpenEnv server answers at"), ("", "must be the server's URL")):
+        monkeypatch.setenv("OPENENV_SERVER", server)
+        with pytest.raises(ValueError, match=rule):
+            Player(spec)
+
+
+def set_verifiers_game(monkeypatch) -> None:
+    folders = filter(None, [str(ROOT / "tests/envs"), os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    monkeypatch.setenv("VERIFIERS_ENV", "verifiers_game")
+
+
+@needs("verifiers", "requirements-verifiers.txt says how")
+def test_verifiers(monkeypatch, tmp_path):
+    """A game and its rubric: the score and the metrics are theirs, also where no turn is left."""
+    spec = "envs/verifiers_env.py"
+    set_verifiers_game(monkeypatch)
+    made = make_rows("verifiers_rows.py", tmp_path, "--num-train", "2")
+    assert [len(made[split]) for split in ("train", "test")] == [2, 3]
+    ten, twenty = made["train"]
+    assert ten["prompt"] == [{"role": "system", "content": "Guess."},
+                             {"role": "user", "content": "A number from 0 to 10?"}]
+    assert json.loads(twenty["extra_info"]["verifiers"])["info"] == {"top": 20}
+    with Player(spec) as player:
+        os.kill(player.processes.server.pid, signal.SIGTERM)  # ends no episode, whatever the package installs
+        found = player.play_all([(ten, ["3", "9", "5"]), (twenty, ["10"]), (ten, ["x", "4"]), (ten, ["1"] * 9)])
+    assert [said for _, said in found] == [
+        ["Higher.", "Lower."], [], ["Lower.", "Higher."], ["Higher."] * 4]
+    scores = [message["score"] for message, _ in found]
+    assert scores == [1.0 - 0.75, 1.0 - 0.25, -0.5, -1.0]  # of guesses that were answered; max_turns is 5
+    metrics = [message["extra"] for message, _ in found]
+    assert [extra["num_guesses"] for extra in metrics] == [3.0, 1.0, 2.0, 4.0]
+    assert [extra["found"] for extra in metrics] == [1.0, 1.0, 0.0, 0.0]
+    monkeypatch.setenv("VERIFIERS_ARGS", '{"kind": "forgetful"}')
+    with Player(spec) as player:
+        failed, _ = player.play(ten, ["3", "5"])
+    assert failed["failure"] == "exception" and "changed earlier messages" in failed["text"]
+    monkeypatch.setenv("VERIFIERS_ARGS", '{"kind": "group"}')
+    with pytest.raises(ValueError, match="has a reward of a whole group"):
+        Player(spec)
+    monkeypatch.delenv("VERIFIERS_ENV")
+    with pytest.raises(ValueError, match="VERIFIERS_ENV names no environment"):
+        Player(spec)
+
+
+@needs("verifiers", "requirements-verifiers.txt says how")
+def test_tools_of_verifiers(monkeypatch, tmp_path):
+    set_verifiers_game(monkeypatch)
+    monkeypatch.setenv("VERIFIERS_ARGS", '{"kind": "tools"}')
+    example = make_rows("verifiers_rows.py", tmp_path)["train"][0]
+    calls = [{"name": "add", "arguments": '{"first": 2, "second": 3}'},
+             {"name": "divide", "arguments": '{"first": 2, "second": 0}'}]
+    broken = [{"name": "", "error": "this call of a tool cannot be read: {"}]
+    with Player("envs/verifiers_env.py") as player:
+        message, said = player.play(example, [calls, broken, calls, "5"])
+    assert [tool["function"]["name"] for tool in player.tools] == ["add", "divide"]
+    assert player.tools[0]["function"]["parameters"]["properties"]["first"]["type"] == "integer"
+    assert said[:2] == said[3:] == ["5", "division by zero"] and len(said) == 5
+    assert message["score"] == 1.0 and message["num_tool_calls"] == 5
+    assert message["extra"]["total_tool_calls"] == 5.0 and message["extra"]["add_calls"] == 2.0

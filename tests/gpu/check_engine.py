@@ -27,6 +27,7 @@ from common.model.attention import choose_attention
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks
 from tests.bench.bench_sync import measure_sync
+from tests.generate import generate
 
 # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head: Qwen2.5's published shapes
 SHAPES = {
@@ -126,7 +127,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
     for _ in range(args.cycles):
         policy.version += 1
         metrics = engine.wake(policy)
-        engine.generate(prompts[:2], range(2), SamplingConfig(1.0, 8))
+        generate(engine, prompts[:2], range(2), SamplingConfig(1.0, 8))
         metrics |= engine.sleep()
         used.append(used_gb())
     row["asleep growth GiB"] = used[-1] - used[len(used) // 2]
@@ -148,7 +149,7 @@ def used_gb() -> float:
 
 
 def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, float]:
-    """Response tokens/s of `engine.generate` and of `LLM.generate` on the same requests, alternating."""
+    """Response tokens/s of `engine.complete` and of `LLM.generate` on the same requests, alternating."""
     from vllm import SamplingParams
 
     def bare(round_number: int) -> int:
@@ -160,7 +161,7 @@ def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, 
 
     def loop(round_number: int) -> int:
         seeds = [1000 * round_number + i for i in range(len(asked))]
-        return sum(len(r.tokens) for r in engine.generate(asked, seeds, SamplingConfig(1.0, max_tokens)))
+        return sum(len(r.tokens) for r in generate(engine, asked, seeds, SamplingConfig(1.0, max_tokens)))
 
     rates = {bare: [], loop: []}
     for pair in range(4):

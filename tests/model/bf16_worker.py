@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from common.batch import Batch
 from common.checkpoint.state import load_parts, tensors_of
-from common.model.loading import load_policy
+from common.model.loading import Weights, load_policy
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig
@@ -25,7 +25,7 @@ LAYOUTS = {"copies": {"replicas": 2}, "shards": {}, "experts": {"expert_parallel
 def start(folder: str, world: ranks.World, kind: str, **layout: int):
     place = make_groups("cpu", ranks.collective_timeout(60), layout.get("replicas", 1), 1,
                         layout.get("expert_parallel", 1))
-    policy = load_policy(folder, ModelConfig(**layout), replace(world, **place), dtype=torch.bfloat16)
+    policy = load_policy(folder, ModelConfig(**layout), replace(world, **place), Weights(dtype=torch.bfloat16))
     return policy, make_optimizer(policy, OptimConfig(kind=kind, lr=1e-3, weight_decay=0.1))
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.checkpoint import export
-from common.model.loading import copy_frozen, load_critic, load_policy
+from common.model.loading import Weights, load_critic, load_policy
 from common.model.lora import LoRAConfig, is_adapter
 from common.model.policy import ModelConfig, saved_buffers
 from common.parallel import ranks
@@ -48,13 +48,13 @@ def examine(folder: str, world: ranks.World) -> list[str]:
         first = next(policy.lm.parameters())
         kept = first.detach().clone()
         first.add_(1.0)
-        copied = copy_frozen(policy, folder, BF16, world)
+        copied = load_policy(folder, BF16, world, Weights(frozen=True, like=policy))
         again = next(copied.lm.parameters())
         assert torch.equal(again.to_local(), first.to_local().bfloat16())
         first.copy_(kept)
         again.copy_(kept)
     wrong += differing(copied.lm, source)
-    wrong += differing(load_policy(folder, BF16, world, lora=LoRAConfig(rank=2)).lm, source)
+    wrong += differing(load_policy(folder, BF16, world, Weights(lora=LoRAConfig(rank=2))).lm, source)
     critic = load_critic(folder, FLOAT32, world)
     assert not critic.head.weight.to_local().any()
     wrong += differing(critic.backbone, source.base_model)
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     for folder in sys.argv[2:]:
         if "ForSequenceClassification" in (Path(folder) / "config.json").read_text():
             source = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-            critic = load_critic(folder, FLOAT32, world, frozen=True)
+            critic = load_critic(folder, FLOAT32, world, Weights(frozen=True))
             assert world.rank or torch.equal(critic.head.weight.to_local(), source.score.weight)
             found += differing(critic.backbone, source.base_model)
         else:

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from common.checkpoint.state import ShardWriter, load_parts, tensors_of
-from common.model.loading import copy_frozen, load_critic, load_policy
+from common.model.loading import Weights, load_critic, load_policy
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import Model
 from common.model.offload import Offload, OffloadConfig
@@ -41,7 +41,7 @@ def bits(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def start(folder, world, kind="adamw-bf16", **flags):
-    policy = load_policy(folder, ModelConfig(), world, dtype=torch.bfloat16, **flags)
+    policy = load_policy(folder, ModelConfig(), world, Weights(dtype=torch.bfloat16, **flags))
     return policy, make_optimizer(policy, OptimConfig(kind=kind, weight_decay=0.1))
 
 
@@ -129,7 +129,7 @@ def test_steps_are_those_of_adamw_in_float64(kind, tiny_llama, world):
 def test_bytes_of_moments_are_those_of_the_plan(kind, tiny_llama, mixture, world):
     for folder in (tiny_llama, mixture):
         dtype = torch.float32 if kind == "adamw" else torch.bfloat16
-        policy = load_policy(folder, ModelConfig(), world, dtype=dtype)
+        policy = load_policy(folder, ModelConfig(), world, Weights(dtype=dtype))
         optimizer = make_optimizer(policy, OptimConfig(kind=kind))
         train(policy, optimizer, range(1))
         plan = Model(policy.lm.config, ModelConfig(), 1, kind=kind)
@@ -217,13 +217,13 @@ def test_what_else_is_trained(kind, tiny_llama, world):
     seen = check_step(policy, optimizer, before, 1, 0.01)
     of_a = sum(p.numel() for name, p in trained.items() if name.endswith("lora_A"))
     assert seen["codes"] == (2 * of_a if kind == "adamw-8bit" else 0)   # rows of B have 4 numbers
-    critic = load_critic(tiny_llama, ModelConfig(), world, dtype=torch.bfloat16)
+    critic = load_critic(tiny_llama, ModelConfig(), world, Weights(dtype=torch.bfloat16))
     of_critic = make_optimizer(critic, OptimConfig(kind=kind))
     train(critic, of_critic, range(1))
     assert critic.head.weight.dtype == of_critic.state[critic.head.weight]["exp_avg"].dtype == torch.float32
     assert {p.dtype for p in critic.backbone.parameters()} == {torch.bfloat16}
     policy, optimizer = start(tiny_llama, world, kind)
-    frozen = copy_frozen(policy, tiny_llama, ModelConfig(), world)
+    frozen = load_policy(tiny_llama, ModelConfig(), world, Weights(frozen=True, like=policy))
     assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(policy.parameters(), frozen.parameters()))
     train(policy, optimizer, range(1))
     before = everything(policy, optimizer)

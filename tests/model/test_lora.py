@@ -20,7 +20,7 @@ from common.checkpoint.manager import Checkpoints
 from common.checkpoint.state import tensors_of
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
-from common.model.loading import load_critic, load_frozen, load_policy, read_config
+from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config
 from common.model.lora import LoRAConfig, LoRALinear, Reference
 from common.model.memory_plan import GIB, Model
 from common.model.optimizers import make_optimizer
@@ -47,7 +47,7 @@ MOE = Qwen3MoeConfig(
 
 def adapted(model: str, world, config: ModelConfig, adapters: LoRAConfig = RANK4):
     """A policy whose adapters are trained a little: neither A nor B is 0."""
-    policy = load_policy(model, config, world, lora=adapters)
+    policy = load_policy(model, config, world, Weights(lora=adapters))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -83,8 +83,9 @@ def test_a_layers_value_and_gradients_are_those_of_autograd_in_float64(bias):
 
 def test_at_the_start_it_is_the_model_itself(tiny_llama, world):
     """B is 0 and A is not; and all linear layers of blocks have adapters, which alone are trained."""
-    policy, batch = load_policy(tiny_llama, BF16, world, lora=RANK4), make_batch(VOCAB)
-    assert torch.equal(policy.score(batch, 0.7), load_policy(tiny_llama, BF16, world, frozen=True).score(batch, 0.7))
+    policy, batch = load_policy(tiny_llama, BF16, world, Weights(lora=RANK4)), make_batch(VOCAB)
+    frozen = load_policy(tiny_llama, BF16, world, Weights(frozen=True))
+    assert torch.equal(policy.score(batch, 0.7), frozen.score(batch, 0.7))
     trained = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
     assert {p.dtype for p in trained.values()} == {torch.float32}
@@ -100,7 +101,7 @@ def test_trainer_engine_and_export_have_the_same_numbers(config, tiny_llama, wor
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     files = hf_files(tiny_llama, policy.lm.config, tokenizer, config.compute_dtype)
     export(policy, files, tmp_path / "model", world)
-    merged = load_policy(str(tmp_path / "model"), config, world, frozen=True)
+    merged = load_policy(str(tmp_path / "model"), config, world, Weights(frozen=True))
     ours, theirs = policy.score(batch, 0.7), merged.score(batch, 0.7)
     assert torch.equal(ours, theirs)
     assert (ours - load_policy(tiny_llama, config, world).score(batch, 0.7)).abs().max() > 0.1      # adapters matter
@@ -120,7 +121,7 @@ def test_the_reference_is_the_policy_without_adapters(tiny_llama, world, tmp_pat
     policy, batch = adapted(tiny_llama, world, BF16), make_batch(VOCAB)
     reference = load_frozen(tiny_llama, args, policy, world)
     before = policy.score(batch, 0.7)
-    frozen = load_policy(tiny_llama, BF16, world, frozen=True).score(batch, 0.7)
+    frozen = load_policy(tiny_llama, BF16, world, Weights(frozen=True)).score(batch, 0.7)
     assert torch.equal(reference.score(batch, 0.7), frozen)
     assert torch.equal(policy.score(batch, 0.7), before) and (before - frozen).abs().max() > 0.1
     assert isinstance(reference, Reference) and reference.policy is policy      # no second model
@@ -131,7 +132,7 @@ def test_the_reference_is_the_policy_without_adapters(tiny_llama, world, tmp_pat
 
 
 def test_a_critic_with_adapters_trains_them_and_its_head(tiny_llama, world):
-    critic = load_critic(tiny_llama, FLOAT32, world, lora=LoRAConfig(rank=2, targets=("v_proj",)))
+    critic = load_critic(tiny_llama, FLOAT32, world, Weights(lora=LoRAConfig(rank=2, targets=("v_proj",))))
     trained = [name for name, p in critic.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 + 1 and "head.weight" in trained
     nn.init.ones_(critic.head.weight)
@@ -154,7 +155,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues(tiny_llama, world, watc
     run.wait()
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.distcp"))
     assert size < 0.2 * 12 * sum(p.numel() for p in policy.parameters())
-    again = load_policy(tiny_llama, FLOAT32, world, lora=RANK4)
+    again = load_policy(tiny_llama, FLOAT32, world, Weights(lora=RANK4))
     other = make_optimizer(again, OptimConfig())
     assert checkpoints_of(tmp_path, world, again, other, watch).resume() == STATE
     want, found = (tensors_of({"policy": x}) for x in ((policy, optimizer), (again, other)))
@@ -260,7 +261,7 @@ def test_a_checkpoint_without_adapters_has_none_to_export(tiny_llama, world, wat
 
 def test_routers_and_experts_have_no_adapters(world, tmp_path):
     folder = save_model(MOE, tmp_path)
-    policy = load_policy(folder, FLOAT32, world, lora=RANK4)
+    policy = load_policy(folder, FLOAT32, world, Weights(lora=RANK4))
     layers = {name.rpartition(".")[2] for name, module in policy.lm.named_modules() if isinstance(module, LoRALinear)}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
     names = [name for name, _ in policy.full_tensors(None)]
@@ -271,8 +272,9 @@ def test_routers_and_experts_have_no_adapters(world, tmp_path):
 def test_wrong_targets_are_refused(target, world, tmp_path):
     rule = (f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of k_proj o_proj "
             "q_proj v_proj: an embedding .* the experts of a mixture are one tensor")
+    adapters = LoRAConfig(rank=2, targets=("q_proj", target))
     with pytest.raises(ValueError, match=rule):
-        load_policy(save_model(MOE, tmp_path), FLOAT32, world, lora=LoRAConfig(rank=2, targets=("q_proj", target)))
+        load_policy(save_model(MOE, tmp_path), FLOAT32, world, Weights(lora=adapters))
 
 
 @pytest.mark.parametrize(("flags", "rule"), [

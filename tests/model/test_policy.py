@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from common.batch import Batch
-from common.model.loading import CAUSAL_LM, SCORED, load_critic, load_policy, read_config
+from common.model.loading import CAUSAL_LM, SCORED, Weights, load_critic, load_policy, read_config
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
@@ -229,11 +229,11 @@ def test_loading_restores_buffers_that_no_checkpoint_has(policy, tiny_llama):
 
 
 def test_frozen_has_no_gradient_and_no_masters(tiny_llama, world, policy):
-    frozen, batch = load_policy(tiny_llama, ModelConfig(), world, frozen=True), make_batch(VOCAB)
+    frozen, batch = load_policy(tiny_llama, ModelConfig(), world, Weights(frozen=True)), make_batch(VOCAB)
     assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in frozen.parameters())
     assert (frozen.score(batch, 1.0) - policy.score(batch, 1.0)).abs().max() < 0.1
-    exact = load_policy(tiny_llama, FLOAT32, world, frozen=True)
+    exact = load_policy(tiny_llama, FLOAT32, world, Weights(frozen=True))
     assert torch.equal(exact.score(batch, 1.0), policy.score(batch, 1.0))
 
 

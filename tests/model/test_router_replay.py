@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from common.batch import Batch
-from common.model.loading import load_policy
+from common.model.loading import Weights, load_policy
 from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
@@ -211,7 +211,7 @@ def test_the_reference_of_adapters_has_its_own_experts(world, tmp_path):
     _, policy = make("qwen3_moe", tmp_path, world)
     folder = str(tmp_path / "qwen3_moe")
     config = ModelConfig(compute_dtype="float32", router_replay="old-logp")
-    adapted = load_policy(folder, config, world, lora=LoRAConfig(rank=2))
+    adapted = load_policy(folder, config, world, Weights(lora=LoRAConfig(rank=2)))
     with torch.no_grad():
         for name, parameter in adapted.lm.named_parameters():
             if name.endswith("lora_B"):
@@ -240,7 +240,7 @@ def test_what_cannot_be_replayed_is_refused_before_the_engine_starts(config, rea
 
 
 def test_a_dense_teacher_is_not_refused(tiny_llama, world):
-    load_policy(tiny_llama, ModelConfig(router_replay="old-logp"), world, frozen=True)
+    load_policy(tiny_llama, ModelConfig(router_replay="old-logp"), world, Weights(frozen=True))
 
 
 def test_a_mixture_without_a_router_is_refused(world, tmp_path):

@@ -16,7 +16,7 @@ from common import losses
 from common.batch import Batch
 from common.checkpoint.state import load_parts, tensors_of
 from common.model.flops import sequence_cost
-from common.model.loading import load_policy, read_config
+from common.model.loading import Weights, load_policy, read_config
 from common.model.lora import LoRAConfig
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
@@ -177,7 +177,7 @@ def with_adapters(todo: dict, config: ModelConfig, world: ranks.World) -> dict:
     merged weights, as the engine gets them."""
     if world.size > 1:
         world = replace(world, **make_groups("cpu", ranks.collective_timeout(60), replicas=2))
-    policy = load_policy(todo["model"], config, world, lora=LORA)
+    policy = load_policy(todo["model"], config, world, Weights(lora=LORA))
     adapters = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
     generator = torch.Generator().manual_seed(1)
     for name, parameter in adapters.items():

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from common.model.loading import load_policy
+from common.model.loading import Weights, load_policy
 from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
 from common.parallel.ranks import num_shards
@@ -102,6 +102,6 @@ def test_what_cannot_be_divided_is_refused(tiny_llama, world):
     here = replace(world, experts=init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "expert")))
     with pytest.raises(ValueError, match=r"--policy\.expert-parallel 1: transformers cannot divide the experts of"):
         load_policy(tiny_llama, ModelConfig(), here)
-    load_policy(tiny_llama, ModelConfig(), here, frozen=True)           # a teacher
+    load_policy(tiny_llama, ModelConfig(), here, Weights(frozen=True))  # a teacher
     with pytest.raises(ValueError, match=r"--policy\.expert-parallel 3 must be at least 1 and divide the 8 ranks"):
         num_shards(8, 1, 1, 3)

@@ -91,7 +91,7 @@ def test_rlimits_alone_as_an_ordinary_user():
     assert lines[:3] == ["0 True ['main.py'] ['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR'] in", "None", "True"]
     assert lines[3] not in ("0", "None")
     assert lines[4:6] == ["x", "137"]
-    assert 3 <= int(lines[6]) <= 8
+    assert 3 <= int(lines[6]) <= 14  # of 20: 8, and as many as other processes of this user end meanwhile
     assert lines[7] == "True"
 
 

@@ -80,7 +80,7 @@ MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the 
     "wake forgotten": (WAKE, "", r"the engine is asleep: call run.metrics \|= engine.wake\(policy\) before run.sample"),
     "sample before wake": (WAKE + SAMPLE, SAMPLE + WAKE,
         r"call run.metrics \|= engine.wake\(policy\) before run.sample"),
-    "generate without wake": (WAKE, "        engine.generate([[1]], [0], args.rollout)\n",
+    "complete without wake": (WAKE, "        engine.complete([], args.rollout)\n",
         r"call engine.wake\(policy\) first"),
     "wake twice": (WAKE, 2 * WAKE, r"the engine is awake already: call engine.sleep\(\) first"),
     "sleep forgotten": (SLEEP, "",

@@ -18,7 +18,7 @@ import dpo
 import sft
 from common.dataset.conversations import ConversationConfig, RowParser, check_supervised, load_conversations
 from common.metrics import preference_metrics
-from common.model.loading import load_policy
+from common.model.loading import Weights, load_policy
 from common.model.policy import ModelConfig
 from common.prompts import PromptSampler
 from common.segments import segment_sum
@@ -199,7 +199,8 @@ def test_pairs_need_not_share_a_micro_batch(tiny_llama, world, tmp_path):
     """The gradient of the coefficients times log-probs, every answer in a micro-batch of its own, is that of the loss
     with all pairs in one graph. The policy is not the reference: the coefficients differ from pair to pair."""
     config = ModelConfig(compute_dtype="float32")
-    policy, reference = load_policy(tiny_llama, config, world), load_policy(tiny_llama, config, world, frozen=True)
+    policy = load_policy(tiny_llama, config, world)
+    reference = load_policy(tiny_llama, config, world, Weights(frozen=True))
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in reference.parameters():

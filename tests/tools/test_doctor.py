@@ -57,15 +57,15 @@ def test_an_engine_that_keeps_its_weights_fails(examine, monkeypatch):
 
 
 def test_an_engine_that_does_not_return_fails(examine, monkeypatch):
-    generate, calls = HFEngine.generate, []
+    complete, calls = HFEngine.complete, []
 
-    def drift(self, prompts, *arguments, **others):
-        responses = generate(self, prompts, *arguments, **others)
+    def drift(self, requests, *arguments, **others):
+        responses = complete(self, requests, *arguments, **others)
         calls.append(len(calls))
         responses[0].tokens[-1] = len(calls)
         return responses
 
-    monkeypatch.setattr(HFEngine, "generate", drift)
+    monkeypatch.setattr(HFEngine, "complete", drift)
     monkeypatch.setattr(HFEngine, "_check_probe", lambda self, batch: {"sync/probe_prob_diff": 0.0})
     said, code = examine("--only", "ranks", "engine")
     assert code == 1 and "differ after they were changed and changed back" in said

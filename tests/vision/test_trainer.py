@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from common.batch import Batch
 from common.dataset.images import decode, load_processor
-from common.model.loading import load_policy
+from common.model.loading import Weights, load_policy
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig
 
@@ -123,7 +123,7 @@ def test_a_row_without_images_gives_the_tower_a_gradient_of_zeros(model, prompts
 
 
 def test_adapters_are_in_the_language_model_alone(model, prompts, world):
-    policy = load_policy(model, ModelConfig(compute_dtype="float32"), world, lora=LoRAConfig(rank=2))
+    policy = load_policy(model, ModelConfig(compute_dtype="float32"), world, Weights(lora=LoRAConfig(rank=2)))
     policy.prompts = prompts
     batch = batch_of(prompts, ORDER)
     expected, _ = alone(model, prompts, ORDER)
