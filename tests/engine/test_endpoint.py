@@ -72,7 +72,7 @@ def gradient(policy, samples) -> tuple[float, list[torch.Tensor]]:
         rollout_logps=[part.logp for part in parts], masks=[part.mask for part in parts],
     )
     policy.zero_grad()
-    logp, _ = policy(batch)
+    logp, _ = policy(batch, 1.0)
     owners = torch.repeat_interleave(torch.arange(len(parts)), batch.cu_seqlens.diff())
     weights = torch.tensor(advantages)[owners] * batch.mask
     loss = -(logp * weights).sum() / batch.mask.sum()
