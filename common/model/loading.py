@@ -147,9 +147,8 @@ def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | 
     still as loaded, and with adapters it is a view of the policy without them."""
     if path == args.model and args.lora.rank:
         return Reference(policy)
-    if path == args.model and policy.version == 0:
-        return load_policy(path, args.policy, world, Weights(frozen=True, like=policy))
-    return load_policy(path, args.policy, world, Weights(frozen=True))
+    is_copy = path == args.model and policy.version == 0
+    return load_policy(path, args.policy, world, Weights(frozen=True, like=policy if is_copy else None))
 
 
 def load_critic(path: str, config: ModelConfig, world: World, weights: Weights = ALL_TRAINED) -> Critic:
