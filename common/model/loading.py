@@ -57,10 +57,9 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} reads images: --policy.sequence-parallel {config.sequence_parallel} must be 1")
     if causal_lm is None and not reads_images and not config.trust_remote_code:
         raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
-    if causal_lm is not None:
-        saved_as = (hf_config.architectures or [causal_lm])[0]
-        if not saved_as.endswith(heads):
-            raise ValueError(f"{path} holds a {saved_as}, must be a *{heads[0]}: choose another {flag}")
+    saved_as = (hf_config.architectures or [causal_lm])[0]
+    if causal_lm is not None and not saved_as.endswith(heads):
+        raise ValueError(f"{path} holds a {saved_as}, must be a *{heads[0]}: choose another {flag}")
     if hasattr(hf_config, "quantization_config"):
         raise ValueError(f"{path} is quantized, and what is trained is not: choose the model that it was made from")
     if is_scored(hf_config) and hf_config.num_labels != 1:
