@@ -161,11 +161,9 @@ class MemoryPlan:
 
     def resident(self) -> dict[str, float]:
         """Memory that stays between the phases, by part. Offloaded moments are there in the optimizer step alone."""
-        trained = sum(model.trained_bytes for model in self.trained) / GIB
+        weights = sum(model.trained_bytes + model.itemsize * model.frozen_shard for model in self.trained) / GIB
         moments = 0 if self.offload.optimizer else sum(model.moment_bytes for model in self.trained) / GIB
-        below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
-        frozen = self.reference_gb + self.reward_model_gb
-        return {"weights": trained + below, "moments": moments, "frozen models": frozen}
+        return {"weights": weights, "moments": moments, "frozen models": self.reference_gb + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:
         """Memory on the GPU while the engine is awake."""
