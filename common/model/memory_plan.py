@@ -198,15 +198,12 @@ class MemoryPlan:
         gpu_gb = -all_max([-torch.cuda.mem_get_info()[1]]).item() / GIB         # all ranks need the same budget
         tokens = requested or self.largest_budget(gpu_gb)
         if not tokens:
-            raise ValueError(
-                f"the longest sequence, {self.longest} tokens, needs {self.update_gb(self.smallest):.1f} GiB, by "
-                f"calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing True, "
-                f"--policy.sequence-parallel or a smaller --rollout.max-response-length (sft.py and dpo.py: "
-                f"--data.max-length); python -m tools.plan says what fits"
-            )
-        why = (
-            f"micro-batches of {tokens:,} tokens ({'--max-tokens-per-gpu' if requested else 'the most that fit'}); "
-            f"calculated: the update takes {self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB, and "
-            f"{sum(self.beside_engine().values()):.1f} stay between updates"
-        )
-        return tokens, why
+            raise ValueError(f"the longest sequence, {self.longest} tokens, needs "
+                             f"{self.update_gb(self.smallest):.1f} GiB, by calculation, and a GPU has {gpu_gb:.1f}: "
+                             f"use more GPUs, --policy.gradient-checkpointing True, --policy.sequence-parallel or a "
+                             f"smaller --rollout.max-response-length (sft.py and dpo.py: --data.max-length); "
+                             f"python -m tools.plan says what fits")
+        reason = "--max-tokens-per-gpu" if requested else "the most that fit"
+        stays = sum(self.beside_engine().values())
+        return tokens, (f"micro-batches of {tokens:,} tokens ({reason}); calculated: the update takes "
+                        f"{self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB, and {stays:.1f} stay between updates")
