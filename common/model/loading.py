@@ -73,6 +73,11 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     return hf_config
 
 
+def read_tokenizer(path: str, config: ModelConfig) -> Any:
+    """The tokenizer of a Hugging Face folder or hub name, as transformers loads it."""
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+
+
 def is_scored(hf_config: PretrainedConfig) -> bool:
     """Whether the model is a reward model: a sequence classifier."""
     return any(name.endswith(SCORED) for name in hf_config.architectures or ())
@@ -100,10 +105,7 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
     check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     if auto_class(hf_config) is not auto_class(ours_config):
         raise ValueError(f"--teacher {path} must read images if --model does, and else not")
-    theirs, ours = (
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_vocab().items()
-        for folder in (path, model)
-    )
+    theirs, ours = (read_tokenizer(folder, config).get_vocab().items() for folder in (path, model))
     if differing := sorted(ours ^ theirs):
         token, number = differing[0]
         raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")
