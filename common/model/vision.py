@@ -59,8 +59,7 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
     embeddings = torch.where(replaced[:, None], layers[0][source].to(embeddings.dtype), embeddings)
     more = [layer[source[replaced]] for layer in layers[1:]]        # Qwen3-VL adds them to its first layers' outputs
     deep = {"visual_pos_masks": replaced[None], "deepstack_visual_embeds": more} if more else {}
-    out = backbone.language_model(
-        inputs_embeds=embeddings[None], position_ids=positions[:, None] if len(positions) == 3 else positions,
-        use_cache=False, **row.layout, **deep,
-    )
+    positions = positions[:, None] if len(positions) == 3 else positions                        # [3, 1, t] or [1, t]
+    out = backbone.language_model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False,
+                                  **row.layout, **deep)
     return out.last_hidden_state[0]
