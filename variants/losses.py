@@ -46,31 +46,29 @@ def _clip(ratio, clip_low, clip_high):
     return ratio.clamp(min=1 - clip_low).clamp(max=1 + clip_high)
 
 
-def _clipped(ratio, advantage, clip_low, clip_high, clip_dual):
-    """max(-A q, -A clip(q)), where A < 0 at most -A clip_dual; and what was clipped: high, low, capped."""
+def _surrogate(tokens: Tokens, ratio, clip_low, clip_high, clip_dual):
+    """max(-A q, -A clip(q)), where A < 0 at most -A clip_dual; and the statistics."""
+    advantage = tokens.advantage
     plain, clipped = -advantage * ratio, -advantage * _clip(ratio, clip_low, clip_high)
     loss, cut = torch.maximum(plain, clipped), clipped > plain
-    capped = torch.zeros_like(cut)
+    capped = None
     if clip_dual is not None:
         ceiling = -advantage * clip_dual
         capped = (advantage < 0) & (loss > ceiling)
         loss = torch.where(capped, ceiling, loss)
-    return loss, (cut & (advantage > 0), cut & (advantage < 0), capped)
+    return loss, _stats(tokens, ratio, cut & (advantage > 0), cut & (advantage < 0), capped)
 
 
 def ppo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = 3.0):
     """Clipped surrogate (Schulman et al. 2017, eq. 7) with dual clip (Ye et al. 2020)."""
-    ratio = tokens.log_ratio.exp()
-    loss, cut = _clipped(ratio, tokens.advantage, clip_low, clip_high, clip_dual)
-    return loss, _stats(tokens, ratio, *cut)
+    return _surrogate(tokens, tokens.log_ratio.exp(), clip_low, clip_high, clip_dual)
 
 
 def gspo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = None):
     """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
     mean = expand(tokens.mean((tokens.logp - tokens.old_logp).detach()), tokens.cu_seqlens, len(tokens.mask))
     ratio = (mean + tokens.logp - tokens.logp.detach()).clamp(-20, 20).exp()
-    loss, cut = _clipped(ratio, tokens.advantage, clip_low, clip_high, clip_dual)
-    return loss, _stats(tokens, ratio, *cut)
+    return _surrogate(tokens, ratio, clip_low, clip_high, clip_dual)
 
 
 def gmpo(tokens: Tokens, clip_low, clip_high):

@@ -57,10 +57,9 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} reads images: --policy.sequence-parallel {config.sequence_parallel} must be 1")
     if causal_lm is None and not reads_images and not config.trust_remote_code:
         raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
-    if causal_lm is not None:
-        saved_as = (hf_config.architectures or [causal_lm])[0]
-        if not saved_as.endswith(heads):
-            raise ValueError(f"{path} holds a {saved_as}, must be a *{heads[0]}: choose another {flag}")
+    saved_as = (hf_config.architectures or [causal_lm])[0]
+    if causal_lm is not None and not saved_as.endswith(heads):
+        raise ValueError(f"{path} holds a {saved_as}, must be a *{heads[0]}: choose another {flag}")
     if hasattr(hf_config, "quantization_config"):
         raise ValueError(f"{path} is quantized, and what is trained is not: choose the model that it was made from")
     if is_scored(hf_config) and hf_config.num_labels != 1:
@@ -72,6 +71,11 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}: choose another {flag}") from error
     return hf_config
+
+
+def read_tokenizer(path: str, config: ModelConfig) -> Any:
+    """The tokenizer of a Hugging Face folder or hub name, as transformers loads it."""
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
 def is_scored(hf_config: PretrainedConfig) -> bool:
@@ -101,10 +105,7 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
     check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     if auto_class(hf_config) is not auto_class(ours_config):
         raise ValueError(f"--teacher {path} must read images if --model does, and else not")
-    theirs, ours = (
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_vocab().items()
-        for folder in (path, model)
-    )
+    theirs, ours = (read_tokenizer(folder, config).get_vocab().items() for folder in (path, model))
     if differing := sorted(ours ^ theirs):
         token, number = differing[0]
         raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")
@@ -147,9 +148,8 @@ def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | 
     still as loaded, and with adapters it is a view of the policy without them."""
     if path == args.model and args.lora.rank:
         return Reference(policy)
-    if path == args.model and policy.version == 0:
-        return load_policy(path, args.policy, world, Weights(frozen=True, like=policy))
-    return load_policy(path, args.policy, world, Weights(frozen=True))
+    is_copy = path == args.model and policy.version == 0
+    return load_policy(path, args.policy, world, Weights(frozen=True, like=policy if is_copy else None))
 
 
 def load_critic(path: str, config: ModelConfig, world: World, weights: Weights = ALL_TRAINED) -> Critic:

@@ -85,11 +85,10 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     possible = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
     for target in config.targets:
         if target not in possible:
-            raise ValueError(
-                f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
-                f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a layer's "
-                f"input, and the experts of a mixture are one tensor, not a linear layer each"
-            )
+            raise ValueError(f"--lora.targets {target} must be a linear layer of attention or of an MLP, here "
+                             f"one of {' '.join(sorted(possible))}: an embedding and the output head are no matrix "
+                             f"product of a layer's input, and the experts of a mixture are one tensor, not a "
+                             f"linear layer each")
     model.requires_grad_(False)
     for block, name, linear in linears:
         if name.rpartition(".")[2] in (config.targets or possible):

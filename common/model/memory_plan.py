@@ -161,11 +161,9 @@ class MemoryPlan:
 
     def resident(self) -> dict[str, float]:
         """Memory that stays between the phases, by part. Offloaded moments are there in the optimizer step alone."""
-        trained = sum(model.trained_bytes for model in self.trained) / GIB
+        weights = sum(model.trained_bytes + model.itemsize * model.frozen_shard for model in self.trained) / GIB
         moments = 0 if self.offload.optimizer else sum(model.moment_bytes for model in self.trained) / GIB
-        below = sum(model.itemsize * model.frozen_shard for model in self.trained) / GIB    # adapters
-        frozen = self.reference_gb + self.reward_model_gb
-        return {"weights": trained + below, "moments": moments, "frozen models": frozen}
+        return {"weights": weights, "moments": moments, "frozen models": self.reference_gb + self.reward_model_gb}
 
     def beside_engine(self) -> dict[str, float]:
         """Memory on the GPU while the engine is awake."""
@@ -200,15 +198,12 @@ class MemoryPlan:
         gpu_gb = -all_max([-torch.cuda.mem_get_info()[1]]).item() / GIB         # all ranks need the same budget
         tokens = requested or self.largest_budget(gpu_gb)
         if not tokens:
-            raise ValueError(
-                f"the longest sequence, {self.longest} tokens, needs {self.update_gb(self.smallest):.1f} GiB, by "
-                f"calculation, and a GPU has {gpu_gb:.1f}: use more GPUs, --policy.gradient-checkpointing True, "
-                f"--policy.sequence-parallel or a smaller --rollout.max-response-length (sft.py and dpo.py: "
-                f"--data.max-length); python -m tools.plan says what fits"
-            )
-        why = (
-            f"micro-batches of {tokens:,} tokens ({'--max-tokens-per-gpu' if requested else 'the most that fit'}); "
-            f"calculated: the update takes {self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB, and "
-            f"{sum(self.beside_engine().values()):.1f} stay between updates"
-        )
-        return tokens, why
+            raise ValueError(f"the longest sequence, {self.longest} tokens, needs "
+                             f"{self.update_gb(self.smallest):.1f} GiB, by calculation, and a GPU has {gpu_gb:.1f}: "
+                             f"use more GPUs, --policy.gradient-checkpointing True, --policy.sequence-parallel or a "
+                             f"smaller --rollout.max-response-length (sft.py and dpo.py: --data.max-length); "
+                             f"python -m tools.plan says what fits")
+        reason = "--max-tokens-per-gpu" if requested else "the most that fit"
+        stays = sum(self.beside_engine().values())
+        return tokens, (f"micro-batches of {tokens:,} tokens ({reason}); calculated: the update takes "
+                        f"{self.update_gb(tokens):.1f} of {gpu_gb:.1f} GiB, and {stays:.1f} stay between updates")

@@ -34,12 +34,10 @@ def check_packing(score: Callable[[Batch], Tensor], path: str, hf_config: Pretra
     difference = float((found[0] - found[1]).abs().mean())
     allowed = MAX_DIFFERENCE[compute_dtype] * float(found[1].std())
     if not difference <= allowed:                                       # also if it is NaN
-        raise ValueError(
-            f"{path} holds a {hf_config.model_type} model in which packed sequences see each other: the numbers of a "
-            f"sequence in two packed rows differ by {difference:.2g}, at most {allowed:.2g} is rounding. "
-            "State-space and other recurrent layers carry their state over the end of a sequence; choose a model "
-            "with attention only"
-        )
+        raise ValueError(f"{path} holds a {hf_config.model_type} model in which packed sequences see each other: "
+                         f"the numbers of a sequence in two packed rows differ by {difference:.2g}, at most "
+                         f"{allowed:.2g} is rounding. State-space and other recurrent layers carry their state "
+                         f"over the end of a sequence; choose a model with attention only")
 
 
 @contextmanager
@@ -49,7 +47,5 @@ def explain_failure(path: str, hf_config: PretrainedConfig) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{path} holds a {hf_config.model_type} model, which transformers cannot run on packed sequences "
-            f"({type(error).__name__}: {reason}); choose another model"
-        ) from error
+        raise ValueError(f"{path} holds a {hf_config.model_type} model, which transformers cannot run on "
+                         f"packed sequences ({type(error).__name__}: {reason}); choose another model") from error

@@ -62,7 +62,8 @@ class PackedModel(nn.Module):
             router.replayed = None if batch.routing is None else row.batch.routing[row.run, layer]
         if self.prompts is not None and batch.row is not None:
             return row, hidden_with_images(backbone, row, self.prompts)[row.before]
-        out = backbone(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **row.layout)
+        tokens, positions = row.batch.tokens[row.run], row.batch.position_ids[row.run]                  # [t], [t]
+        out = backbone(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **row.layout)
         return row, out.last_hidden_state[0, row.before]
 
     def free_unsharded(self) -> None:
@@ -84,14 +85,9 @@ class Policy(PackedModel):
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
         and entropy [T], float32, 0 where `batch.mask` is False."""
         row, hidden = self.hidden_before(self.lm.base_model, batch)
-        logp, entropy, sum_p2 = linear_logp(
-            hidden,
-            output_head(self.lm),
-            row.batch.tokens[row.sampled],
-            temperature,
-            with_entropy_grad=entropy_grad,
-            with_sum_p2=self.keeps_sum_p2 and not torch.is_grad_enabled(),
-        )                                                                                       # [N] each
+        head, targets = output_head(self.lm), row.batch.tokens[row.sampled]                     # [N]
+        with_sum_p2 = self.keeps_sum_p2 and not torch.is_grad_enabled()
+        logp, entropy, sum_p2 = linear_logp(hidden, head, targets, temperature, entropy_grad, with_sum_p2)  # [N] each
         self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
         self.router_changed = self.routing = None
         if self.routers and batch.routing is not None:

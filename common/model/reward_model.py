@@ -5,10 +5,10 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.model.loading import SCORED, Weights, load_critic, read_config
+from common.model.loading import SCORED, Weights, load_critic, read_config, read_tokenizer
 from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, all_max
@@ -34,7 +34,7 @@ class RewardModelConfig:
 def check_reward_model(config: RewardModelConfig, model_config: ModelConfig) -> PretrainedConfig:
     """The config of the model at `config.path`. Raises ValueError for a model that cannot score."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
-    if not AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code).chat_template:
+    if not read_tokenizer(config.path, model_config).chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
     return hf_config
 
@@ -44,7 +44,7 @@ class RewardModel:
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
         self.weight, self.world = config.weight, world
-        self.tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=model_config.trust_remote_code)
+        self.tokenizer = read_tokenizer(config.path, model_config)
         self.model = load_critic(config.path, model_config, world, Weights(frozen=True))
 
     def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:

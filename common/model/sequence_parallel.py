@@ -24,8 +24,6 @@ from common.parallel.ranks import all_gather_objects
 class Row:
     """The part of a micro-batch that this rank runs, as one packed row."""
 
-    tokens: Tensor  # [t]
-    positions: Tensor  # [t] of each token in its sequence
     before: Tensor  # [N] the row whose hidden state predicts a sampled token
     sampled: Tensor  # [N] where these tokens are in the micro-batch
     batch: Batch  # the micro-batch
@@ -67,14 +65,13 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         before, run, runs_as = shared.row[before], shared.run, shared.run[shared.row]
         layout |= {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
                    "key_rows": shared.key_rows}
-    tokens, positions = batch.tokens[run], batch.position_ids[run]
-    row = Row(tokens, positions, before, batch.sampled, batch, layout, run, runs_as, own, group)
+    row = Row(before, batch.sampled, batch, layout, run, runs_as, own, group)
     return row if group is None else cut(row, group)
 
 
 def cut(row: Row, group: dist.ProcessGroup) -> Row:
     """This rank's part of a row that is known on all ranks of the group."""
-    n, me, device = dist.get_world_size(group), dist.get_rank(group), row.tokens.device
+    n, me, device = dist.get_world_size(group), dist.get_rank(group), row.run.device
     ends, key_ends = (row.layout[name].cpu().long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     chunk, owner = zigzag(ends, n)
     most = int(owner.bincount().max())
@@ -95,10 +92,8 @@ def cut(row: Row, group: dist.ProcessGroup) -> Row:
         "key_rows": place[keys], "sequence_group": group, "num_rows": most,
     }
     here = place[row.before] // most == me
-    return replace(
-        row, tokens=row.tokens[local], positions=row.positions[local], before=(place[row.before] % most)[here],
-        sampled=row.sampled[here], layout=row.layout | layout, run=row.run[local],
-    )
+    return replace(row, before=(place[row.before] % most)[here], sampled=row.sampled[here], run=row.run[local],
+                   layout=row.layout | layout)
 
 
 def zigzag(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -49,8 +49,7 @@ def open_folder(path: str) -> dict[str, Tensor]:
                              f"can run code; convert the model with save_pretrained, or choose another")
         if not os.access(here / name, os.R_OK):  # safetensors would say that there is none
             raise ValueError(f"{here / name} cannot be read by this user: ask its owner for `chmod a+r`")
-        with safe_open(here / name, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.offset_keys()}
+        found |= load_file(here / name)
     return found
 
 

@@ -30,7 +30,7 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
 
     The tower runs once for each different prompt. A row without images runs the tower too, on another prompt's image
     and without an effect, because FSDP's collectives must match on all ranks."""
-    batch, config, device = row.batch, backbone.config, row.tokens.device
+    batch, config, device = row.batch, backbone.config, row.run.device
     numbers = torch.where(batch.index < 0, -1, batch.row).tolist()                              # a dummy has no images
     different = sorted({*numbers} - {-1})
     made = list(WORKERS.map(prompts.pixels, different or [prompts.first_with_images]))
@@ -55,12 +55,11 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
     positions, source = positions[..., row.run], source[row.run]                                # [axes, t], [t]
     replaced = source >= 0
 
-    embeddings = backbone.get_input_embeddings()(row.tokens)                                    # [t, H]
+    embeddings = backbone.get_input_embeddings()(batch.tokens[row.run])                                 # [t, H]
     embeddings = torch.where(replaced[:, None], layers[0][source].to(embeddings.dtype), embeddings)
     more = [layer[source[replaced]] for layer in layers[1:]]        # Qwen3-VL adds them to its first layers' outputs
     deep = {"visual_pos_masks": replaced[None], "deepstack_visual_embeds": more} if more else {}
-    out = backbone.language_model(
-        inputs_embeds=embeddings[None], position_ids=positions[:, None] if len(positions) == 3 else positions,
-        use_cache=False, **row.layout, **deep,
-    )
+    positions = positions[:, None] if len(positions) == 3 else positions                        # [3, 1, t] or [1, t]
+    out = backbone.language_model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False,
+                                  **row.layout, **deep)
     return out.last_hidden_state[0]

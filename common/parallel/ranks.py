@@ -66,20 +66,18 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     # torch runs compiled code from here: by default from a folder in /tmp, whose name another user can take first
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"local rank {local_rank} needs a GPU of its own, this machine has {torch.cuda.device_count()}: "
-                f"set torchrun --nproc-per-node {torch.cuda.device_count()}"
-            )
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise ValueError(f"local rank {local_rank} needs a GPU of its own, this machine has "
+                             f"{num_gpus}: set torchrun --nproc-per-node {num_gpus}")
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if torch.version.cuda and not hidden and any(DEVICES.glob("nvidia[0-9]*")):     # it would train on the CPU
-            raise ValueError(
-                f"torch {torch.__version__} cannot use this machine's NVIDIA GPUs: its driver (see nvidia-smi) may be "
-                f"too old for CUDA {torch.version.cuda}: update it (docs/gpus.md), or set CUDA_VISIBLE_DEVICES=-1"
-            )
+            raise ValueError(f"torch {torch.__version__} cannot use this machine's NVIDIA GPUs: its driver "
+                             f"(see nvidia-smi) may be too old for CUDA {torch.version.cuda}: update it "
+                             f"(docs/gpus.md), or set CUDA_VISIBLE_DEVICES=-1")
         device, backend = torch.device("cpu"), "gloo"
     timeout = collective_timeout(timeout_s)
     store = dist.HashStore()                                                                        # this needs no port
