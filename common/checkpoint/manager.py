@@ -5,14 +5,11 @@ template) and manifest.json, which names every file with its size and CRC-32. It
 manifest last, and then renamed: a folder called step_N was complete when it got this name.
 """
 
-import itertools
 import json
-import math
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +38,6 @@ MAY_CHANGE = re.compile(
     "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
-MAX_CHECKS = 16
-"""Most safe points of a phase: a check is a collective, whose time grows with the number of ranks."""
 
 
 @dataclass
@@ -206,12 +201,6 @@ class Checkpoints:
         saved = ", which is saved" if self.saved_step else "; there is nothing to save yet"
         print_on_main(self.world, f"stopped by {signal.Signals(number).name} after step {self.state['step']}{saved}")
         sys.exit(128 + number)
-
-    def spread_checks(self, num_microbatches: int) -> Callable[[], None]:
-        """Returns the function to call after each micro-batch of a phase. It checks at most MAX_CHECKS times."""
-        number = itertools.count(1)
-        every = math.ceil(num_microbatches / MAX_CHECKS)
-        return lambda: self.check() if next(number) % every == 0 else None
 
     def stopping(self) -> bool:
         """Whether this rank got a signal, so that its running samples will not be used. The engine calls this often."""
