@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from common.checkpoint.files import remove, sync
 from common.model.policy import Policy
-from common.parallel.ranks import World
+from common.parallel.ranks import World, together
 from rewards.runtime.cleaner import own_folder
 
 FILE_BYTES = 2**30
@@ -92,9 +92,7 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
     partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
     if rank == 0:
         remove(partial)
-        write_files(partial, files)
-    if size > 1:
-        dist.barrier()
+    together(lambda: rank == 0 and write_files(partial, files), OSError)
     lm = model_of(files) if described else None
     plan = revert_weight_conversion(lm, described) if lm else described
     split = split_state_dict_into_shards_factory(

@@ -5,14 +5,11 @@ template) and manifest.json, which names every file with its size and CRC-32. It
 manifest last, and then renamed: a folder called step_N was complete when it got this name.
 """
 
-import itertools
 import json
-import math
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +21,7 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common.checkpoint.best import Best, write_best
+from common.checkpoint.best import better, choose_metric, write_best
 from common.checkpoint.choice import choose
 from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, remove, sync, write_manifest
@@ -41,8 +38,6 @@ MAY_CHANGE = re.compile(
     "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|sleep|max-probe|extra))"
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
-MAX_CHECKS = 16
-"""Most safe points of a phase: a check is a collective, whose time grows with the number of ranks."""
 
 
 @dataclass
@@ -111,7 +106,8 @@ class Checkpoints:
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
-        self.best = Best(world, self.config.keep_best, self.config.best_metric)
+        self.best: dict[str, Any] = {}                          # step, as {step, metric, value}; {}: none is known
+        self.metric = ""                                        # what ranks, known at the first validation
         self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
         self.timer = Timer(watchdog.phase)                      # of the saves after the last step
         self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
@@ -170,10 +166,10 @@ class Checkpoints:
         """The state that this run starts from is validated. If that is a step that a stop signal kept from its
         validation, it is saved already and can be the best; the model before training cannot. Raises ValueError if the
         validation has no metric of the name --save.best-metric."""
-        better = self.best.better(self.state["step"], results)
-        if better and self.starts_from_own:
-            self.best.step = better
-            together(lambda: self.world.is_main and self._keep(better), OSError)
+        best = self._better(results)
+        if best and self.starts_from_own:
+            self.best = best
+            together(lambda: self.world.is_main and self._keep(best), OSError)
 
     def after_step(self, state: dict[str, Any], results: dict[str, float] | None = None) -> None:
         """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, plain JSON
@@ -183,14 +179,14 @@ class Checkpoints:
         self.dirty = False
         self.timer = Timer(self.watchdog.phase)
         try:
-            better = self.best.better(state["step"], results)
+            best = self._better(results)
         except ValueError:                                      # the steps since the last save would be lost
             self._save()
             self.wait()
             raise
-        self.best.step = better or self.best.step
+        self.best = best or self.best
         is_last = state["step"] == state["total_steps"]
-        if is_last or better or (self.config.every and state["step"] % self.config.every == 0):
+        if is_last or best or (self.config.every and state["step"] % self.config.every == 0):
             self._save()
         self.check()
 
@@ -207,12 +203,6 @@ class Checkpoints:
         print_on_main(self.world, f"stopped by {signal.Signals(number).name} after step {self.state['step']}{saved}")
         sys.exit(128 + number)
 
-    def spread_checks(self, num_microbatches: int) -> Callable[[], None]:
-        """Returns the function to call after each micro-batch of a phase. It checks at most MAX_CHECKS times."""
-        number = itertools.count(1)
-        every = math.ceil(num_microbatches / MAX_CHECKS)
-        return lambda: self.check() if next(number) % every == 0 else None
-
     def stopping(self) -> bool:
         """Whether this rank got a signal, so that its running samples will not be used. The engine calls this often."""
         return bool(self.watchdog.signal) and not self.dirty
@@ -222,6 +212,25 @@ class Checkpoints:
         if self.writing is not None:
             self.writing.result()
 
+    def _better(self, results: dict[str, float] | None) -> dict[str, Any]:
+        """The last finished step as {step, metric, value} if its validation ranks it above all before; else {}. Every
+        rank has the same results, and so the same answer. Raises ValueError if the first validation has no metric of
+        the name --save.best-metric."""
+        if not self.config.keep_best or not results:
+            return {}
+        if not self.metric:
+            self.metric = choose_metric(results, self.config.best_metric)
+            what = "lowest" if self.metric.endswith("loss") else "highest"
+            print_on_main(self.world, f"the checkpoint with the {what} {self.metric} is kept (--save.best-metric)")
+            if self.best.get("metric") != self.metric:          # an earlier start ranked by another one
+                self.best = {}
+        step = self.state["step"]
+        if self.metric not in results:                          # maj@N, if no sample has a vote
+            print_on_main(self.world, f"the validation after step {step} has no {self.metric}: this step cannot be the "
+                                      f"best")
+            return {}
+        return better(step, results, self.metric, self.best)
+
     def _resume_best(self, best: dict[str, Any]) -> None:
         """Takes over the best step that the checkpoint knows, as long as its own checkpoint is on disk."""
         if not (self.config.keep_best and self.starts_from_own):
@@ -229,7 +238,7 @@ class Checkpoints:
         if best and not on_main(self.world, lambda: bool(read_manifest(self._folder(best["step"])))):
             print_on_main(self.world, f"{self._folder(best['step'])}, which was the best checkpoint, is gone")
             best = {}
-        self.best.step = best
+        self.best = best
         together(lambda: self.world.is_main and write_best(self.root.parent, best), OSError)
 
     def _keep(self, best: dict[str, Any]) -> None:
@@ -257,7 +266,7 @@ class Checkpoints:
                     self.host[name].copy_(tensor)
                 tensors = self.host
             self.saved_step = self.state["step"]
-            best = {"best": self.best.step} if self.best.step else {}
+            best = {"best": self.best} if self.best else {}
             self.writing = self.thread.submit(self._write, tensors, self.state | best)
             if not self.config.async_:
                 self.wait()

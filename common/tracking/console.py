@@ -1,11 +1,11 @@
 """What a run prints."""
 
-import ast
 import copy
 import dataclasses
 import errno
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -100,16 +100,15 @@ def refuse_others_flags(flags: type, arguments: list[str], script: str) -> None:
     """Raise ValueError for a flag that only other scripts of this project have, and name them, the most similar first.
     What is unknown to all is left to tyro, as are --help and the flags of nested dataclasses."""
     own = {field.name.rstrip("_") for field in dataclasses.fields(flags)}
+    declared = {file.name: declared_flags(file) for file in sorted(ROOT.glob("*.py"))}
+    nearest = sorted(declared, key=lambda file: -len(declared[file] & own))
     given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     for flag in [] if {"-h", "--help"} & set(arguments) else given:
         name = flag.removeprefix("--").replace("-", "_")
         names = {name, name.removeprefix("no_")}
-        if "." in name or names & own:
-            continue
-        declared = {file.name: declared_flags(file) for file in sorted(ROOT.glob("*.py"))}
-        having = [file for file, fields in declared.items() if names & fields]
-        *others, last = sorted(having, key=lambda file: -len(declared[file] & own)) or [""]
-        if last:
+        having = [file for file in nearest if names & declared[file]]
+        if having and not names & own:
+            *others, last = having
             found = f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
             raise ValueError(f"{Path(script).name} has no flag {flag}; {found}")
 
@@ -123,13 +122,10 @@ def refuse_nan(args: Any) -> None:
 
 
 def declared_flags(file: Path) -> set[str]:
-    """The fields that the class Args of a script has itself. The script is not imported."""
-    try:
-        body = ast.parse(file.read_text()).body
-    except SyntaxError:
-        return set()
-    fields = [node for args in body if isinstance(args, ast.ClassDef) and args.name == "Args" for node in args.body]
-    return {node.target.id.rstrip("_") for node in fields if isinstance(node, ast.AnnAssign)}
+    """The fields that the class Args of a script has itself. The script is not imported: one that is being edited may
+    be no valid Python. A line of a docstring is no field, because it assigns nothing."""
+    body = "".join(re.findall(r"^class Args\b.*\n((?: .*\n|\n)*)", file.read_text(), re.MULTILINE))
+    return set(re.findall(r"^    (\w+?)_?: .* = ", body, re.MULTILINE))
 
 
 def without_nested(flags: type) -> type:

@@ -13,6 +13,8 @@ from common.model.policy import PackedModel
 from common.optim import OptimConfig, learning_rate, optimizer_step
 from common.rollout import Minibatch
 
+MAX_CHECKS = 16
+"""Most safe points of a phase: a check is a collective, whose time grows with the number of ranks."""
 DONE = "phase.done(microbatch, logp, entropy, stats)"
 
 
@@ -30,7 +32,7 @@ class Phase:
         self.minibatches = minibatches
         self.advance = advance
         self.num_microbatches = sum(len(minibatch) for minibatch in minibatches)
-        self.check_stop = run.checkpoints.spread_checks(self.num_microbatches)
+        self.check_every = math.ceil(self.num_microbatches / MAX_CHECKS)
         self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
         self.num_done = 0
         self.is_update = True
@@ -44,7 +46,8 @@ class Phase:
     def _count(self) -> None:
         self.num_done += 1
         self.advance()
-        self.check_stop()  # a stop signal takes effect here, unless an optimizer step would be lost
+        if self.num_done % self.check_every == 0:
+            self.run.checkpoints.check()  # a stop signal takes effect here, unless an optimizer step would be lost
 
     def done(self, microbatch: Batch, output: Tensor, entropy: Tensor | None = None,
              stats: dict[str, Tensor] | None = None) -> None:

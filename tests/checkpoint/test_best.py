@@ -85,7 +85,7 @@ def test_a_resumed_run_knows_the_best(run, tmp_path, capsys):
     run(0.2, 0.9, 0.5)
     (tmp_path / "best.json").unlink()                                   # the checkpoint knows it
     resumed = run(0.8, 0.9, first=4)
-    assert resumed.best.step == {"step": 2, "metric": MEAN, "value": 0.9} == read_best(tmp_path)
+    assert resumed.best == {"step": 2, "metric": MEAN, "value": 0.9} == read_best(tmp_path)
     assert on_disk(tmp_path) == [2, 5]
     assert capsys.readouterr().out.count(f"the checkpoint with the highest {MEAN} is kept") == 2    # once a start
     run(0.1, first=6, best_metric=GREEDY, metric=GREEDY)                # ranked by another one: it begins anew
@@ -113,7 +113,7 @@ def test_a_step_that_is_validated_after_a_stop_can_be_the_best(run, trained, wor
         other = checkpoints_of(tmp_path / "other", world, *trained, watch, keep_best=True, **more)
         other.resume()
         other.after_validation({MEAN: 0.9})
-        assert other.best.step == {} and read_best(tmp_path / "other") == {}
+        assert other.best == {} and read_best(tmp_path / "other") == {}
 
 
 def test_a_validation_without_the_metric_makes_no_step_the_best(run, trained, world, watch, tmp_path, capsys):
@@ -133,7 +133,7 @@ def test_a_resumed_run_with_a_wrong_name_loses_no_step(run, tmp_path):
     with pytest.raises(ValueError, match=r"--save.best-metric acc must be a metric that this validation gives"):
         run(None, None, 0.9, first=3, every=0, best_metric="acc")
     assert on_disk(tmp_path) == [1, 5]
-    assert run(0.1, first=6).best.step == {"step": 1, "metric": MEAN, "value": 0.5}
+    assert run(0.1, first=6).best == {"step": 1, "metric": MEAN, "value": 0.5}
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 2, "me', b"\xff\xfe", b"[]", b'{"step": 2}'])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.batch import Batch
-from common.checkpoint.manager import MAX_CHECKS, Checkpoints
+from common.checkpoint.manager import Checkpoints
 from common.metrics import Meter, Timer
 from common.optim import OptimConfig
-from common.tracking.phase import Phase
+from common.tracking.phase import MAX_CHECKS, Phase
 from common.training import Training
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from common.checkpoint.manager import MAX_CHECKS
+from common.tracking.phase import MAX_CHECKS
 from tests.conftest import launch_all
 from tests.scripts.test_grpo import metrics_of
 from tests.scripts.test_scripts import BASE

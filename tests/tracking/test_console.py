@@ -74,7 +74,8 @@ def test_other_flags_are_left_to_tyro(flags):
 
 def test_a_switch_of_another_script_and_a_script_that_cannot_be_read(monkeypatch, tmp_path):
     monkeypatch.setattr("common.tracking.console.ROOT", tmp_path)
-    (tmp_path / "a.py").write_text("class Args:\n    async_: bool = True\n    both: int = 0\n")
+    (tmp_path / "a.py").write_text(
+        "class Args:\n    async_: bool = True\n\n    both: int = 0\n    '''One.\n    half: of it'''\n")
     (tmp_path / "b.py").write_text("class Args:\n    half =")
     (tmp_path / "c.py").write_text("class Other:\n    both: int = 0\n")
     for flag in ("--async", "--no-async", "--both"):
