@@ -207,11 +207,12 @@ class Episodes:
         ended = response.tokens[-1] in self.template.stops
         written = self.template.tokenizer.decode(response.tokens[:-1] if ended else response.tokens)
         reply = {"conversation": asked, "text": text, "finish_reason": response.finish_reason, "usage": usage}
-        reply["content"] = after_thinking(written, conversation.rendered)
+        said, calls = after_thinking(written, conversation.rendered), []
+        reply["content"] = after_thinking(text, conversation.rendered)
         if conversation.tools and self.parse is not None:
-            reply["content"], reply["tool_calls"] = self.parse(reply["content"], conversation.tools)
-        calls = [call for call in reply.get("tool_calls", []) if "error" not in call]
-        conversation.keep_form(written, reply["content"], calls)
+            said, calls = self.parse(said, conversation.tools)
+            reply |= {"content": said, "tool_calls": calls}
+        conversation.keep_form(written, said, [call for call in calls if "error" not in call])
         self.tell(number, episode, reply)
 
     def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:

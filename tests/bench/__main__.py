@@ -15,7 +15,8 @@ LINES = ROOT / "docs/bench.jsonl"
 FLAGS = {
     "packing": [], "kernels": [], "logging": [], "data": ["--rows", "200000"],
     "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
-    "endpoint": [], "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [], "sft": [],
+    "endpoint": [], "slow_tool": [], "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [],
+    "sft": [],
 }
 
 

@@ -141,6 +141,15 @@ async def with_critics(chat, row):
     return {"score": 1.0, "answer": answer, "judged": json.dumps(judged), "usage": usage}
 
 
+async def twins(chat, row):
+    """The same question in two conversations at the same time."""
+    others = [chat.begin(), chat.begin()]
+    texts = await asyncio.gather(*(
+        other.reply({"role": "user", "content": "Say a word."}, max_tokens=12) for other in others
+    ))
+    return {"score": 1.0, "same": float(texts[0] == texts[1])}
+
+
 async def only_others(chat, row):
     """Nothing in its own conversation."""
     other = chat.begin()

@@ -66,22 +66,20 @@ def carry(model: str, engine, policy, num_steps: int = 5, restart: bool = False,
         rollout = steps(engine, step)
         engine.sleep()
         for sample in rollout.samples:
-            response = sample.response
-            mask = torch.tensor(response.mask or [True] * len(response.tokens))
-            versions = torch.tensor(response.versions)
-            assert len(versions) == mask.sum() and len(mask) == len(response.tokens) == len(response.logp)
-            logp = torch.tensor(response.logp)[mask]
-            by_copy = torch.stack([
-                engine_models.logps(lm, response.prompt or sample.prompt.tokens, response.tokens)[mask] for lm in copies
-            ])                                                                                  # [step + 1, T]
-            own = by_copy[versions, torch.arange(len(versions))]
-            late = versions < step
-            found.append({
-                "step": step, "index": sample.index, "row": sample.row, "tokens": response.tokens,
-                "versions": response.versions, "reason": response.finish_reason, "mask": mask.tolist(),
-                "messages": response.messages, "dropped": steps.metrics["rollout/dropped_tokens"],
-                "restarted": steps.metrics.get("episode/restarted"),
-                "off": float((logp - own).abs().max()),
-                "off_now": float((logp - by_copy[-1]).abs()[late].max()) if late.any() else None,
-            })
+            for prompt, part in sample.sequences:
+                mask = torch.tensor(part.mask or [True] * len(part.tokens))
+                versions = torch.tensor(part.versions)
+                assert len(versions) == mask.sum() and len(mask) == len(part.tokens) == len(part.logp)
+                logp = torch.tensor(part.logp)[mask]
+                by_copy = torch.stack([engine_models.logps(lm, prompt, part.tokens)[mask] for lm in copies])
+                own = by_copy[versions, torch.arange(len(versions))]                            # of [step + 1, T]
+                late = versions < step
+                found.append({
+                    "step": step, "index": sample.index, "row": sample.row, "tokens": part.tokens,
+                    "versions": part.versions, "reason": part.finish_reason, "mask": mask.tolist(),
+                    "messages": sample.response.messages, "dropped": steps.metrics["rollout/dropped_tokens"],
+                    "restarted": steps.metrics.get("episode/restarted"), "conversation": part.conversation,
+                    "off": float((logp - own).abs().max()),
+                    "off_now": float((logp - by_copy[-1]).abs()[late].max()) if late.any() else None,
+                })
     return found

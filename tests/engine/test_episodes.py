@@ -388,6 +388,10 @@ def test_conversations_of_one_episode_are_its_sequences(run, tokenizer, policy):
     assert Response.from_dict(json.loads(json.dumps(samples[0].response.to_dict()))) == samples[0].response
 
 
+def test_conversations_draw_other_random_numbers(run, tokenizer):
+    assert sum(sample.extras["same"] for sample in run("twins", [make_prompt(tokenizer, n) for n in range(4)])) <= 1
+
+
 def test_limits_are_the_episodes(run, tokenizer):
     """Turns and tokens of all conversations count together."""
     (sample,) = run("with_critics", [make_prompt(tokenizer, 0)], max_turns=2)

@@ -265,6 +265,18 @@ def test_episodes_go_on_between_two_steps(model, vllm, episodes):
     assert any(len(set(r["versions"])) > 1 for r in found)
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_conversations_of_one_episode_in_flight(restart, model, vllm, episodes):
+    """Two that are sampled at the same time, and carried over together: each token has the log-prob of the weights that
+    sampled it, whether the episode goes on or begins anew."""
+    found = carry(model, *vllm, num_steps=5, restart=restart, **episodes("with_critics"))
+    assert max(r["off"] for r in found) < 1e-4 and {r["conversation"] for r in found} == {0, 1, 2}
+    assert all(r["versions"] == sorted(r["versions"]) for r in found)
+    carried = {r["conversation"] for r in found if len(set(r["versions"])) > 1}
+    assert carried >= {0, 2} and min(r["off_now"] for r in found if r["off_now"] is not None) > 1e-3
+    assert (max(r["restarted"] for r in found) > 0) == restart
+
+
 def test_replies_to_what_is_no_longer_said_are_sampled_anew_and_counted(model, vllm, episodes):
     """By episodes that begin anew, as after a resume."""
     found = carry(model, *vllm, num_steps=6, restart=True, **episodes("moody"))

@@ -249,7 +249,7 @@ def test_every_source_of_the_table_has_its_function():
                "codeforces": "code", "taco": "code", "mbpp": "code", "countdown": "countdown",
                "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k",
                "searchR1_nq": "search_qa", "searchR1_2wikimultihopqa": "search_qa", "hiyouga/geometry3k": "geo3k",
-               "shapes": "shapes"}
+               "shapes": "shapes", "gpqa_diamond": "multiple_choice"}
     for source, file in sources.items():
         assert find(source).__module__ == f"rewards.{file}"
     assert set(TABLE.values()) == set(sources.values())
