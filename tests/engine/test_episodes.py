@@ -30,7 +30,8 @@ from common.rollouts.scoring import (
     responses_to_state,
     start_rollout,
 )
-from envs.runtime.conversation import FlagError
+from envs.runtime.conversation import Conversation, FlagError
+from envs.runtime.response import Episode
 from rewards.runtime.pool import RewardConfig
 from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of, with_tools
 from tests.generate import generate
@@ -398,6 +399,21 @@ def test_limits_are_the_episodes(run, tokenizer):
     assert sample.response.num_turns == 2 and sample.response.end_reason == "turns"
     (sample,) = run("with_critics", [make_prompt(tokenizer, 0)], max_response_length=40)
     assert sum(len(part.tokens) for part in sample.response.parts) <= 40
+
+
+def test_replies_that_are_being_written_count_as_turns(run, tokenizer, world):
+    config = replace(run.engine.config, episode=f"{FILE}:endless", max_turns=2)
+    episodes = start_episodes(config, tokenizer, TemplateConfig(), run.stops, 400, world)
+    prompt = make_prompt(tokenizer, 0)
+    conversation = Conversation(episodes.template, "split", prompt.tokens, [*prompt.messages])
+    episode = Episode({0: conversation}, 1, Response())
+    question = {"role": "", "messages": [{"role": "user", "content": "a"}], "tools": [], "max_tokens": 4, "stop": [],
+                "temperature": None}
+    try:
+        found = [episodes.prepare(episode, question | {"conversation": number}, config) for number in range(3)]
+    finally:
+        episodes.processes.close()
+    assert found == ["", "", "turns"] and episode.num_turns == 0
 
 
 def test_an_episode_may_leave_its_own_conversation_empty(run, tokenizer):
