@@ -150,6 +150,15 @@ async def twins(chat, row):
     return {"score": 1.0, "same": float(texts[0] == texts[1])}
 
 
+async def leaves_a_reply(chat, row):
+    """Ends while the model writes in another conversation."""
+    await chat.reply(max_tokens=3)
+    reply = chat.begin().reply({"role": "user", "content": "Write."}, max_tokens=60)
+    task = asyncio.create_task(reply)
+    await asyncio.sleep(0)
+    return {"score": 1.0, "is_done": float(task.done())}
+
+
 async def only_others(chat, row):
     """Nothing in its own conversation."""
     other = chat.begin()

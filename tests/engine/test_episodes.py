@@ -416,6 +416,13 @@ def test_replies_that_are_being_written_count_as_turns(run, tokenizer, world):
     assert found == ["", "", "turns"] and episode.num_turns == 0
 
 
+def test_an_episode_may_end_while_the_model_writes(run, tokenizer, engine):
+    samples = run("leaves_a_reply", [make_prompt(tokenizer, n) for n in range(3)], num_samples=2)
+    assert [(s.score, s.extras["is_done"], s.response.end_reason) for s in samples] == [(1.0, 0.0, "done")] * 6
+    parts = {len(s.response.parts) for s in samples}  # a reply that is complete in time is a sequence like any other
+    assert 1 in parts <= {1, 2} and not engine.has_unfinished()
+
+
 def test_an_episode_may_leave_its_own_conversation_empty(run, tokenizer):
     (sample,) = run("only_others", [make_prompt(tokenizer, 0)])
     (part,) = sample.response.parts
