@@ -144,6 +144,9 @@ class Episodes:
         there is none: turns or length; else ""."""
         if message["tools"] and self.parse is None:
             raise FlagError("chat.tools needs --rollout.tool-parser: nothing reads the calls that the model writes")
+        if message["stop"] and (self.config.engine == "hf" or self.config.in_flight > 1):
+            raise FlagError("chat.reply(stop=...) needs --rollout.engine vllm and --rollout.in-flight 1: tokens alone "
+                            "are carried over to the next step, not a text that is half written")
         if episode.num_turns + episode.num_asked >= self.config.max_turns:
             return "turns"
         conversation = episode.conversations.get(message["conversation"])

@@ -167,17 +167,22 @@ async def only_others(chat, row):
 
 
 async def cold(chat, row):
-    """A reply of the run's temperature, one that is greedy, and one that ends with a text."""
+    """A reply of the run's temperature, one that is greedy, and another of the run's."""
     await chat.reply(max_tokens=6)
     cold = await chat.reply({"role": "user", "content": "Again."}, max_tokens=6, temperature=0.0)
-    last = await chat.reply({"role": "user", "content": "Again."}, max_tokens=30, stop=[row["stop"]])
-    return {"score": 1.0, "cold": cold, "last": last}
+    await chat.reply({"role": "user", "content": "Again."}, max_tokens=6)
+    return {"score": 1.0, "cold": cold}
 
 
 async def misaddress(chat, row):
     """The second message has the row's role and content."""
     await chat.reply(max_tokens=2)
     await chat.reply({"role": row["role"], "content": row["content"]}, max_tokens=2)
+    return 1.0
+
+
+async def stops(chat, row):
+    await chat.reply(max_tokens=6, stop=["e"])
     return 1.0
 
 

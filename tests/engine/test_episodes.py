@@ -402,18 +402,20 @@ def test_limits_are_the_episodes(run, tokenizer):
 
 
 def test_replies_that_are_being_written_count_as_turns(run, tokenizer, world):
-    config = replace(run.engine.config, episode=f"{FILE}:endless", max_turns=2)
+    config = replace(run.engine.config, engine="vllm", episode=f"{FILE}:endless", max_turns=2)
     episodes = start_episodes(config, tokenizer, TemplateConfig(), run.stops, 400, world)
     prompt = make_prompt(tokenizer, 0)
     conversation = Conversation(episodes.template, "split", prompt.tokens, [*prompt.messages])
     episode = Episode({0: conversation}, 1, Response())
-    question = {"role": "", "messages": [{"role": "user", "content": "a"}], "tools": [], "max_tokens": 4, "stop": [],
-                "temperature": None}
+    question = {"role": "", "messages": [{"role": "user", "content": "a"}], "tools": [], "max_tokens": 4,
+                "stop": ["e"], "temperature": None}
     try:
         found = [episodes.prepare(episode, question | {"conversation": number}, config) for number in range(3)]
     finally:
         episodes.processes.close()
     assert found == ["", "", "turns"] and episode.num_turns == 0
+    assert [(asked.stop, asked.max_response_length) for asked in (c.asked for c in episode.conversations.values())] == [
+        (("e",), 4)] * 2
 
 
 def test_an_episode_may_end_while_the_model_writes(run, tokenizer, engine):
@@ -431,8 +433,8 @@ def test_an_episode_may_leave_its_own_conversation_empty(run, tokenizer):
 
 
 def test_a_reply_of_another_temperature_is_not_trained(run, tokenizer, engine):
-    """It is the greedy one, and it is context for the last reply, which ends with a text."""
-    (sample,) = run("cold", [make_prompt(tokenizer, 0, stop="e")])
+    """It is the greedy one, and it is context for the last reply."""
+    (sample,) = run("cold", [make_prompt(tokenizer, 0)])
     response = sample.response
     (is_first, _, start), (is_other, _, end), (is_last, _, _) = runs_of(response.mask)
     assert (is_first, is_other, is_last) == (True, False, True) and set(response.logp[start:end]) == {0}
@@ -443,7 +445,6 @@ def test_a_reply_of_another_temperature_is_not_trained(run, tokenizer, engine):
     (greedy,) = generate(engine, [[*sample.prompt.tokens, *response.tokens[:start], *between]], [None], sampling)
     assert response.tokens[start:end][: len(between) + len(greedy.tokens)] == [*between, *greedy.tokens]
     assert sample.extras["cold"] == tokenizer.decode(greedy.tokens, skip_special_tokens=True)
-    assert "e" in sample.extras["last"] or len(response.tokens) - end == 30 or response.tokens[-1] in STOPS
 
 
 def test_an_error_in_a_conversation_ends_one_episode(run, tokenizer, tmp_path):
@@ -469,6 +470,11 @@ def test_tools_that_nobody_can_call_are_refused(run, tokenizer, tools):
         run("with_tools", prompts, tool_parser="hermes")
     (sample,) = run("late_tools", prompts, **tools)
     assert sample.response.end_reason == "error"
+
+
+def test_a_text_that_ends_a_reply_needs_vllm(run, tokenizer):
+    with pytest.raises(FlagError, match=r"stop=\.\.\.\) needs --rollout\.engine vllm and --rollout\.in-flight 1"):
+        run("stops", [make_prompt(tokenizer, 0)])
 
 
 def test_what_is_said_is_text(run, tokenizer):
