@@ -29,6 +29,7 @@ from common.dataset.conversations import (
     RowParser,
     check_supervised,
     load_conversations,
+    parse_pair,
     pieces_of,
 )
 from common.engine.make import stop_tokens
@@ -36,7 +37,7 @@ from common.metrics import preference_metrics
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
-from common.prompts import PromptSampler, parse_messages
+from common.prompts import PromptSampler
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
 from common.tracking.console import run_script
@@ -89,14 +90,7 @@ def check(args: Args) -> None:
 
 def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
     """The pieces of the chosen and of the rejected conversation of a row. Raises ValueError for a bad row."""
-    prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
-    pair = []
-    for name in ("chosen", "rejected"):
-        answer = row.get(name)
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        messages = parse_messages(answer, name)
-        pair.append(messages if messages[: len(prompt)] == prompt else [*prompt, *messages])
+    pair = parse_pair(row)
     if pair[0] == pair[1]:
         raise ValueError("chosen and rejected are the same")
     num_given = next(i for i in range(len(pair[0]) + 1) if pair[0][: i + 1] != pair[1][: i + 1])

@@ -31,13 +31,13 @@ from common.dataset.conversations import (
     RowParser,
     check_supervised,
     load_conversations,
+    parse_pair,
 )
 from common.engine.make import stop_tokens
 from common.metrics import preference_metrics
 from common.model.scorer import Scorer, load_scorer
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
-from common.prompts import parse_messages
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
 from common.tracking.console import run_script
@@ -95,21 +95,13 @@ def check(args: Args) -> None:
 def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
     """The chosen and the rejected conversation of a row, each as a whole, and a token after it: `Critic` gives a value
     to a token from the tokens before it, and this one is masked. Raises ValueError for a bad row."""
-    prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
     margin = row.get("margin")
     if margin is not None and (not isinstance(margin, int | float) or not math.isfinite(margin)):
         raise ValueError(f"margin is {margin!r:.80}; it must be a finite number (--data.margin-column)")
-    texts = []
-    for name in ("chosen", "rejected"):
-        answer = row.get(name)
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        messages = parse_messages(answer, name)
-        whole = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
-        try:
-            texts.append(tokenizer.apply_chat_template(whole, tokenize=False, **template))
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
+    try:
+        texts = [tokenizer.apply_chat_template(messages, tokenize=False, **template) for messages in parse_pair(row)]
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template refuses it: {error}") from None
     if texts[0] == texts[1]:
         raise ValueError("chosen and rejected are the same")
     return [[(text, False), (tokenizer.eos_token, True)] for text in texts]

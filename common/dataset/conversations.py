@@ -17,7 +17,7 @@ from common.model.flops import sequence_cost
 from common.model.loading import read_config
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World
-from common.prompts import TemplateConfig
+from common.prompts import TemplateConfig, parse_messages
 from common.rollout import Minibatch
 
 Piece = tuple[str, bool]
@@ -125,6 +125,20 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
         tokens += new
         mask += [n < end for n in range(len(new))]
     return tokens, mask
+
+
+def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The chosen and the rejected conversation of a preference row, each with the messages of its `prompt`. Raises
+    ValueError for a bad row."""
+    prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
+    pair = []
+    for name in ("chosen", "rejected"):
+        answer = row.get(name)
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        messages = parse_messages(answer, name)
+        pair.append(messages if messages[: len(prompt)] == prompt else [*prompt, *messages])
+    return pair
 
 
 def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
