@@ -89,7 +89,7 @@ class Run(Training):
         )
         return self
 
-    def start_engine(self, max_tokens: int = 0, frozen: str = "", critic: str = "") -> tuple[Engine, int]:
+    def start_engine(self, max_tokens: int = 0, frozen: str | tuple = "", critic: str = "") -> tuple[Engine, int]:
         """Start the engine, before any model is loaded, because it reads how much memory is free. Returns it and the
         token budget of a micro-batch; the arguments are those of `plan_memory`. Ranks that only sample have no budget.
         """
@@ -119,7 +119,7 @@ class Run(Training):
         """As Training's; it is moved to the host with the other models (--offload.params)."""
         model = super().load_frozen(path)
         if isinstance(model, PackedModel):
-            self.models["reference"] = model
+            self.models["reference" if path == self.args.model else path] = model
         return model
 
     def _resume(self) -> None:

@@ -6,6 +6,7 @@
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
 #   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
+#   TASK=... tests/bench/curves.sh distill        the numbers of docs/distillation.md, in 45 minutes
 #   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and docs/long_tail.png
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
@@ -72,8 +73,26 @@ preferences() {
 
 # the model that grpo.py trained (see `policies`) teaches the model of the task, without any reward
 distil() {
-    train grpo_variants.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model --reward-coef 0 \
-        --kl-loss-coef 1 --kl-estimator k1+
+    train distill.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model
+}
+
+# the same from a teacher of 30 steps: the whole distribution, its 64 best words, the sampled word, and another divergence
+distill() {
+    STEPS="--total-steps 30 --save.every 0"
+    [[ -e $OUT/teacher/finished ]] || train grpo.py --run-dir $OUT/teacher
+    STEPS="--total-steps 16 --eval-every 4 --save.every 0 --save.hf never --prompts-per-step 16 --samples-per-prompt 2"
+    local seed way script runs=()
+    for seed in ${SEEDS:-1 2 3}; do
+        while read -r way script; do
+            # shellcheck disable=SC2086
+            train $script --run-dir "$OUT/distill/$way.$seed" --seed "$seed" --teacher $OUT/teacher/model </dev/null
+            runs+=("$OUT/distill/$way.$seed")
+        done <<<"exact distill.py
+k1 grpo_variants.py --kl-loss-coef 1 --kl-estimator k1+ --reward-coef 0
+top64 distill.py --divergence forward-kl --top-k 64
+jsd distill.py --divergence jsd"
+    done
+    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
 }
 
 lessons() {
