@@ -67,7 +67,8 @@ def runs(tmp_path_factory, smollm) -> Path:
     rows = pq.read_table(TRAIN).slice(length=32)
     pq.write_table(rows, folder / "train.parquet")
     sources = pa.array([str(number % 2) for number in range(32)])
-    pq.write_table(rows.set_column(rows.column_names.index("data_source"), "data_source", sources), folder / "two.parquet")
+    number = rows.column_names.index("data_source")
+    pq.write_table(rows.set_column(number, "data_source", sources), folder / "two.parquet")
     jobs = []
     for name, (script, model, flags) in JOBS.items():
         data = folder / ("two.parquet" if name == "distill, two" else "train.parquet")
