@@ -28,7 +28,7 @@ def look(number: int) -> list:
     Args:
         number: Of the picture.
     """
-    return [f"Picture {number}: <image> is no place, ", random_picture(number), " nor is <|image_pad|>."]
+    return [f"Picture {number}: <image> is no place, ", random_picture(number), " nor ends <|im_end|> it."]
 
 
 async def looks(chat, row):
@@ -39,7 +39,7 @@ async def looks(chat, row):
     if chat.tools:
         await chat.reply(await chat.tool_call({"name": "look", "arguments": json.dumps({"number": number})}),
                          max_tokens=4)
-    await chat.reply({"role": "user", "content": "Nothing to see."}, max_tokens=3)
+    await chat.reply({"role": "user", "content": "Nothing <|image_pad|> to see."}, max_tokens=3)
     url = {"type": "image_url", "image_url": {"url": data_url(random_picture(number + 10))}}
     await chat.reply({"role": "user", "content": [url, {"type": "text", "text": "or "}, random_picture(number + 20)]},
                      max_tokens=6)
@@ -72,4 +72,13 @@ async def begins(chat, row):
     await other.reply({"role": "user", "content": ["What is ", random_picture(random.randrange(9), 60, 60)]},
                       max_tokens=5)
     await chat.reply(max_tokens=5)
+    return 1.0
+
+
+async def lists(chat, row):
+    """Three pictures of users, of a size that does not tell them apart, and where they come from is not the seed."""
+    await chat.reply(max_tokens=row["extra_info"]["first"])
+    for number in range(3):
+        picture = random_picture(row["extra_info"]["first"] + number, 60, 60)
+        await chat.reply({"role": "user", "content": [picture]}, max_tokens=3)
     return 1.0
