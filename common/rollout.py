@@ -80,7 +80,7 @@ class Rollout:
             masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
         )
         # prompts that are not their row's share their images with no other: a number of their own below -1
-        own = [-2 - number if part.images else -1 for number, *_, part in parts]
+        own = [-2 - number if part.images and prompt != s.prompt.tokens else -1 for number, s, prompt, part in parts]
         batch.row = torch.tensor([s.row if s.prompt.images and part.prompt is None else alone
                                   for (_, s, _, part), alone in zip(parts, own)], dtype=torch.int64)
         return batch

@@ -141,10 +141,10 @@ def sequences_of(episode: Episode, number: int) -> list[Response]:
     versions = chain(*(reply.versions for reply in episode.replies(number)))
     found = []
     for part in [*conversation.left_behind, conversation]:
-        is_rows = part.prompt is episode.prompt.tokens
-        own = part.images[len(episode.prompt.images.files) if is_rows and episode.prompt.images else 0 :]
+        has_row_images = part.prompt is episode.prompt.tokens and episode.prompt.images is not None
+        own = part.images[len(episode.prompt.images.files) if has_row_images else 0 :]
         found.append(Response(
-            part.tokens, part.logp, "stop", part.mask, None if is_rows else part.prompt,
+            part.tokens, part.logp, "stop", part.mask, None if has_row_images else part.prompt,
             [b64encode(file).decode() for file in own], conversation=number, role=conversation.role,
             versions=[*islice(versions, sum(part.mask))], routing=part.routing,
         ))

@@ -165,7 +165,7 @@ def test_what_is_no_picture_ends_an_episode_or_is_told(play, model, engine, tmp_
 
 def test_tokens_for_the_engine_have_one_placeholder_an_image(model, prompts):
     """Others, which the model sampled, stay; an episode with images does not go on after one."""
-    processor, marker = load_processor(model)
+    _, marker = load_processor(model)
     tokenizer, placeholder = prompts.tokenizer, frame_of(model)[0]
     for prompt in prompts:
         text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
