@@ -125,7 +125,7 @@ class Run(Training):
     def _resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
         for model in self.models.values():
-            model.prompts = self.train_set if self.train_set.first_with_images >= 0 else None
+            model.prompts = self.train_set if self.train_set.has_images else None
         self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
         super()._resume()
         if self.val_set is not None and not self.is_validated:
@@ -164,10 +164,11 @@ class Run(Training):
         """Send every response of `in_loss` to the rank that trains on it; see `rollout.to_minibatches`. Who runs
         through the model is decided here, once a step: with --run-zero-advantage all, else by `has_gradient`."""
         seed = seed_of(self.args.seed, step, "minibatches")
-        layout = Layout(
-            self.hf_config, self.world, num_minibatches, max_tokens, seed, self.args.policy.share_prompt
-        )
-        return to_minibatches(rollout, in_loss, layout, step, None if self.args.run_zero_advantage else has_gradient)
+        layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt)
+        runs = None if self.args.run_zero_advantage else has_gradient
+        minibatches = to_minibatches(rollout, in_loss, layout, step, runs)
+        self.train_set.take_images(rollout, minibatches)
+        return minibatches
 
     def phase(self, name: str, minibatches: list[Minibatch]) -> AbstractContextManager[Phase]:
         """As Training's. The engine must sleep: it holds the memory that the models need."""
