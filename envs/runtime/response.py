@@ -26,9 +26,6 @@ class Response:
     """False on tokens of users or tools. None: the model sampled all tokens."""
     prompt: list[int] | None = None
     """The tokens before the response, if they are not the tokens of the row's prompt."""
-    images: list[str] = field(default_factory=list)
-    """The sequence's pictures in their order, without those of the row's prompt where that begins it: files in base64.
-    For `earlier` replies of an episode that has not ended: SHA-256 of the pictures in `prompt`."""
     earlier: list["Response"] = field(default_factory=list)
     """Further sequences of the same episode, of other conversations or before the history was rewritten; they are
     trained like this sequence. For an episode that has not ended: the model's replies so far, each with the tokens
@@ -44,6 +41,9 @@ class Response:
     """The conversation."""
     tools: dict[str, float] = field(default_factory=dict)
     """Number of tool_calls and of tool_errors, and tool_s, the seconds that the episode's own code ran."""
+    images: list[str] = field(default_factory=list)
+    """The sequence's pictures in their order, without those of the row's prompt where that begins it: files in base64.
+    For `earlier` replies of an episode that has not ended: SHA-256 of the pictures in `prompt`."""
 
     # of --rollout.in-flight alone
     versions: list[int] = field(default_factory=list)
