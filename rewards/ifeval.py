@@ -11,6 +11,7 @@ instruction is the mean of `num_strict` over the mean of `num_instructions`.
 import functools
 import importlib
 import json
+import sys
 
 COMMAND = "pip install lm_eval==0.4.13 langdetect immutabledict nltk && python -m nltk.downloader punkt_tab"
 
@@ -35,8 +36,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> d
 def check(**_) -> None:
     """Before training: ValueError if the package, or the data with which it finds sentences, is missing."""
     try:
-        importlib.import_module("nltk").data.find("tokenizers/punkt_tab")
-        checkers()
+        for name in ("lm_eval", "langdetect", "immutabledict", "nltk"):
+            importlib.import_module(name)
+        sys.modules["nltk"].data.find("tokenizers/punkt_tab")
+        checkers()                      # without punkt_tab, its import would download
     except ModuleNotFoundError as error:
         raise ValueError(f"package {error.name} is not installed; run `{COMMAND}`") from None
     except LookupError:
