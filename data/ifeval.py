@@ -1,4 +1,4 @@
-"""IFEval (Zhou et al. 2023, arXiv 2311.07911), instructions that a program checks: python data/ifeval.py --out data/ifeval
+"""IFEval (Zhou et al. 2023), instructions that a program checks: python data/ifeval.py --out data/ifeval
 
 From google/IFEval on the Hugging Face hub: 541 prompts with 1 to 3 instructions each; writes test.parquet. The ground
 truth is JSON, {"key", "prompt", "instruction_id_list", "kwargs"}, which rewards/ifeval.py gives to the checkers of
@@ -17,8 +17,8 @@ def rows(source_rows: Iterable[dict]) -> Iterator[dict]:
     for index, row in enumerate(source_rows):
         names, kwargs = row["instruction_id_list"], row["kwargs"]
         if not names or len(names) != len(kwargs):
-            raise ValueError(f"row {index} has {len(names)} instructions and arguments of {len(kwargs)}; the rule is as "
-                             f"many of both and at least one")
+            raise ValueError(f"row {index} has {len(names)} instructions and arguments of {len(kwargs)}; the rule is "
+                             f"as many of both and at least one")
         given = [{name: value for name, value in arguments.items() if value is not None} for arguments in kwargs]
         truth = {"key": row["key"], "prompt": row["prompt"], "instruction_id_list": names, "kwargs": given}
         yield make_row("ifeval", row["prompt"], json.dumps(truth), "instructions", "test", index, key=row["key"])

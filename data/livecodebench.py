@@ -1,4 +1,4 @@
-"""LiveCodeBench (Jain et al. 2024), programs judged by test cases: python data/livecodebench.py --out data/livecodebench
+"""LiveCodeBench (Jain et al. 2024), programs with test cases: python data/livecodebench.py --out data/livecodebench
 
 From livecodebench/code_generation_lite on the Hugging Face hub; writes test.parquet. --release v6 (the default) are the
 175 problems that the sixth release added, a download of 0.1 GB; release_v6 are all 1,055 in six files, 4.5 GB.
@@ -52,8 +52,8 @@ def pickled_text(data: bytes) -> str:
 
 
 def decode_cases(text: str) -> list[dict]:
-    """The test cases of a column, {input, output, testtype} each: JSON, or JSON that was pickled, compressed and written
-    in base64. ValueError if it is neither, or larger than MAX_BYTES."""
+    """The test cases of a column, {input, output, testtype} each: JSON, or JSON that was pickled, compressed and
+    written in base64. ValueError if it is neither, or larger than MAX_BYTES."""
     if not text.lstrip().startswith("["):
         try:
             unpacker = zlib.decompressobj()
@@ -64,7 +64,7 @@ def decode_cases(text: str) -> list[dict]:
             raise ValueError(f"they are cut off, or more than {MAX_BYTES >> 20} MiB")
         text = pickled_text(data)
     cases = json.loads(text)
-    if not isinstance(cases, list) or not all(isinstance(case, dict) and KEYS <= case.keys() for case in cases):
+    if not isinstance(cases, list) or not all(isinstance(case, dict) and case.keys() >= KEYS for case in cases):
         raise ValueError(f"they are {text:.80}; the rule is a list of {{input, output, testtype}}")
     return cases
 
@@ -78,7 +78,7 @@ def rows(source_rows: Iterable[dict], from_date: date, to_date: date) -> Iterato
             left_out["of another date"] += 1
             continue
         try:
-            cases = [case for column in ("public_test_cases", "private_test_cases") for case in decode_cases(row[column])]
+            cases = [*decode_cases(row["public_test_cases"]), *decode_cases(row["private_test_cases"])]
         except ValueError as error:
             raise ValueError(f"row {index} ({row['question_id']}): the test cases cannot be read: {error}") from None
         if not cases:

@@ -113,8 +113,8 @@ def main() -> None:
     groups = list(make_rows(read_responses(args.responses), prompts, args.max_pairs, args.seed))
     if len(groups) <= args.num_test:
         raise ValueError(f"{len(groups)} prompts have pairs; the rule is more than --num-test {args.num_test}. Sample "
-                         f"more prompts, or more responses of each (evaluate.py --eval-n), from a model whose responses "
-                         f"have different scores")
+                         f"more prompts, or more responses of each (evaluate.py --eval-n), from a model whose "
+                         f"responses have different scores")
     random.Random(args.seed).shuffle(groups)
     for split, part in (("test", groups[: args.num_test]), ("train", groups[args.num_test :])):
         if part:

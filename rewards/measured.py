@@ -1,7 +1,7 @@
 """The score of a task as a measurement alone: --reward.function rewards/measured.py --reward-model.path RUN_DIR/model
 
-The score is 0, so the reward model's score is the only reward (as with --reward-model.alone). The task's own score, that
-of the table in rewards/__init__.py, is `acc`: validation counts it, and training steps have its mean as `reward/acc`.
+The score is 0, so the reward model's score is the only reward (as with --reward-model.alone). The task's own score,
+that of the table in rewards/__init__.py, is `acc`: validation counts it, and steps have its mean as `reward/acc`.
 Whether a policy gets better, and not only better liked by its reward model, is seen there.
 """
 

@@ -69,7 +69,8 @@ def test_responses_of_an_evaluation_become_pairs(evaluated, tiny_llama, monkeypa
 @pytest.mark.parametrize(("scores", "most", "number"), [
     ({"a": 1, "b": 0, "c": 0}, 4, 2), ({"a": 1, "b": 0, "c": 0}, 1, 1), ({"a": 1, "b": 1}, 4, 0), ({}, 4, 0),
     ({"a": 0.5, "b": 0.25, "c": 0}, 9, 3),                              # a > b > c: graded scores
-    ({letter: letter.isupper() for letter in "ABCdef"}, 3, 3), ({letter: letter.isupper() for letter in "ABCdef"}, 9, 9),
+    (dict.fromkeys("ABC", 1) | dict.fromkeys("def", 0), 3, 3),
+    (dict.fromkeys("ABC", 1) | dict.fromkeys("def", 0), 9, 9),
 ])
 def test_pairs_of_a_prompt(scores, most, number):
     found = pairs.pairs_of(scores, most, random.Random(0))
@@ -93,7 +94,7 @@ def test_what_gives_no_pair_is_counted(capsys):
 
 
 def test_the_question_is_that_of_an_evaluation_for_any_row():
-    """A text as a prompt, keys that only some messages have (parquet fills them with None), a ground truth of numbers."""
+    """A text as a prompt, keys that only some messages have (parquet fills them with None), numbers as ground truth."""
     from common.prompts import DataConfig, parse_row
     from common.rollout import Sample
     from tools.evaluation import question_of
