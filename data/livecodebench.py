@@ -6,8 +6,10 @@ From livecodebench/code_generation_lite on the Hugging Face hub; writes test.par
 JSON, {"inputs": [...], "outputs": [...]}, the public test cases first, for standard input and output, and with
 "fn_name" for calls of a method of class Solution.
 
-The benchmark asks that all test cases pass, and rewards/code.py runs 10 by default, so evaluate with:
-    --reward.kwargs '{"max_cases": 1000, "continuous": false, "timeout_s": 6, "total_s": 300}' --reward.timeout-s 330
+The benchmark asks that all test cases pass, and rewards/code.py runs 10 by default, so evaluate with the line below.
+Test cases of a problem are some megabytes, which each recorded response repeats: hence the few prompts a chunk.
+    --reward.kwargs '{"max_cases": 1000, "continuous": false, "timeout_s": 6, "total_s": 300}' --reward.timeout-s 330 \\
+        --prompts-per-chunk 16
 """
 
 import base64
