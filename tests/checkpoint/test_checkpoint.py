@@ -200,7 +200,7 @@ def test_only_the_newest_are_kept(four, save):
     assert names(four.parent) == ["step_000001", "step_000002", "step_000003", "step_000004"]
     save(5, keep=2)
     assert sorted(path.name for path in four.iterdir()) == ["step_000004", "step_000005"]
-    with pytest.raises(ValueError, match=r"--save.keep 0 at least 1"):
+    with pytest.raises(ValueError, match=r"--save.keep 0 must be at least 1"):
         manager.SaveConfig(keep=0)
 
 
