@@ -149,13 +149,11 @@ class MemoryPlan:
         if "rollout" not in vars(args):
             return
         self.offload = args.offload
-        models = {args.model: self.policy}
         for path in filter(None, (frozen,) if isinstance(frozen, str) else frozen):
-            if path not in models:
-                models[path] = Model(read_teacher(path, args.model, policy), policy, ranks)
-            if path != args.model or not args.lora.rank:                # else it is the model below the adapters
-                self.reference_gb += models[path].frozen_gb
-            self.teachers += [] if isinstance(frozen, str) else [models[path]]
+            is_own = path == args.model
+            model = self.policy if is_own else Model(read_teacher(path, args.model, policy), policy, ranks)
+            self.reference_gb += 0 if is_own and args.lora.rank else model.frozen_gb    # 0: it is below the adapters
+            self.teachers += [] if isinstance(frozen, str) else [model]
         if args.reward_model.path:
             config = check_reward_model(args.reward_model, policy)
             self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
