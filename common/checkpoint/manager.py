@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from torch import Tensor
+from torch import Tensor, get_device_module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.best import better, choose_metric, write_best
@@ -108,7 +108,8 @@ class Checkpoints:
         self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
         self.timer = Timer(watchdog.phase)                      # of the saves after the last step
         self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # A new thread's device is GPU 0, and DCP waits for its copies on the stream of the thread's device.
+        self.thread = ThreadPoolExecutor(1, "checkpoint", get_device_module(world.device).set_device, (world.device,))
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(self.config.timeout_s))
         self.writing: Future | None = None
         if world.is_main:
