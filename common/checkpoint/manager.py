@@ -141,11 +141,9 @@ class Checkpoints:
         self.saved_step = self.state["step"]
         if folder.parent != self.root:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
-        print_on_main(
-            self.world,
-            f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
-            f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
-        )
+        print_on_main(self.world, f"resumed after step {self.saved_step} from {folder} of "
+                                  f"{manifest['world_size']} rank(s)"
+                                  f"{'; other flags: ' if changed else ''}{'; '.join(changed)}")
         made_by = manifest["flags"]["script"]
         held = {name: value for name, value in self.state.get("script", {}).items() if value}
         if held and made_by != self.flags["script"]:
