@@ -43,8 +43,6 @@ def candidates(root: Path, how: str) -> list[Path]:
     if how == "auto" or (own and counts != {"0"}):
         return own
     if own:
-        raise ValueError(
-            f"--run-dir {root.parent} has checkpoints ({own[0].name}), which a later start would continue: "
-            f"with --save.resume {how}, choose another --run-dir or remove them"
-        )
+        raise ValueError(f"--run-dir {root.parent} has checkpoints ({own[0].name}), which a later start would "
+                         f"continue: with --save.resume {how}, choose another --run-dir or remove them")
     return [] if how == "none" else [find(how)]

@@ -128,28 +128,23 @@ class Checkpoints:
         manifest = read_manifest(folder)
         wrong = [d for d in differences(manifest.get("model", {}), self.model) if d.split()[0] not in NOT_COMPARED]
         if wrong:
-            raise ValueError(
-                f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another "
-                f"--run-dir or --save.resume"
-            )
+            raise ValueError(f"{folder} does not fit this run: "
+                             f"{'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another --run-dir "
+                             "or --save.resume")
         changed = differences(manifest["flags"], self.flags)
         algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
         if algorithm and folder.parent == self.root and not self.config.allow_changes:
-            raise ValueError(
-                f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give the old ones, or "
-                f"another --run-dir, or set --save.allow-changes"
-            )
+            raise ValueError(f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give "
+                             "the old ones, or another --run-dir, or set --save.allow-changes")
         load_parts(self.parts, folder)
         self.dirty = False
         self.state = manifest["state"]
         self.saved_step = self.state["step"]
         if folder.parent != self.root:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
-        print_on_main(
-            self.world,
-            f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
-            f"{'; other flags: ' if changed else ''}{'; '.join(changed)}",
-        )
+        print_on_main(self.world, f"resumed after step {self.saved_step} from {folder} of "
+                                  f"{manifest['world_size']} rank(s)"
+                                  f"{'; other flags: ' if changed else ''}{'; '.join(changed)}")
         made_by = manifest["flags"]["script"]
         held = {name: value for name, value in self.state.get("script", {}).items() if value}
         if held and made_by != self.flags["script"]:

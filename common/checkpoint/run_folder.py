@@ -24,10 +24,8 @@ def open_run_folder(run_dir: str, world: World) -> None:
     found = world.is_main or (path.is_file() and path.read_text() == written)   # closing it would end rank 0's lock
     blind = [rank for rank, finds in enumerate(all_gather_objects(found)) if not finds]
     if blind:
-        raise ValueError(
-            f"--run-dir {run_dir} is another folder for rank(s) {blind} than for rank 0: it must be on a file system "
-            f"that all machines share"
-        )
+        raise ValueError(f"--run-dir {run_dir} is another folder for rank(s) {blind} than for rank 0: it must "
+                         "be on a file system that all machines share")
 
 
 def lock(run_dir: str) -> str:
@@ -46,9 +44,8 @@ def lock(run_dir: str) -> str:
         os.fsync(file)                                          # other machines read it at once
     except BlockingIOError:
         other = os.read(file, 1000).decode().strip() or "another process"
-        raise ValueError(
-            f"--run-dir {run_dir} is in use by {other}: choose another --run-dir, or wait until that run has ended"
-        ) from None
+        raise ValueError(f"--run-dir {run_dir} is in use by {other}: choose another --run-dir, or wait until "
+                         "that run has ended") from None
     except OSError as error:
         raise ValueError(f"--run-dir {run_dir}: {path} cannot be written or locked: {error}") from None
     return holder()

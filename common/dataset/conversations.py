@@ -106,8 +106,7 @@ def load_conversations(
         margin = {} if row.get("margin") is None else {"margin": row["margin"]}
         return [{"tokens": tokens, "mask": mask} | margin for tokens, mask in encoded]
 
-    limit = "--data.max-length", config.max_length
-    form = RowFormat(config, limit, SCHEMA, parser.columns, encode_row)
+    form = RowFormat(config, ("--data.max-length", config.max_length), SCHEMA, parser.columns, encode_row)
     return ConversationSet(*load_rows(files, form), parser.per_row)
 
 

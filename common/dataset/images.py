@@ -49,9 +49,8 @@ class Images:
 def inputs_of(file: bytes, model: str) -> tuple[list[int], dict[str, Tensor]]:
     """The tokens that the model sees for an image, and its other inputs."""
     processor, _ = load_processor(model)
-    made = processor(
-        text=[processor.image_token], images=decode([file]), add_special_tokens=False, return_tensors="pt"
-    )
+    made = processor(text=[processor.image_token], images=decode([file]), add_special_tokens=False,
+                     return_tensors="pt")
     names = processor.image_processor.model_input_names
     return made["input_ids"][0].tolist(), {name: made[name] for name in names}
 

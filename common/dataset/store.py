@@ -200,8 +200,7 @@ def load_rows(files: Sequence[str], form: RowFormat) -> tuple[pa.Table, Loaded]:
                 raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
         path, loaded = together(lambda: work() if rank == first else None, ValueError)[first]
-        with pa.memory_map(path) as arrow:
-            table = pa.ipc.open_stream(arrow).read_all()
+        table = pa.ipc.open_stream(pa.memory_map(path)).read_all()
         if dist.is_initialized():
             dist.barrier()  # the file is open everywhere: its name can go, the mapping stays
     loaded.lengths = "{min} to {max}".format(**pc.min_max(pc.list_value_length(table["tokens"])).as_py())

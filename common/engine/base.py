@@ -235,10 +235,8 @@ class Engine:
         num_compared, differing = self._load(tensors(), sent)
         differing = all_names(differing)  # of any rank: all of them raise
         if differing:
-            raise RuntimeError(
-                f"weight sync: checksums differ, the engine does not hold the trainer's weights in {len(differing)} "
-                f"tensors: {', '.join(differing[:5])}"
-            )
+            raise RuntimeError("weight sync: checksums differ, the engine does not hold the trainer's weights "
+                               f"in {len(differing)} tensors: {', '.join(differing[:5])}")
         num_left = len(sent) - num_compared
         return {"sync/num_checksums": num_compared} | ({"sync/num_not_compared": num_left} if num_left else {})
 

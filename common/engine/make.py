@@ -34,11 +34,10 @@ def check_rollout(
             raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
     filters = changed_flags(config, "top_p", "top_k")
     if filters and not has_correction:
-        raise ValueError(
-            f"{' and '.join(filters)}: responses then come from a filtered distribution q, the trainer's log-probs are "
-            f"of the unfiltered p, and the gradient is biased unless losses are multiplied by p / q: turn on the "
-            f"engine correction, or use these in validation only (--rollout.val-top-p, ...)"
-        )
+        raise ValueError(f"{' and '.join(filters)}: responses then come from a filtered distribution q, the "
+                         "trainer's log-probs are of the unfiltered p, and the gradient is biased unless "
+                         "losses are multiplied by p / q: turn on the engine correction, or use these in "
+                         "validation only (--rollout.val-top-p, ...)")
     given = f"--rollout.in-flight {config.in_flight:g}"
     if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
         raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "
@@ -54,18 +53,15 @@ def check_rollout(
     hf_config = hf_config.get_text_config()
     heads, num_ranks = hf_config.num_attention_heads, world.num_samplers or world.size
     if config.tp < 1 or num_ranks % config.tp or heads % config.tp:
-        raise ValueError(
-            f"{'--samplers' if world.num_samplers else 'world size'} {num_ranks} and the model's {heads} attention "
-            f"heads must be multiples of --rollout.tp {config.tp}"
-        )
+        raise ValueError(f"{'--samplers' if world.num_samplers else 'world size'} {num_ranks} and the model's "
+                         f"{heads} attention heads must be multiples of --rollout.tp {config.tp}")
     check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
     max_sequence_length = max_prompt_length + config.max_response_length
     if max_sequence_length > hf_config.max_position_embeddings:
-        raise ValueError(
-            f"the longest prompt ({max_prompt_length} tokens) and --rollout.max-response-length "
-            f"{config.max_response_length} exceed the model's context of {hf_config.max_position_embeddings} tokens: "
-            f"lower --rollout.max-response-length or --data.max-prompt-length"
-        )
+        raise ValueError(f"the longest prompt ({max_prompt_length} tokens) and --rollout.max-response-length "
+                         f"{config.max_response_length} exceed the model's context of "
+                         f"{hf_config.max_position_embeddings} tokens: lower --rollout.max-response-length or "
+                         "--data.max-prompt-length")
     without = changed_flags(config, "in_flight", "tp") + ["--samplers"] * (world.num_samplers > 0)
     if router_replay == "rollout" and (without or (config.engine, world.device.type) == ("vllm", "cpu")):
         raise ValueError(f"--policy.router-replay rollout: with {' and '.join(without) or 'vLLM on a CPU'} the experts "
@@ -102,16 +98,14 @@ def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibat
              "minibatches_per_step": minibatches_per_step, **others}
     check_at_least(1, {f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
     if prompts_per_step % max(world_size // tp, 1):
-        raise ValueError(
-            f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "
-            f"({'--samplers' if 'samplers' in others else 'world size'} {world_size} / --rollout.tp {tp})"
-        )
+        raise ValueError(f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} "
+                         f"engines ({'--samplers' if 'samplers' in others else 'world size'} {world_size} / "
+                         f"--rollout.tp {tp})")
     num_responses = prompts_per_step * samples_per_prompt
     if num_responses % minibatches_per_step:
-        raise ValueError(
-            f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x --samples-per-prompt "
-            f"{samples_per_prompt}) must be a multiple of --minibatches-per-step {minibatches_per_step}"
-        )
+        raise ValueError(f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x "
+                         f"--samples-per-prompt {samples_per_prompt}) must be a multiple of "
+                         f"--minibatches-per-step {minibatches_per_step}")
 
 
 def make_engine(setup: EngineSetup) -> Engine:

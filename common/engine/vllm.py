@@ -106,10 +106,9 @@ class VLLMEngine(Engine):
         if loaded is not None:  # a few models of vLLM do not tell
             missing = all_names(names - loaded)  # of any rank: all raise
             if missing:
-                raise RuntimeError(
-                    f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
-                    f"({', '.join(missing[:3])}): transformers' model has other weights"
-                )
+                raise RuntimeError(f"weight sync: nothing that the trainer sends goes into {len(missing)} "
+                                   f"weights of the engine ({', '.join(missing[:3])}): transformers' model has "
+                                   "other weights")
         held = held_checksums(self.model, sent, self.dtype)
         if self.on_cpu:
             pack_on_cpu(self.model)
@@ -204,10 +203,9 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
     free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
     share = min((free - trainer_gb - reserved_gb) / total, 0.92)
     if share < 0.1:
-        raise ValueError(
-            f"the trainer keeps {trainer_gb:.1f} of {free:.1f} free GiB on each GPU, {reserved_gb:g} are reserved: "
-            f"nothing is left for the engine; use more GPUs, or --offload.optimizer and --offload.params"
-        )
+        raise ValueError(f"the trainer keeps {trainer_gb:.1f} of {free:.1f} free GiB on each GPU, "
+                         f"{reserved_gb:g} are reserved: nothing is left for the engine; use more GPUs, or "
+                         "--offload.optimizer and --offload.params")
     return share
 
 

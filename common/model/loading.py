@@ -182,9 +182,8 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     dtype = getattr(torch, config.compute_dtype) if weights.frozen or weights.lora.rank else weights.dtype
     kinds = {"text_config": attention, "vision_config": "sdpa"} if hf_config.model_type in FAMILIES else attention
     with torch.device("meta"), explain_failure(path, hf_config):
-        model = auto_class.from_config(
-            hf_config, dtype=dtype, attn_implementation=kinds, trust_remote_code=config.trust_remote_code
-        )
+        model = auto_class.from_config(hf_config, dtype=dtype, attn_implementation=kinds,
+                                       trust_remote_code=config.trust_remote_code)
     if config.freeze_vision:
         model.base_model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)

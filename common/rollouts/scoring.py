@@ -192,9 +192,7 @@ class RemoteRollout:
 
 def responses_to_state(rollout: Rollout) -> list[list]:
     """The samples of all ranks, for a checkpoint's JSON. All ranks call this together."""
-    mine = [
-        [s.index, s.group, s.row, s.response.to_dict(), s.score, s.extras, s.step] for s in rollout.samples
-    ]
+    mine = [[s.index, s.group, s.row, s.response.to_dict(), s.score, s.extras, s.step] for s in rollout.samples]
     return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
 
 

@@ -60,10 +60,8 @@ def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float
     _, lengths = torch.stack([of_token, turn]).unique_consecutive(dim=1, return_counts=True)
     starts = offsets(lengths)[:-1].long()
     number = batch.number[of_token[starts]]
-    units = replace(
-        batch, cu_seqlens=offsets(lengths), index=turn[starts], number=number, row=None, fresh=None, response_extra={},
-        known={},
-    )
+    units = replace(batch, cu_seqlens=offsets(lengths), index=turn[starts], number=number, row=None, fresh=None,
+                    response_extra={}, known={})
     return units, scores, group
 
 

@@ -77,10 +77,8 @@ class Tracker:
         if "wandb" in config.to:
             import wandb
 
-            self.wandb = wandb.init(
-                project=config.wandb_project, name=self.run_dir.name, dir=str(self.run_dir), config=flags,
-                id=self.wandb_id, resume="allow",
-            )
+            self.wandb = wandb.init(project=config.wandb_project, name=self.run_dir.name, dir=str(self.run_dir),
+                                    config=flags, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
         if "tensorboard" in config.to:
             from torch.utils.tensorboard import SummaryWriter
