@@ -1,5 +1,5 @@
 """AdamW over the shards: its flags, and the kinds whose weights are bfloat16, rounded stochastically, and whose moments
-are bfloat16 too or codes of 8 bits.
+are bfloat16 too or codes of 8 bits. And Muon, which has matrices of its own.
 
 Rounded to nearest, a weight would lose each update below half of its last digit. A second moment would never shrink,
 because a decay rate of 0.999 subtracts less than that. Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), but
@@ -11,25 +11,32 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from common.model.policy import PackedModel
-from common.model.sharding import by_mesh, shard_slice
+from common.model.sharding import shard_slice
 from common.parallel.ranks import seed_of
 
-WEIGHTS = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
+WEIGHTS = {"adamw": torch.float32, "muon": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
 """--optim.kind -> the dtype of trained weights, of their gradients and of moments that are no codes."""
 PIECE = 2**20
 """Number of values that are computed in float32 at a time, a multiple of every block."""
+MOMENTUM = 0.95
+"""Decay rate of Muon's momentum, as in both of its papers (see `Muon`)."""
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7
+"""Coefficients of Muon's iteration, number of iterations and least norm: the defaults of torch.optim.Muon."""
 
 
 @dataclass
 class OptimConfig:
-    kind: Literal["adamw", "adamw-bf16", "adamw-8bit"] = "adamw"
+    kind: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
     """adamw: weights, gradients and moments are float32, 16 bytes a weight. adamw-bf16: bfloat16, rounded
-    stochastically, 8 bytes. adamw-8bit: the same with moments in 8 bits, 6 bytes."""
+    stochastically, 8 bytes. adamw-8bit: the same with moments in 8 bits, 6 bytes. muon: Muon for the layers' matrices,
+    12 bytes, adamw for the rest."""
     lr: float = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate. muon takes one that suits AdamW: its updates are scaled to the usual size of AdamW's."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak at the last step."""
     warmup_steps: int = 0
@@ -39,7 +46,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay, of muon too."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm at this value. 0: no clipping."""
     max_skipped_steps: int = 3
@@ -61,12 +68,22 @@ class OptimConfig:
 
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over the shards; no weight decay on vectors (norms, biases)."""
-    trained = by_mesh(p for p in model.parameters() if p.requires_grad)
-    groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in trained]
-    groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in trained]
-    adamw = torch.optim.AdamW if config.kind == "adamw" else BF16AdamW
-    return adamw([group | {"kind": config.kind} for group in groups], lr=config.lr, betas=config.betas, fused=True)
+    """The optimizer of --optim.kind over the shards. Vectors (norms, biases) have no weight decay."""
+    groups: dict[tuple, dict[str, Any]] = {}                            # by what one operation can process
+    for name, p in model.named_parameters():
+        shape = p.shape if config.kind == "muon" and is_hidden_matrix(name, p.shape) else None
+        flags = {"weight_decay": config.weight_decay if p.ndim >= 2 else 0.0, "momentum": MOMENTUM if shape else None}
+        group = groups.setdefault((p.device_mesh, p.ndim >= 2, shape), flags | {"kind": config.kind, "params": []})
+        group["params"] += [p] if p.requires_grad else []
+    kind = {"adamw": torch.optim.AdamW, "muon": Muon}.get(config.kind, BF16AdamW)
+    return kind(groups.values(), lr=config.lr, betas=config.betas, fused=True)
+
+
+def is_hidden_matrix(name: str, shape: torch.Size) -> bool:
+    """Whether Muon is for a weight: a matrix [out, in] in a layer, or a stack of matrices [experts, out, in]. It is not
+    for embedding and head, whose names have no layer's number, nor for vectors, stacked or not."""
+    is_in_layer = any(part.isdigit() for part in name.split("."))
+    return is_in_layer and len(shape) in (2, 3) and min(shape[-2:]) > 1 and not name.endswith("bias")
 
 
 def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
@@ -74,6 +91,44 @@ def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
     ranks divide rows. `divided`: the dimensions that ranks divide."""
     block = math.gcd(shape[-1], 256)
     return block if kind == "adamw-8bit" and block >= 16 and len(shape) - 1 not in divided else 1
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for groups with a `momentum`, with the
+    learning rates of Liu et al. 2025 (arXiv 2502.16982), and AdamW for the others.
+
+    The iteration is torch's. torch.optim.Muon would run it on shards and round its sums over ranks to bfloat16: the
+    weights would depend on the number of ranks. Here each rank iterates on other matrices, which it has gathered."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if group["momentum"] and weight.grad is not None]
+            at_once = weights[0].device_mesh.size(-1) if weights and weights[0].ndim == 2 else 1
+            for first in range(0, len(weights), at_once):
+                self.step_alike(weights[first : first + at_once], group)
+        super().step()                                                  # of weights that still have a gradient
+
+    def step_alike(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """One step of as many matrices of one shape as ranks divide each, or of one stack of experts' matrices. The
+        gradients are freed."""
+        updates = []
+        for weight in weights:
+            momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+            momentum.lerp_(weight.grad, 1 - group["momentum"])
+            updates.append(weight.grad.lerp_(momentum, group["momentum"]).bfloat16())       # Nesterov's
+            weight.grad = None
+        stack = updates[0] if weights[0].ndim == 3 else torch.stack(updates)                # [n, out, in]
+        # ranks that divide matrices take whole ones instead; if others have divided the experts, all of their experts
+        whole = Replicate() if any(part.is_shard(0) for part in stack.placements) else Shard(0)
+        placements = [whole if part.is_shard() and not part.is_shard(0) else part for part in stack.placements]
+        gathered = stack.redistribute(placements=placements)
+        for matrix in gathered.to_local():                                                  # [out, in]
+            matrix.copy_(_zeropower_via_newtonschulz(matrix, *NEWTON_SCHULZ))
+        local = gathered.redistribute(placements=stack.placements).to_local()
+        lr = _adjust_lr(group["lr"], "match_rms_adamw", weights[0].shape[-2:])
+        for weight, update in zip(weights, local.view(len(weights), *weights[0].to_local().shape)):
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).to_local().add_(update, alpha=-lr)
 
 
 class BF16AdamW(torch.optim.AdamW):
