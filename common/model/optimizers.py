@@ -11,22 +11,18 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import Replicate
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from common.model.policy import PackedModel
-from common.model.sharding import shard_slice
+from common.model.sharding import by_mesh, shard_slice
 from common.parallel.ranks import seed_of
 
 WEIGHTS = {"adamw": torch.float32, "muon": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
 """--optim.kind -> the dtype of trained weights, of their gradients and of moments that are no codes."""
 PIECE = 2**20
 """Number of values that are computed in float32 at a time, a multiple of every block."""
-MOMENTUM = 0.95
-"""Decay rate of Muon's momentum, as in both of its papers (see `Muon`)."""
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7
-"""Coefficients of Muon's iteration, number of iterations and least norm: the defaults of torch.optim.Muon."""
 
 
 @dataclass
@@ -68,22 +64,22 @@ class OptimConfig:
 
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of --optim.kind over the shards. Vectors (norms, biases) have no weight decay."""
-    groups: dict[tuple, dict[str, Any]] = {}                            # by what one operation can process
-    for name, p in model.named_parameters():
-        shape = p.shape if config.kind == "muon" and is_hidden_matrix(name, p.shape) else None
-        flags = {"weight_decay": config.weight_decay if p.ndim >= 2 else 0.0, "momentum": MOMENTUM if shape else None}
-        group = groups.setdefault((p.device_mesh, p.ndim >= 2, shape), flags | {"kind": config.kind, "params": []})
-        group["params"] += [p] if p.requires_grad else []
-    kind = {"adamw": torch.optim.AdamW, "muon": Muon}.get(config.kind, BF16AdamW)
-    return kind(groups.values(), lr=config.lr, betas=config.betas, fused=True)
+    """AdamW over the shards; no weight decay on vectors (norms, biases). Muon's group is the one with a `momentum`."""
+    trained = {p: uses_muon(config.kind, name, p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    others = by_mesh(p for p, is_matrix in trained.items() if not is_matrix)
+    groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in others]
+    groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in others]
+    matrices = [p for p, is_matrix in trained.items() if is_matrix]
+    groups += [{"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95}]
+    adamw = {"adamw": torch.optim.AdamW, "muon": Muon}.get(config.kind, BF16AdamW)
+    return adamw([group | {"kind": config.kind} for group in groups], lr=config.lr, betas=config.betas, fused=True)
 
 
-def is_hidden_matrix(name: str, shape: torch.Size) -> bool:
-    """Whether Muon is for a weight: a matrix [out, in] in a layer, or a stack of matrices [experts, out, in]. It is not
-    for embedding and head, whose names have no layer's number, nor for vectors, stacked or not."""
-    is_in_layer = any(part.isdigit() for part in name.split("."))
-    return is_in_layer and len(shape) in (2, 3) and min(shape[-2:]) > 1 and not name.endswith("bias")
+def uses_muon(kind: str, name: str, shape: torch.Size) -> bool:
+    """Whether a weight is a matrix [out, in] in a layer, or a stack of such [experts, out, in], and --optim.kind is
+    muon. Names of embedding and head have no layer's number. Stacks of vectors are biases of experts, or a gate's."""
+    is_in_layer = any(part.isdigit() for part in name.split(".")) and not name.endswith("bias")
+    return kind == "muon" and is_in_layer and len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
 def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
@@ -94,41 +90,29 @@ def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for groups with a `momentum`, with the
-    learning rates of Liu et al. 2025 (arXiv 2502.16982), and AdamW for the others.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices, with the learning rates of Liu
+    et al. 2025 (arXiv 2502.16982), and AdamW for other weights.
 
-    The iteration is torch's. torch.optim.Muon would run it on shards and round its sums over ranks to bfloat16: the
-    weights would depend on the number of ranks. Here each rank iterates on other matrices, which it has gathered."""
+    The iteration is torch's. torch.optim.Muon would run it on shards, and round its sums over ranks to bfloat16: the
+    weights would depend on the number of ranks. Here ranks gather one matrix, or stack of experts, at a time."""
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if group["momentum"] and weight.grad is not None]
-            at_once = weights[0].device_mesh.size(-1) if weights and weights[0].ndim == 2 else 1
-            for first in range(0, len(weights), at_once):
-                self.step_alike(weights[first : first + at_once], group)
+            for weight in [p for p in group["params"] if "momentum" in group and p.grad is not None]:
+                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 1 - group["momentum"])
+                update = weight.grad.lerp_(momentum, group["momentum"]).bfloat16()              # Nesterov's
+                weight.grad = None
+                # ranks that divide a stack by its experts keep their own experts
+                placements = [part if part.is_shard(weight.ndim - 3) else Replicate() for part in weight.placements]
+                update = update.redistribute(placements=placements)
+                for matrix in update.to_local().view(-1, *weight.shape[-2:]):                   # torch's own numbers
+                    matrix.copy_(_zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7))
+                lr = _adjust_lr(group["lr"], "match_rms_adamw", weight.shape[-2:])
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update.redistribute(placements=weight.placements), alpha=-lr)
         super().step()                                                  # of weights that still have a gradient
-
-    def step_alike(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One step of as many matrices of one shape as ranks divide each, or of one stack of experts' matrices. The
-        gradients are freed."""
-        updates = []
-        for weight in weights:
-            momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-            momentum.lerp_(weight.grad, 1 - group["momentum"])
-            updates.append(weight.grad.lerp_(momentum, group["momentum"]).bfloat16())       # Nesterov's
-            weight.grad = None
-        stack = updates[0] if weights[0].ndim == 3 else torch.stack(updates)                # [n, out, in]
-        # ranks that divide matrices take whole ones instead; if others have divided the experts, all of their experts
-        whole = Replicate() if any(part.is_shard(0) for part in stack.placements) else Shard(0)
-        placements = [whole if part.is_shard() and not part.is_shard(0) else part for part in stack.placements]
-        gathered = stack.redistribute(placements=placements)
-        for matrix in gathered.to_local():                                                  # [out, in]
-            matrix.copy_(_zeropower_via_newtonschulz(matrix, *NEWTON_SCHULZ))
-        local = gathered.redistribute(placements=stack.placements).to_local()
-        lr = _adjust_lr(group["lr"], "match_rms_adamw", weights[0].shape[-2:])
-        for weight, update in zip(weights, local.view(len(weights), *weights[0].to_local().shape)):
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).to_local().add_(update, alpha=-lr)
 
 
 class BF16AdamW(torch.optim.AdamW):

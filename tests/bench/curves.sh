@@ -117,6 +117,20 @@ adapters() {
     draw adapters "${runs[@]}"
 }
 
+# Muon beside AdamW, both with the learning rate of the task
+optimizers() {
+    STEPS=$CARRIED
+    local kind runs=()
+    for seed in ${SEEDS:-1 2 3}; do
+        for kind in ${KINDS:-adamw muon}; do
+            # shellcheck disable=SC2086
+            train grpo.py --run-dir "$OUT/optimizers/$kind.seed$seed" --seed "$seed" --optim.kind "$kind" ${ARGS:-}
+            runs+=("$OUT/optimizers/$kind.seed$seed")
+        done
+    done
+    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
+}
+
 # unfinished groups that continue in the next step, with the correction and ("2.0 none") without it
 in_flight() {
     STEPS=$CARRIED

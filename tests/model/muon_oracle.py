@@ -25,9 +25,15 @@ MODELS: dict[str, tuple[str, Callable, Weights]] = {                    # folder
     "critic": ("llama", load_critic, Weights()), "mixture": ("mixture", load_policy, Weights()),
 }
 
+LAYOUTS = {2: {"2 shards": {}},
+           4: {"4 shards": {}, "2 copies": {"replicas": 2}, "other experts": {"expert_parallel": 2}}}
+"""Number of ranks -> how they may divide a model."""
+CASES = [(ranks, layout, name) for ranks, layouts in LAYOUTS.items() for layout, flags in layouts.items()
+         for name in MODELS if name == "mixture" or "expert_parallel" not in flags]
+
 
 def start(name: str, folder: Path, world: ranks.World, **layout: int) -> tuple[PackedModel, torch.optim.Optimizer]:
-    """A model of MODELS on the ranks of a layout, the first `ranks` of which there may be."""
+    """A model of MODELS on the ranks of a layout."""
     place = make_groups("cpu", ranks.collective_timeout(60), layout.get("replicas", 1), 1,
                         layout.get("expert_parallel", 1)) if world.size > 1 else {}
     of, load, weights = MODELS[name]
