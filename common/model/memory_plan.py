@@ -74,7 +74,9 @@ class Model:
         self.moment_bytes = sum((2 + 8 / n if n > 1 else alone) * shards[p] for p, n in blocks.items())
         muon = [p for name, p in model.named_parameters() if p.requires_grad and uses_muon(kind, name, p.shape)]
         self.moment_bytes -= 4 * sum(shards[p] for p in muon)                   # they have one moment
-        self.step_bytes = 12 * max((p.numel() for p in muon), default=0)        # bfloat16 copies of the largest
+        # bfloat16 copies of a matrix, and of the experts that it may be gathered with
+        sizes = [12 * p.shape[-2:].numel() + 4 * p.numel() // config.expert_parallel for p in muon]
+        self.step_bytes = max(sizes, default=0)
         self.frozen_gb = self.itemsize * sum(shards.values()) / GIB
         """Bytes of the shard of a model that is not trained."""
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
