@@ -63,6 +63,14 @@ def test_the_update_takes_at_most_what_is_planned(name, simulated):
     assert peak > 1.2 * simulated[name]["optimizer"].after_gb                           # passes are most of it
 
 
+def test_a_step_of_muon_takes_at_most_what_is_planned(simulated):
+    """Beside weights, moments and gradients: some copies of a matrix, and no stack of experts that ranks divide."""
+    for name in [name for name in CASES if name.startswith("muon")]:
+        policy, peak = plan_of(CASES[name]).policy, simulated[name]["optimizer"]
+        stays = peak.after_gb + policy.trained_bytes / 2**30
+        assert stays < peak.allocated_gb < stays + policy.step_bytes / 2**30, name
+
+
 def test_moments_take_what_is_planned(simulated):
     """What is left after the optimizer step, of 16 and of 8 bits, differs by the moments alone."""
     kinds = "bfloat16 weights", "moments of 8 bits"
