@@ -32,7 +32,7 @@ class OptimConfig:
     stochastically, 8 bytes. adamw-8bit: the same with moments in 8 bits, 6 bytes. muon: Muon for the layers' matrices,
     12 bytes, adamw for the rest."""
     lr: float = 1e-6
-    """Peak learning rate. muon takes one that suits AdamW: its updates are scaled to the usual size of AdamW's."""
+    """Peak learning rate. muon: the root mean square of an update is 0.2 of it, like AdamW's in long runs."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak at the last step."""
     warmup_steps: int = 0

@@ -4,6 +4,7 @@
 #   make learn        all of `policies` and `lessons`: docs/learn.png, docs/learn.md, docs/lessons.png, docs/lessons.md
 #   make seeds        docs/quickstart.png and docs/quickstart.md
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
+#   make optimizers   AdamW and Muon, three seeds each: docs/optimizers.png and docs/optimizers.md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
 #   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
 #   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and docs/long_tail.png
@@ -117,18 +118,20 @@ adapters() {
     draw adapters "${runs[@]}"
 }
 
-# Muon beside AdamW, both with the learning rate of the task
+# Muon beside AdamW. In few steps it needs a higher learning rate (docs/gpus.md).
 optimizers() {
-    STEPS=$CARRIED
+    STEPS=
     local kind runs=()
     for seed in ${SEEDS:-1 2 3}; do
         for kind in ${KINDS:-adamw muon}; do
+            local flags="--optim.kind $kind"
+            [[ $kind = adamw ]] || flags="$flags --optim.lr ${MUON_LR:-3e-4}"
             # shellcheck disable=SC2086
-            train grpo.py --run-dir "$OUT/optimizers/$kind.seed$seed" --seed "$seed" --optim.kind "$kind" ${ARGS:-}
+            train grpo.py --run-dir "$OUT/optimizers/$kind.seed$seed" --seed "$seed" $flags
             runs+=("$OUT/optimizers/$kind.seed$seed")
         done
     done
-    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
+    draw optimizers "${runs[@]}"
 }
 
 # unfinished groups that continue in the next step, with the correction and ("2.0 none") without it
