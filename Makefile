@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help setup setup-gpu model data quickstart try learn seeds agent chaos bench lint test
+.PHONY: help setup setup-gpu model data quickstart try learn seeds adapters reward-model agent chaos bench lint test
 include tools/environment.mk
 
 MODEL := models/SmolLM2-135M-Instruct
@@ -37,6 +37,8 @@ quickstart: model data ## train a real chat model with GRPO (or SCRIPT=mine.py) 
 try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers
 	@.venv/bin/python -m tools.try_script $(SCRIPT) $(ARGS)
 learn seeds adapters optimizers: model data ## the quickstart with every script (40 minutes), three seeds (20), LoRA ranks (25), Muon beside AdamW
+	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
+reward-model: model data ## pairs of responses, a reward model, ppo.py with it (SEEDS="1 2 3": 30 minutes each), curves
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
 agent: model ## episodes with a calculator: a supervised warm start, then GRPO (SEEDS="1 2 3": 10 minutes each), curves, page
 	@ARGS="$(ARGS) $(if $(NO_VLLM),--rollout.engine hf)" tests/bench/curves.sh $@

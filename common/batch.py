@@ -30,7 +30,7 @@ class Batch:
     cu_seqlens: Tensor                              # [S+1] int32
     index: Tensor = field(metadata=PER_RESPONSE)    # [S] int64, the response's number in the step; a dummy's is -1
     number: Tensor = field(metadata=PER_RESPONSE)   # [S] int64, the sequence's number in the step
-    row: Tensor | None = field(default=None, metadata=PER_RESPONSE)     # [S] int64, data row of a prompt with images
+    row: Tensor | None = field(default=None, metadata=PER_RESPONSE)     # [S] int64, data row of prompts with images
     fresh: Tensor | None = field(default=None, metadata=PER_RESPONSE)   # [S] bool, sampled in this step
     rollout_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)   # [T] float32, 0 where mask is False
     old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, like the next five

@@ -3,9 +3,12 @@
 `linear_logp` walks over tiles of (tokens x vocabulary), keeps the running maximum, sum of exponentials and entropy of
 each token (an online softmax), and recomputes the tiles in backward. The logits are float32 whatever the input dtype:
 rounding them to bfloat16 moves a log-prob by up to 0.06 at |z| = 20.
+
+`linear_divergence` compares the whole distributions of two models, of a few tokens at a time.
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 CPU_TILE = (512, 4096)        # tokens x vocabulary: 8 MB of logits stay in the cache (2x faster than a 100 MB chunk)
 CUDA_TILE_BYTES = 256 << 20
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}      # of a divergence's logits; about eight tensors as large exist
 
 
 class Head(NamedTuple):
@@ -24,16 +28,10 @@ class Head(NamedTuple):
     logit_scale: float = 1.0
 
 
-def linear_logp(
-    hidden: Tensor,                                                                     # [N, H]
-    head: Head,
-    targets: Tensor,                                                                    # [N]
-    temperature: float = 1.0,
-    with_entropy_grad: bool = False,
-    with_sum_p2: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log softmax(z)[target] and the entropy of softmax(z), z = logits / temperature; and `with_sum_p2` the sum of p^2
-    over the vocabulary, p = softmax(z), without a gradient.
+def linear_logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
+                with_sum_p2: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of hidden states [N, H] and targets [N]: log softmax(z)[target] and the entropy of softmax(z), z = logits /
+    temperature; and `with_sum_p2` the sum of p^2 over the vocabulary, p = softmax(z), without a gradient.
 
     Results are float32 [N], float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`.
     """
@@ -86,9 +84,8 @@ class _LinearLogp(torch.autograd.Function):
     def backward(ctx, grad_logp, grad_entropy, _):
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         temperature, softcap, logit_scale, with_entropy_grad, _, tile = ctx.settings
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        dtype = _accumulate_dtype(hidden)
-        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if want_hidden else None
+        want_weight, dtype = ctx.needs_input_grad[1], _accumulate_dtype(hidden)
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype)
         grad_weight = torch.empty_like(weight) if want_weight else None
         with _matmul(hidden, weight) as mm:
             for vocab in _slices(weight.shape[0], tile[1]):
@@ -111,15 +108,72 @@ class _LinearLogp(torch.autograd.Function):
                     if logit_scale != temperature:
                         g *= logit_scale / temperature
                     g = mm.operand(g)
-                    if want_hidden:
-                        mm.add(grad_hidden[rows], g, head)
+                    mm.add(grad_hidden[rows], g, head)
                     if want_weight:
                         mm.add(grad_head, g.T, h)
                     del z, g                                                           # before the next tile is made
                 if want_weight:
                     grad_weight[vocab] = grad_head
                 del head, grad_head
-        return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_weight, *[None] * 7
+        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 7
+
+
+def linear_divergence(student: tuple[Tensor, Head], teacher: tuple[Tensor, Head],
+                      divergence: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0) -> Tensor:
+    """divergence(log p, log q) of each token, p the student's softmax(logits / temperature) and q the teacher's:
+    float32 [N], float64 where the inputs are, with the gradient by the student's hidden states and head.
+
+    `student`, `teacher`: hidden states [N, H], H of their own, and the head. `divergence` maps log-probs [n, V] of both
+    to [n], and autograd differentiates it. It sees n of the N tokens at a time, in forward and again in backward. V is
+    the student's vocabulary: what the teacher's head has beyond it is padding, and is left out.
+    """
+    (hidden, head), (other_hidden, other) = student, teacher
+
+    def of_products(ours: Tensor, theirs: Tensor) -> Tensor:
+        return divergence(_log_softmax(ours, head, temperature), _log_softmax(theirs, other, temperature))
+
+    return _LinearDivergence.apply(hidden, head.weight, other_hidden, other.weight[: len(head.weight)], of_products)
+
+
+def _log_softmax(product: Tensor, head: Head, temperature: float) -> Tensor:
+    """As `_logits`, with a gradient."""
+    if head.softcap:
+        return (torch.tanh(product * (head.logit_scale / head.softcap)) * (head.softcap / temperature)).log_softmax(1)
+    return (product * (head.logit_scale / temperature)).log_softmax(1)
+
+
+class _LinearDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, other_hidden, other_weight, of_products):
+        ctx.save_for_backward(hidden, weight, other_hidden, other_weight)
+        ctx.of_products = of_products
+        value = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
+        for rows, *_, products in _chunks(hidden, weight, other_hidden, other_weight):
+            value[rows] = of_products(*products)
+        return value
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        hidden, weight, *_ = ctx.saved_tensors
+        grad_hidden, grad_weight = (torch.zeros_like(x, dtype=_accumulate_dtype(hidden)) for x in (hidden, weight))
+        for rows, mm, head, (ours, theirs) in _chunks(*ctx.saved_tensors):
+            with torch.enable_grad():
+                value = ctx.of_products(ours.requires_grad_(), theirs)
+            g = mm.operand(torch.autograd.grad(value, ours, grad[rows])[0])
+            mm.add(grad_hidden[rows], g, head)
+            if ctx.needs_input_grad[1]:
+                mm.add(grad_weight, g.T, mm.operand(hidden[rows]))
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor, other_hidden: Tensor, other_weight: Tensor) -> Iterator[tuple]:
+    """Some rows at a time, and the products of their hidden states with both heads, [n, V] each."""
+    with _matmul(hidden, weight) as mm:
+        head, other_head = mm.operand(weight), mm.operand(other_weight)
+        for rows in _slices(len(hidden), max(1, CHUNK_BYTES[hidden.device.type] // 4 // len(weight))):
+            ours, theirs = mm.operand(hidden[rows]), mm.operand(other_hidden[rows])
+            yield rows, mm, head, (mm(ours, head.T), mm(theirs, other_head.T))
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:

@@ -79,7 +79,10 @@ class Rollout:
             rollout_logps=[part.logp for *_, part in parts],
             masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
         )
-        batch.row = torch.tensor([s.row if s.prompt.images else -1 for _, s, *_ in parts], dtype=torch.int64)
+        # prompts that are not their row's share their images with no other: a number of their own below -1
+        own = [-2 - number if part.images and prompt != s.prompt.tokens else -1 for number, s, prompt, part in parts]
+        batch.row = torch.tensor([s.row if s.prompt.images and part.prompt is None else alone
+                                  for (_, s, _, part), alone in zip(parts, own)], dtype=torch.int64)
         return batch
 
     def sequences(self) -> list[tuple[int, Sample, list[int], Response]]:
@@ -134,8 +137,7 @@ class Rollout:
         self._check_unwritten(other)
         num_groups = int(self.group.max()) + 1 if len(self) else 0
         moved = [replace(s, index=s.index + len(self), group=s.group + num_groups) for s in other.samples]
-        theirs = other.tensors()
-        theirs["group"] = theirs["group"] + num_groups
+        theirs = other.tensors() | {"group": other.group + num_groups}
         joined = {name: torch.cat([mine, theirs[name]]) for name, mine in self.tensors().items()}
         return Rollout(self.samples + moved, **joined)
 
@@ -145,7 +147,7 @@ class Rollout:
         self._check_unwritten()
         new_group = {int(old): new for new, old in enumerate(groups)}
         of_group = [(self.group == old).nonzero()[:, 0] for old in new_group]
-        order = torch.cat(of_group) if of_group else torch.zeros(0, dtype=torch.int64)              # [S'] old numbers
+        order = torch.cat([self.group[:0], *of_group])                                              # [S'] old numbers
         new_index = {int(old): new for new, old in enumerate(order)}
         samples = [replace(s, index=new_index[s.index], group=new_group[s.group])
                    for s in self.samples if s.group in new_group]

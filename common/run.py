@@ -89,7 +89,7 @@ class Run(Training):
         )
         return self
 
-    def start_engine(self, max_tokens: int = 0, frozen: str = "", critic: str = "") -> tuple[Engine, int]:
+    def start_engine(self, max_tokens: int = 0, frozen: str | tuple = "", critic: str = "") -> tuple[Engine, int]:
         """Start the engine, before any model is loaded, because it reads how much memory is free. Returns it and the
         token budget of a micro-batch; the arguments are those of `plan_memory`. Ranks that only sample have no budget.
         """
@@ -119,13 +119,13 @@ class Run(Training):
         """As Training's; it is moved to the host with the other models (--offload.params)."""
         model = super().load_frozen(path)
         if isinstance(model, PackedModel):
-            self.models["reference"] = model
+            self.models["reference" if path == self.args.model else path] = model
         return model
 
     def _resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
         for model in self.models.values():
-            model.prompts = self.train_set if self.train_set.first_with_images >= 0 else None
+            model.prompts = self.train_set if self.train_set.has_images else None
         self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
         super()._resume()
         if self.val_set is not None and not self.is_validated:
@@ -164,10 +164,11 @@ class Run(Training):
         """Send every response of `in_loss` to the rank that trains on it; see `rollout.to_minibatches`. Who runs
         through the model is decided here, once a step: with --run-zero-advantage all, else by `has_gradient`."""
         seed = seed_of(self.args.seed, step, "minibatches")
-        layout = Layout(
-            self.hf_config, self.world, num_minibatches, max_tokens, seed, self.args.policy.share_prompt
-        )
-        return to_minibatches(rollout, in_loss, layout, step, None if self.args.run_zero_advantage else has_gradient)
+        layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt)
+        runs = None if self.args.run_zero_advantage else has_gradient
+        minibatches = to_minibatches(rollout, in_loss, layout, step, runs)
+        self.train_set.take_images(rollout, minibatches)
+        return minibatches
 
     def phase(self, name: str, minibatches: list[Minibatch]) -> AbstractContextManager[Phase]:
         """As Training's. The engine must sleep: it holds the memory that the models need."""

@@ -68,21 +68,23 @@ def group_std(x: Tensor, group: Tensor) -> Tensor:
     return (squares / (group_count(x, group) - 1).clamp(min=1)).sqrt()
 
 
+def group_max(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: for each response the largest value of its group."""
+    return x.new_full((_num_groups(group),), -torch.inf).scatter_reduce(0, group, x, "amax")[group]
+
+
 def group_log_mean_exp(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: for each response log(mean(exp(x))) over its group, also where exp(x) would be infinite or 0."""
-    top = x.new_full((_num_groups(group),), -torch.inf).scatter_reduce(0, group, x, "amax")[group]
+    top = group_max(x, group)
     return top + group_mean((x - top).exp(), group).log()
 
 
 def group_lead(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: each group's largest value gets its lead over the second largest; all others get 0 (ties, too)."""
-    lead = torch.zeros_like(x)
-    for number in group.unique():
-        members = (group == number).nonzero()[:, 0]
-        if len(members) > 1:
-            (best, second), who = x[members].nan_to_num(nan=-torch.inf).topk(2)
-            lead[members[who[0]]] = (best - second).nan_to_num(posinf=0.0)
-    return lead
+    x = x.nan_to_num(nan=-torch.inf)
+    is_best = x == group_max(x, group)
+    lead = x - group_max(x.where(~is_best, -torch.inf), group)
+    return lead.where(is_best & lead.isfinite() & (group_sum(is_best.to(x.dtype), group) == 1), 0)
 
 
 def is_constant(x: Tensor, group: Tensor) -> Tensor:

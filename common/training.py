@@ -134,10 +134,11 @@ class Training:
                 ranks.print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
                 rows.loaded.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
 
-    def plan_memory(self, max_tokens: int, frozen: str = "", critic: str = "") -> int:
+    def plan_memory(self, max_tokens: int, frozen: str | tuple = "", critic: str = "") -> int:
         """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `frozen`,
-        `critic`: folders or hub names of a frozen policy and of a critic that will be loaded. Before, the script sets
-        `max_sequence_length`, the most tokens of a prompt and its response, unless `Run` did."""
+        `critic`: folders or hub names of a frozen policy (or a tuple: of teachers, as in distill.py) and of a critic
+        that will be loaded. Before, the script sets `max_sequence_length`, the most tokens of a prompt and its
+        response, unless `Run` did."""
         self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, frozen, critic)
         self.max_tokens, why = self.plan.choose_budget(max_tokens, self.world.device)
         ranks.print_on_main(self.world, f"memory {why}")

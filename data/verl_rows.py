@@ -79,9 +79,10 @@ def open_alone(path: Path) -> BinaryIO:
         file.close()  # it has been renamed meanwhile
 
 
-def write(rows: Iterable[dict], path: Path) -> None:
+def write(rows: Iterable[dict], path: Path, group_rows: int = ROW_GROUP_ROWS) -> None:
     """Write in one rename, so that an existing file is always complete. A file that already has these bytes is not
-    touched. The first 1,024 rows decide the types of the columns. Two processes may write the same file at once."""
+    touched. `group_rows` rows are in memory at once, and the first of these decide the types of the columns. Two
+    processes may write the same file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path.parent} cannot be written by this user: name another folder, --out")
@@ -89,7 +90,7 @@ def write(rows: Iterable[dict], path: Path) -> None:
     rows, writer, num_rows = iter(rows), None, 0
     with open_alone(temporary) as file:
         try:
-            while group := list(islice(rows, ROW_GROUP_ROWS)):
+            while group := list(islice(rows, group_rows)):
                 table = pa.Table.from_pylist(group, schema=writer.schema if writer else None)
                 writer = writer or pq.ParquetWriter(file, table.schema)
                 writer.write_table(table)

@@ -37,12 +37,15 @@ async def episode(chat, row):
 def tool_of(client: mcp.Client, tool: mcp.Tool) -> Callable:
     """A tool of the server as a function. Its schema is the server's."""
 
-    async def call(**arguments) -> str:
+    async def call(**arguments) -> str | list:
         result = await client.call_tool(tool.name, arguments)
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
             raise RuntimeError(text)
-        return text
+        if not any(part.type == "image" for part in result.content):
+            return text
+        return [part.text if part.type == "text" else {"type": "image", "data": part.data}
+                for part in result.content if part.type in ("text", "image")]
 
     call.__name__ = tool.name
     call.schema = {

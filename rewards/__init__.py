@@ -37,6 +37,8 @@ TABLE = {
     "mbpp": "code",
     "mbpp_plus": "code",
     "humaneval_plus": "code",
+    "livecodebench": "code",
+    "ifeval": "ifeval",
     "countdown": "countdown",
     "searchR1_*": "search_qa",
     "reasoning_gym*": "reasoning_gym",

@@ -6,6 +6,7 @@ Errors are relative to max(1, |oracle|), over three ragged batches with and with
 Packed attention: relative to the largest number, in tiny real models, float32 alone.
 """
 
+import distill
 from tests.common import test_correction as correction
 from tests.common import test_kernels as kernels
 from tests.common import test_losses as losses
@@ -27,6 +28,9 @@ def rows():
     for name, settings in kernels.SETTINGS.items():
         yield f"linear_logp, {name}", "loop over tokens and words", both(
             lambda dtype, seed, s=settings: worst(kernels.kernel_errors(dtype, seed, s, e) for e in (False, True)))
+    for kind in distill.DIVERGENCES:
+        yield f"linear_divergence, {kind}", "loop over tokens and words", both(
+            lambda *x, k=kind: worst(kernels.divergence_errors(k, *x, s) for s in kernels.SETTINGS.values()))
     for name in losses.POLICY_LOSSES:
         if name in ("grpo", "dr_grpo"):                                   # ppo's function and clip bounds
             continue

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: show them, or write one's policy as a Hugging Face folder.
+"""Checkpoints of a run: show them, or write one's policy (of rm.py: the reward model) as a Hugging Face folder.
 
     python -m tools.checkpoints list RUN
     python -m tools.checkpoints export RUN_OR_CHECKPOINT OUT        # no GPU, any number of ranks before
@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ TEMPLATES = "additional_chat_templates"
 """A folder that some tokenizers have."""
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
+HEAD, HEAD_NAME = "policy.model.critic.head.weight", "score.weight"
+"""The head of a reward model (common/model/scorer.py) in a checkpoint and in transformers."""
 
 
 def read_best(run_dir: Path) -> dict[str, Any]:
@@ -47,26 +50,31 @@ def read_best(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged: delete it; the run's next start writes it again") from None
 
 
-def described(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Every policy weight (of a run with --lora.rank: of its adapters) in `dtype` (None: as stored), under its name in
-    transformers, without memory; then the buffers that belong to a checkpoint, as stored."""
-    found = {}
-    for prefix, cast in ((WEIGHT, dtype), (BUFFER, None)):
-        for name, entry in reader.read_metadata().state_dict_metadata.items():
-            if name.startswith(prefix):
-                kind = cast or entry.properties.dtype
-                found[name.removeprefix(prefix)] = torch.empty(entry.size, dtype=kind, device="meta")
+def stored_keys(reader: Reader, inside: str) -> dict[str, str]:
+    """Name in transformers -> name in the checkpoint of every policy weight (of a run with --lora.rank: of its
+    adapters), then of the buffers that belong to a checkpoint, then of a reward model's head. `inside`: what the names
+    of a reward model's backbone begin with in transformers; empty for a causal LM."""
+    stored = reader.read_metadata().state_dict_metadata
+    found = {inside + key.removeprefix(prefix): key
+             for prefix in (WEIGHT, BUFFER) for key in stored if key.startswith(prefix)}
+    return found | ({HEAD_NAME: HEAD} if HEAD in stored else {})
+
+
+def described(reader: Reader, keys: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Every weight in `dtype` (None: as stored), and buffers and a head as stored, without memory."""
+    stored, found = reader.read_metadata().state_dict_metadata, {}
+    for name, key in keys.items():
+        kind = dtype if dtype and key.startswith(WEIGHT) else stored[key].properties.dtype
+        found[name] = torch.empty(stored[key].size, dtype=kind, device="meta")
     return found
 
 
-def read_stored(reader: Reader, wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def read_stored(reader: Reader, keys: dict[str, str], wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Reads what `wanted` describes, one tensor at a time."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
-    stored = reader.read_metadata().state_dict_metadata
     for name, meta in wanted.items():
         tensor = torch.empty_like(meta, device="cpu")
-        key = next(prefix + name for prefix in (WEIGHT, BUFFER) if prefix + name in stored)
-        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)            # It casts what it reads.
+        dcp.load({keys[name]: tensor}, storage_reader=reader, no_dist=True)     # It casts what it reads.
         yield name, tensor
 
 
@@ -80,6 +88,21 @@ def merged_with_base(adapters: dict[str, Tensor], scale: float, base: dict[str, 
             a, b = adapters[f"{layer}.lora_A"], adapters[f"{layer}.lora_B"]
             tensor = merge(tensor.to(a.dtype), a, b, scale)
         yield name, tensor.to(meta.dtype)
+
+
+def merged(reader: Reader, keys: dict[str, str], flags: dict[str, Any], files: dict[str, bytes]
+           ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """What a run with --lora.rank exports, on the meta device and then one at a time: the run's --model with the
+    adapters merged, and of a reward model its backbone and the head."""
+    lm = model_of(files)
+    base = weights_of(lm, flags["--model"], open_folder(flags["--model"]))
+    found = dict(read_stored(reader, keys, described(reader, keys, getattr(torch, flags["--policy.compute-dtype"]))))
+    head = {name: found.pop(name) for name in (HEAD_NAME,) if name in keys}
+    if head:
+        base = {name: tensor for name, tensor in base.items() if name.startswith(f"{lm.base_model_prefix}.")}
+    wanted = {name: lm.state_dict()[name] for name in base}
+    tensors = merged_with_base(found, flags["--lora.alpha"] / flags["--lora.rank"], base, wanted)
+    return wanted | {name: tensor.to("meta") for name, tensor in head.items()}, chain(tensors, head.items())
 
 
 def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, bytes]:
@@ -127,23 +150,22 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
         if path.is_file() and not path.name.startswith("model"):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
     has_adapters = flags.get("--lora.rank")
-    if any(name.endswith(SCORED) for name in json.loads(files["config.json"]).get("architectures") or ()):
-        raise ValueError(f"{folder} is of a reward model, which only its run writes: when it ends, into RUN_DIR/model")
+    is_scorer = any(name.endswith(SCORED) for name in json.loads(files["config.json"]).get("architectures") or ())
     if adapter and not has_adapters:
         raise ValueError(f"{folder} has no adapters: --adapter is for runs with --lora.rank")
+    if adapter and is_scorer:
+        raise ValueError(f"{folder} is of a reward model, whose head is trained beside the adapters: without --adapter "
+                         f"both are written, the adapters merged")
     reader = Reader(folder)
+    keys = stored_keys(reader, f"{model_of(files).base_model_prefix}." if is_scorer else "")
     if adapter:
-        adapters = dict(read_stored(reader, described(reader, None)))
+        adapters = dict(read_stored(reader, keys, described(reader, keys, None)))
         replace_hf(out, {}, (), peft_files(adapters, flags))
     else:
-        wanted = described(reader, dtype_of(files))
-        tensors = read_stored(reader, wanted)
+        wanted = described(reader, keys, dtype_of(files))
+        tensors = read_stored(reader, keys, wanted)
         if has_adapters:
-            lm = model_of(files)
-            base = weights_of(lm, flags["--model"], open_folder(flags["--model"]))
-            adapters = dict(read_stored(reader, described(reader, getattr(torch, flags["--policy.compute-dtype"]))))
-            wanted = {name: lm.state_dict()[name] for name in base}
-            tensors = merged_with_base(adapters, flags["--lora.alpha"] / flags["--lora.rank"], base, wanted)
+            wanted, tensors = merged(reader, keys, flags, files)
         replace_hf(out, wanted, tensors, files)
     print(f"{folder} -> {out}")
 

@@ -25,6 +25,7 @@ from tools.verl_settings import Settings, read_settings
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+TEACHERS, DISTILLATION = "distillation.teacher_models", "distillation.distillation_loss"
 OFF = ("", "0", "0.0", "-1", "none", "null", "false", "disabled", "[]", "{}")  # values that ask for nothing
 # --loss-numbers: loss -> our name: verl's key below actor or actor.policy_loss, and its default
 NUMBERS = {
@@ -101,7 +102,9 @@ def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -
 
 def choose_script(verl: Settings, program: str) -> str:
     """The estimator's script. GRPO has three: the paper's formula is in grpo.py, DAPO's in dapo.py, the rest in
-    grpo_variants.py."""
+    grpo_variants.py. With a teacher it is distill.py."""
+    if verl.is_on("distillation.enabled"):
+        return "distill"
     estimator = verl.get("algorithm.adv_estimator", "gae")
     if estimator in BASELINES:
         return "rloo"
@@ -156,7 +159,42 @@ def set_sizes(verl: Settings, ours: Translation) -> None:
     ours.add("--max-tokens-per-gpu", tokens)
 
 
+def set_distillation(verl: Settings, ours: Translation) -> None:
+    """Teachers, divergence and rewards of distill.py; verl's own defaults too, where they differ from ours."""
+    names = {key.removeprefix(f"{TEACHERS}.").partition(".")[0] for key in verl.given if key.startswith(TEACHERS)}
+    if len(names) > 1:
+        names -= {"teacher_model"}                                      # verl drops its default entry then
+    paths = {name: verl.get(f"{TEACHERS}.{name}.model_path") for name in sorted(names)}
+    sources = {name: verl.get(f"{TEACHERS}.{name}.key") for name in paths}
+    missing = [name for name in paths if not paths[name] or (len(paths) > 1 and not sources[name])]
+    if missing or not paths:
+        ours.notes.append("--teacher MODEL must be given, or DATA_SOURCE=MODEL for each of several")
+    else:
+        ours.add("--teacher", *(f"{sources[name]}={path}" if len(paths) > 1 else path for name, path in paths.items()))
+    if (key := verl.get("distillation.teacher_key", "data_source")) != "data_source":
+        ours.without[f"distillation.teacher_key={key}"] = "rows have the teacher of their data_source"
+    mode, words = verl.get(f"{DISTILLATION}.loss_mode", "k3"), verl.number(f"{DISTILLATION}.topk", 128)
+    gradient = verl.is_on(f"{DISTILLATION}.use_policy_gradient", True)
+    if mode.startswith("forward_kl"):
+        ours.add("--divergence", "forward-kl")
+        ours.add("--top-k", words)
+        ours.notes.append("leave out --top-k for the divergence over the whole vocabulary: here it costs no more")
+    elif mode in KL:
+        ours.notes.append(f"--divergence reverse-kl is KL(policy || teacher) over the whole vocabulary, which "
+                          f"loss_mode={mode} estimates from the sampled word" + ", as a reward" * gradient)
+    else:
+        ours.without[f"{DISTILLATION}.loss_mode={mode}"] = "no such divergence; the command has reverse-kl"
+    coef = verl.number(f"{DISTILLATION}.distillation_loss_coef", 1)
+    if verl.is_on(f"{DISTILLATION}.use_task_rewards", True):
+        ours.add("--reward-coef", 1 / coef if coef else 1)
+        ours.notes.append("--reward-coef: the rewards' part is a policy gradient without a clip; at "
+                          "distillation_loss_coef other than 1 the learning rate has another meaning")
+
+
 def set_objective(verl: Settings, ours: Translation) -> None:
+    if ours.script == "distill":
+        set_distillation(verl, ours)
+        return
     estimator = verl.get("algorithm.adv_estimator", "gae")
     mode = verl.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     loss = set_loss(verl, ours)

@@ -49,8 +49,8 @@ AT_A_TIME = 16
 class Command:
     """A command on so many GPUs, and its memory by phase."""
 
-    def __init__(self, args: Any, hf_config: Any, gpus: int, gpu_gb: float, max_tokens: int, frozen: str = "",
-                 critic: str = ""):
+    def __init__(self, args: Any, hf_config: Any, gpus: int, gpu_gb: float, max_tokens: int,
+                 frozen: str | tuple = "", critic: str = ""):
         """`max_tokens` 0: the most that fit."""
         self.args, self.hf_config, self.gpus, self.gpu_gb = args, hf_config, gpus, gpu_gb
         self.max_tokens, self.frozen, self.critic = max_tokens, frozen, critic
@@ -246,7 +246,7 @@ class Planned(Run):
                                self.correction.covers_cut_sampling)
         return self
 
-    def plan_memory(self, max_tokens: int, frozen: str = "", critic: str = "") -> int:
+    def plan_memory(self, max_tokens: int, frozen: str | tuple = "", critic: str = "") -> int:
         command = Command(self.args, self.hf_config, self.world.size, self.gpu_gb, max_tokens, frozen, critic)
         print(report(command, self.node))
         Planned.fits = command.fits()

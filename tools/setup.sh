@@ -129,10 +129,13 @@ beside() {
 }
 
 # Without a C compiler or a package index the tests that need the extras skip. vLLM's CPU build would find Triton, whose
-# interpreter runs Liger's kernels on a CPU, and transformers would find accelerate, which peft needs.
+# interpreter runs Liger's kernels on a CPU, and transformers would find accelerate, which peft needs. Of lm_eval only
+# IFEval's checkers are used, so most of what it needs is left out.
 add_extras() {
     beside liger triton==3.7.1 "$(grep -o '^liger-kernel==[^ ]*' requirements.txt)"
     beside peft accelerate==1.15.0 peft==0.18.0
+    beside lm_eval langdetect==1.0.9 immutabledict==4.3.1 nltk==3.10.4 sacrebleu==2.6.0 portalocker==4.4.2 \
+        colorama==0.4.6 lxml==6.1.3 lm_eval==0.4.13
     ! cmp -s requirements-test.txt "$VENV/extras" || return 0
     if pip install -q -r requirements-test.txt --no-deps > "$VENV/extras.log" 2>&1; then
         cp requirements-test.txt "$VENV/extras"

@@ -109,7 +109,8 @@ def describe(run_dir: Path) -> str:
         return " -> ".join(f"{row[name]:{form}}" for row in rows if name in row) or f"no {name} was reported"
 
     ratios = [abs(ratio - 1) for ratio, in numbers("ratio")]
-    differences = [abs(engine - trainer) for engine, trainer in numbers("rollout_logp", "old_logp")]
+    # the data's answers have no log-prob of the engine: 0
+    differences = [abs(engine - trainer) for engine, trainer in numbers("rollout_logp", "old_logp") if engine]
     dropped = {name: last.get(name, 0.0) for name in (
         "reward/error_frac", "reward/timeout_frac", "reward/constant_group_frac", "actor/skipped_steps")}
     advantages = [last.get(f"critic/advantages/{name}") for name in ("mean", "min", "max")]
@@ -120,6 +121,7 @@ def describe(run_dir: Path) -> str:
         "advantages": "{:.3g} mean, {:.3g} to {:.3g}".format(*advantages) if None not in advantages else "not reported",
         "tokens with a gradient": f"{trained}, of {sampled} sampled on all ranks",
         "KL to a reference": f"{last['actor/kl_loss']:.3g}" if "actor/kl_loss" in last else "no term in the loss",
+        **({"divergence from the teacher": course("distillation/loss", ".3g")} if "distillation/loss" in last else {}),
         "old log-probs": f"|ratio - 1| is at most {max(ratios):.2g}" if ratios else "no ratio was reported",
         "stop tokens trained": f"{sum(row['trained'][-1] for row in ended)} of {len(ended)}",
         "truncated responses trained": f"{sum(any(row['trained']) for row in cut)} of {len(cut)}",

@@ -12,6 +12,8 @@ KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl
 # flags that not all scripts have -> those that have them
 SCRIPTS = {
     "--baseline": ("rloo",), "--loss": ("rloo", "grpo_variants"), "--loss-numbers": ("grpo_variants",),
+    **dict.fromkeys(("--clip-low", "--clip-high", "--clip-dual", "--entropy-coef", "--kl-loss-coef", "--kl-estimator"),
+                    ("grpo", "ppo", "dapo", "rloo", "grpo_variants")),
     "--aggregation": ("dapo", "grpo_variants"), "--norm-by-std": ("grpo", "dapo", "grpo_variants"),
     "--advantage": ("grpo_variants",), "--reward-components": ("grpo_variants",),
     "--kl-reward-coef": ("ppo", "rloo", "grpo_variants"), "--kl-reward-estimator": ("ppo", "rloo", "grpo_variants"),
@@ -88,6 +90,10 @@ OLD_NAMES = {  # patterns of keys of earlier versions -> today's
     r"^actor_rollout_ref\.(actor|ref)\.(entropy_from|entropy_check|ulysses)": r"actor_rollout_ref.\1.fsdp_config.\2",
 }
 NEEDLESS = {  # patterns of keys -> why they need no flag here
+    "distillation.teacher_models.*.inference.*": "a teacher runs in the trainer, sharded like the policy",
+    "distillation.teacher_models.*.num_replicas": "a teacher runs in the trainer, sharded like the policy",
+    "distillation.n*": "a teacher runs in the trainer, sharded like the policy",
+    "distillation.distillation_loss.*topk*": "logits are never held for all tokens at once",
     "*.use_remove_padding": "sequences are always packed, nothing is padded",
     "*use_dynamic_bsz": "micro-batches are always filled up to a token budget",
     "*log_prob_max_token_len_per_gpu": "one budget for all passes: --max-tokens-per-gpu",
@@ -173,7 +179,8 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "data.custom_cls.*": "rows have verl's columns; other data is written into that form first, as in data/",
     "data.continuous_token.*": "what the model wrote is never rendered again",
     "data.*_max_samples": "all rows are read; write a smaller file",
-    "distillation.*": "grpo_variants.py --teacher MODEL --kl-loss-coef 1 --reward-coef 0 distils on its own samples",
+    "distillation.*_clamp": "the divergence over the whole vocabulary needs no bounds",
+    "distillation.*": "distill.py has --divergence, --top-k and --reward-coef",
     "*.profiler.*": "torch's profiler around a step of the script: docs/metrics.md",
     "global_profiler.*": "torch's profiler around a step of the script: docs/metrics.md",
     "*.engine_kwargs.sglang.*": "vLLM is the only engine beside --rollout.engine hf",

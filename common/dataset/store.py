@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 import tempfile
+from base64 import b64decode
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch.distributed as dist
+from torch import Tensor
 
-from common.dataset.images import Images, encode_prompt, flatten_contents
+from common.dataset.images import Images, encode_prompt, family_of, inputs_of
+from common.model.vision import FAMILIES
+from common.parallel.exchange import deliver
 from common.parallel.ranks import together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
+from envs.pictures import blank, flatten_contents
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
 
@@ -34,8 +39,8 @@ SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 BATCH_ROWS = 512  # read and stored together
 BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
 TOKENS = pa.list_(pa.int32())
-FILES = pa.list_(pa.binary())  # null where a prompt has no images, as engine_tokens
-SCHEMA = pa.schema({"tokens": TOKENS, "row": pa.large_string(), "engine_tokens": TOKENS, "images": FILES})
+FILES = pa.list_(pa.binary())  # null where a prompt has no images
+SCHEMA = pa.schema({"tokens": TOKENS, "row": pa.large_string(), "images": FILES})
 
 
 @dataclass
@@ -64,13 +69,20 @@ class Loaded:
 class PromptSet(Sequence):
     """The prompts in file order, read from the stored `table`; `loaded` says what was left out."""
 
-    def __init__(self, table: pa.Table, loaded: Loaded, config: DataConfig, tokenizer):
+    def __init__(self, table: pa.Table, loaded: Loaded, config: DataConfig, tokenizer, is_for_episodes: bool = False):
         self.table = table
         self.loaded = loaded
         self.config = config
         self.tokenizer = tokenizer
-        self.first_with_images = pc.index(table["images"].is_valid(), True).as_py()  # -1: there is none
-        self.pixels = lru_cache(64)(lambda index: self[index].images.pixels())  # 5 MB for an image of 1,000 patches
+        self.is_for_episodes = is_for_episodes
+        self.own_images: dict[int, list[str]] = {}
+        """Further images, in base64, of the sequences that this rank trains in this step, by number."""
+
+    @cached_property
+    def has_images(self) -> bool:
+        """Whether the prompts have images, or episodes may get some."""
+        may_get_some = self.is_for_episodes and family_of(self.tokenizer.name_or_path) in FAMILIES
+        return may_get_some or self.table["images"].null_count < len(self.table)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -78,12 +90,30 @@ class PromptSet(Sequence):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        tokens, row, engine_tokens, images = (column[index].as_py() for column in self.table.columns)
+        tokens, row, images = (column[index].as_py() for column in self.table.columns)
         prompt = parse_row(json.loads(row), self.config)
         prompt.tokens = tokens
         if images:
-            prompt.images = Images(images, engine_tokens, len(tokens), self.tokenizer.name_or_path)
+            prompt.images = Images(images, self.tokenizer.name_or_path)
         return prompt
+
+    def images_of(self, number: int, row: int) -> list[bytes]:
+        """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images come
+        first; below 0: there are none."""
+        of_row = self[row].images.files if row >= 0 else []
+        return [*of_row, *map(b64decode, self.own_images.get(number, ()))]
+
+    def take_images(self, rollout: Any, minibatches: Iterable[Any]) -> None:
+        """Get `own_images` of the sequences in this rank's mini-batches from the ranks that sampled them, with common
+        /rollout.py's rollout. All ranks call it."""
+        if self.has_images:
+            own = {number: part.images for number, *_, part in rollout.sequences() if part.images}
+            wanted = [number for batch in chain(*minibatches) for number in batch.number.tolist()]
+            self.own_images = deliver(own, wanted)
+
+    def inputs_of(self, file: bytes | None) -> tuple[list[int], dict[str, Tensor]]:
+        """The tokens of an image, and the model's other inputs. None: of a small picture that is in no prompt."""
+        return inputs_of(file or blank(), self.tokenizer.name_or_path)
 
 
 def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | None:
@@ -142,7 +172,7 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
     columns = {name: vars(config)[f"{name}_column"] for name in named}
     limit = "--data.max-prompt-length", config.max_prompt_length
     form = RowFormat(config, limit, SCHEMA, columns, encode_row, all_columns)
-    return PromptSet(*load_rows(files, form), config, tokenizer)
+    return PromptSet(*load_rows(files, form), config, tokenizer, all_columns)
 
 
 @dataclass
@@ -197,10 +227,9 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
                     found = row_of(row)
                     renamed = {ours: found[name] for ours, name in columns.items() if name in found}
                     found = flatten_contents((found if form.all_columns else {}) | renamed)
-                    no_images = form.all_columns or "images" not in form.schema.names
-                    if found.get("videos") or (found["images"] and no_images):
+                    if found.get("videos") or (found["images"] and "images" not in form.schema.names):
                         raise ValueError("images or videos is not empty; nothing here reads videos, and images do not "
-                                         "go with sft.py, dpo.py and --rollout.episode")
+                                         "go with sft.py and dpo.py")
                     new = form.encode(found, loaded)
                 except ValueError as error:
                     if form.config.on_bad_row == "error":

@@ -16,11 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from common.dataset.images import Images, decode
+from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
 from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
 from common.parallel.ranks import all_names, seed_of
+from envs.pictures import decode
 from envs.runtime.response import Response
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
@@ -150,7 +151,7 @@ class VLLMEngine(Engine):
         )
         inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if images is not None:  # vLLM expands the placeholders itself, and would expand expanded ones again
-            inputs["prompt_token_ids"] = [*images.engine_tokens, *prompt[images.num_tokens :]]
+            inputs["prompt_token_ids"] = images.engine_tokens(prompt)
             inputs["multi_modal_data"] = {"image": decode(images.files)}
         self.llm.llm_engine.add_request(str(request), inputs, params)
 

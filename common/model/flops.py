@@ -52,7 +52,7 @@ def _tower(batch: Batch, config: PretrainedConfig) -> float:
     """FLOPs of a vision tower's blocks, which see the images of each different prompt once. Qwen2.5-VL's attention
     within windows of 64 patches is not counted: 1% of the matrices of its layers."""
     rows, first = np.unique(batch.row.cpu().numpy(), return_index=True)
-    prompts = batch.select(first[rows >= 0])
+    prompts = batch.select(first[rows != -1])
     kinds, counts = ((prompts.tokens == config.image_token_id) & ~prompts.mask).unique_consecutive(return_counts=True)
     vision = config.vision_config.to_dict()
     layers, hidden = vision.get("depth") or vision["num_hidden_layers"], vision["hidden_size"]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
@@ -134,6 +135,7 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
     if config.router_replay != "none" and not weights.frozen:
         policy.routers = routers_of(lm)
     shard(policy, lm, config, world, weights.frozen)
+    register_fsdp_forward_method(policy, "hidden_states")
     if weights.like is None:
         _read_in_turns(path, lm, weights_of(lm, path, open_folder(path)) | new_adapters(lm), world)
     else:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
-from common.kernels import tile_shape
+from common.kernels import CHUNK_BYTES, tile_shape
 from common.model.flops import head_dim, mlp_widths
 from common.model.loading import GIB, NO_ADAPTERS, read_critic, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
@@ -131,10 +131,11 @@ def count(module: nn.Module) -> int:
 class MemoryPlan:
     """The trainer's memory on the fullest GPU, in GiB."""
 
-    def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int, frozen: str = "",
-                 critic: str = ""):
+    def __init__(self, args: Any, hf_config: PretrainedConfig, ranks: int, longest: int,
+                 frozen: str | tuple = "", critic: str = ""):
         """`args`: a script's flags; `ranks`: of the run; `longest`: tokens of the longest sequence; `frozen`, `critic`:
-        folders or hub names of a frozen policy and of a critic."""
+        folders or hub names of a frozen policy (a tuple: of teachers, whose heads and hidden states the update compares
+        with) and of a critic."""
         policy, self.longest = args.policy, longest
         ranks = num_shards(ranks, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
         self.smallest = -(-longest // policy.sequence_parallel)
@@ -149,14 +150,16 @@ class MemoryPlan:
         # with sequence parallel, the keys of all ranks, and of them what is seen
         self.keys = 2.0 * policy.sequence_parallel if policy.sequence_parallel > 1 else 0.0
         self.reference_gb = self.reward_model_gb = 0.0
+        self.teachers: list[Model] = []
         self.reserved_gb, self.offload = RESERVED_GB, OffloadConfig()
         if "rollout" not in vars(args):
             return
         self.offload = args.offload
-        if frozen and frozen != args.model:
-            self.reference_gb = Model(read_teacher(frozen, args.model, policy), policy, ranks).frozen_gb
-        elif frozen and not args.lora.rank:                             # else it is the model below the adapters
-            self.reference_gb = self.policy.frozen_gb
+        for path in filter(None, (frozen,) if isinstance(frozen, str) else frozen):
+            is_own = path == args.model
+            model = self.policy if is_own else Model(read_teacher(path, args.model, policy), policy, ranks)
+            self.reference_gb += 0 if is_own and args.lora.rank else model.frozen_gb    # 0: it is below the adapters
+            self.teachers += [] if isinstance(frozen, str) else [model]
         if args.reward_model.path:
             config = check_reward_model(args.reward_model, policy)
             self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
@@ -184,7 +187,14 @@ class MemoryPlan:
             names = "gradients", "moments", *IN_PASSES
             passes += [dict(zip(names, (x.trained_bytes, x.moment_bytes, x.step_bytes, 0, 0))) for x in self.trained]
         fullest = max(passes, key=lambda parts: sum(parts.values()))
-        return self.resident() | {part: x / GIB for part, x in fullest.items()}
+        found = self.resident() | {part: x / GIB for part, x in fullest.items()}
+        for teacher in self.teachers:
+            vectors = teacher.config.vocab_size + tokens                # of its whole head, and its hidden states
+            found["frozen models"] += teacher.itemsize * teacher.config.hidden_size * vectors / GIB
+        if self.teachers:                                               # the head's gradient in float32, and chunks
+            head = self.policy.config.vocab_size * self.policy.config.hidden_size
+            found["log-prob tiles"] += (4 * head + 8 * CHUNK_BYTES["cuda"]) / GIB
+        return found
 
     def update_gb(self, tokens: int) -> float:
         """All memory of the update on a GPU, including free memory between the blocks in use."""

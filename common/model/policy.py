@@ -1,6 +1,6 @@
 """The trained models on packed sequences: log-probs of a policy, values of a critic."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,9 +81,13 @@ class Policy(PackedModel):
         self.lm = lm
         self.keeps_sum_p2 = False  # `score` then also writes `batch.extra["sum_p2"]`; `forward` has a copy of the batch
 
-    def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False,
+                also: Callable[[Tensor, Head], Tensor] | None = None) -> tuple[Tensor, ...]:
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
-        and entropy [T], float32, 0 where `batch.mask` is False."""
+        and entropy [T], float32, 0 where `batch.mask` is False.
+
+        `also`: what else is computed where the whole head is at hand, from the hidden states [N, H] that predict these
+        tokens and the head, to [N]. It is returned last, as [T]."""
         row, hidden = self.hidden_before(self.lm.base_model, batch)
         head, targets = output_head(self.lm), row.batch.tokens[row.sampled]                     # [N]
         with_sum_p2 = self.keeps_sum_p2 and not torch.is_grad_enabled()
@@ -96,7 +100,20 @@ class Policy(PackedModel):
             self.router_changed = row.per_token(changed[row.before])                            # [T]
         elif self.routers and not torch.is_grad_enabled():
             self.routing = row.routing(torch.stack([router.own for router in self.routers], dim=1))
-        return row.per_token(logp), row.per_token(entropy)                                      # [T], [T]
+        others = [logp, entropy] if also is None else [logp, entropy, also(hidden, head)]
+        return tuple(map(row.per_token, others))                                                # [T] each
+
+    @torch.no_grad()
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """The hidden states [N, H] that predict the sampled tokens, in the order of those that `also` gets. Like after
+        `forward`, unsharded weights stay until `free_unsharded`."""
+        return self.hidden_before(self.lm.base_model, batch)[1]
+
+    @torch.no_grad()
+    def whole_head(self) -> Head:
+        """A copy of the output head that is on every rank. All ranks call this together."""
+        head = output_head(self.lm)
+        return head._replace(weight=head.weight.full_tensor())
 
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:

@@ -1,11 +1,11 @@
 """Vision-language models: a tower turns images into embeddings that replace tokens in a packed row.
 
 Pixels never travel between ranks. A micro-batch holds the numbers of its prompts' rows in the data, and the rank that
-runs it makes their pixels again from the data.
+runs it makes their pixels again from the data. The files of an episode's further images travel to that rank.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -28,29 +28,34 @@ def auto_class(config: PretrainedConfig) -> type:
 def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Tensor:
     """The hidden states [t, H] of a packed row. `prompts`: the prompts of the data (PromptSet).
 
-    The tower runs once for each different prompt. A row without images runs the tower too, on another prompt's image
-    and without an effect, because FSDP's collectives must match on all ranks."""
+    The tower runs once for each different image. A row without images runs the tower too, on a small picture and
+    without an effect, because FSDP's collectives must match on all ranks."""
     batch, config, device = row.batch, backbone.config, row.run.device
-    numbers = torch.where(batch.index < 0, -1, batch.row).tolist()                              # a dummy has no images
-    different = sorted({*numbers} - {-1})
-    made = list(WORKERS.map(prompts.pixels, different or [prompts.first_with_images]))
-    pixels = {name: torch.cat([of_prompt[name] for of_prompt in made]).to(device) for name in made[0]}
+    rows = torch.where(batch.index < 0, -1, batch.row).tolist()                                 # a dummy has no images
+    files = [prompts.images_of(number, of_prompt) for number, of_prompt in zip(batch.number.tolist(), rows)]
+    different = [*dict.fromkeys(chain(*files))]
+    made = list(WORKERS.map(prompts.inputs_of, different or [None]))
+    pixels = {name: torch.cat([inputs[name] for _, inputs in made]).to(device) for name in made[0][1]}
     features = backbone.get_image_features(**pixels)
     layers = [torch.cat(tuple(x)) for x in (features.pooler_output, *features.get("deepstack_features", ()))]
 
-    counts = [prompts[number].tokens.count(config.image_token_id) for number in different]
-    # a prompt's first feature, how many it has, and its pixels
-    known = {-1: (0, 0, {})} | dict(zip(different, zip(accumulate(counts, initial=0), counts, made)))
+    counts = [tokens.count(config.image_token_id) for tokens, _ in made]
+    # an image's features, and its pixels
+    known = {file: (torch.arange(last - count, last), inputs)
+             for file, count, last, (_, inputs) in zip(different, counts, accumulate(counts), made)}
     positions, sources = [], []
-    for number, tokens in zip(numbers, batch.tokens.cpu().split(batch.host_lengths)):
-        first, count, of_prompt = known[number]
-        nth = (tokens == config.image_token_id).cumsum(0)
-        is_image = (tokens == config.image_token_id) & (nth <= count)                           # a policy may sample it
+    for of_sequence, tokens in zip(files, batch.tokens.cpu().split(batch.host_lengths)):
+        shown = torch.cat([tokens[:0], *(known[file][0] for file in of_sequence)])
+        is_image = tokens == config.image_token_id
+        is_image &= is_image.cumsum(0) <= len(shown)                                            # a policy may sample it
         axes = torch.arange(len(tokens))[None]
         if "mrope_section" in (config.get_text_config().rope_parameters or {}):                 # time, height, width
-            axes = backbone.get_rope_index(tokens[None], is_image[None].long(), **of_prompt)[0][:, 0]
+            grids = {name: torch.cat([known[file][1][name] for file in of_sequence]) for name in pixels if of_sequence}
+            axes = backbone.get_rope_index(tokens[None], is_image[None].long(), **grids)[0][:, 0]
         positions.append(axes)
-        sources.append(torch.where(is_image, first + nth - 1, -1))
+        source = torch.full_like(tokens, -1)
+        source[is_image] = shown
+        sources.append(source)
     positions, source = (torch.cat(x, dim=-1).to(device) for x in (positions, sources))         # [axes, T], [T]
     positions, source = positions[..., row.run], source[row.run]                                # [axes, t], [t]
     replaced = source >= 0

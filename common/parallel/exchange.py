@@ -1,4 +1,8 @@
-"""What ranks exchange about responses: whole responses, and a few numbers of each."""
+"""What ranks exchange about responses: whole responses, files of images, and a few numbers of each."""
+
+import pickle
+from collections import ChainMap
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +57,21 @@ def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
         if x is not None:
             of_sequence[: len(x)] = x
     return whole if shape else None
+
+
+def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:
+    """What ranks have under numbers, each under others, sent to the ranks that want these. Numbers that no rank has are
+    left out. All ranks call it."""
+    sent = [pickle.dumps({number: mine[number] for number in numbers if number in mine})
+            for numbers in all_gather_objects(wanted)]
+    sizes_out = torch.tensor([*map(len, sent)])                                                 # bytes to each rank
+    sizes_in = torch.empty_like(sizes_out)
+    dist.all_to_all_single(sizes_in, sizes_out)
+    received = torch.empty(int(sizes_in.sum()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray().join(sent), dtype=torch.uint8)
+    dist.all_to_all_single(received, data, sizes_in.tolist(), sizes_out.tolist())
+    found = [pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_in.tolist())]
+    return dict(ChainMap(*found))
 
 
 def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:

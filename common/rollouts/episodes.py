@@ -8,17 +8,20 @@ messages to the other ranks.
 import resource
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.dataset.images import Images, check_sequence, show
 from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
 from common.metrics import Meter
 from common.parallel.ranks import World, seed_of
 from common.prompts import Prompt, TemplateConfig
 from common.rollout import Sample
+from envs.pictures import joined
 from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, environments
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
@@ -113,12 +116,16 @@ class Episodes:
             return episode
         self.num_restarted += bool(request.response.earlier)
         if self.processes is not None:
+            row = prompt.row | ({"images": prompt.images.files} if prompt.images else {})
             self.processes.start(number, {
-                "environment": environment_of(prompt, self.config.episode), "row": prompt.row, "seed": request.seed,
+                "environment": environment_of(prompt, self.config.episode), "row": row, "seed": request.seed,
                 "messages": prompt.messages, "tokens_left": sampling.max_response_length,
             })
-        conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, [*prompt.messages])
-        return Episode({0: conversation}, request.seed, request.response)
+        files, place = prompt.images.files if prompt.images else [], self.template.place
+        messages = [m | {"content": m["content"].replace("<image>", place)} if files else m for m in prompt.messages]
+        conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages)
+        conversation.images = files
+        return Episode({0: conversation}, request.seed, prompt, request.response)
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> dict[str, Any] | None:
@@ -152,15 +159,18 @@ class Episodes:
         conversation = episode.conversations.get(message["conversation"])
         if conversation is None:
             conversation = Conversation(self.template, self.config.rewritten_history, [], [], role=message["role"])
-        new = [self.template.shortened(added, self.config.tool_result_tokens) for added in message["messages"]]
+        shorten = partial(self.template.shortened, limit=self.config.tool_result_tokens)
+        new, files = joined(message["messages"], self.template.place, shorten)
+        images = [*conversation.images, *files]
         if conversation.num_replies:
-            prompt, between = conversation.prompt, conversation.between(new)
+            prompt, between = conversation.prompt, conversation.between(new, files)
         else:
-            prompt, between = conversation.begin(new, message["tools"]), []
+            prompt, between = conversation.begin(new, message["tools"], files), []
         if between is None:
-            seen = self.template.encode(conversation.next_rendered, [*conversation.messages, *new])
+            seen = self.template.encode(conversation.next_rendered, [*conversation.messages, *new], images)
         else:
             seen = [*prompt, *conversation.tokens, *between]
+        check_sequence(seen, images, self.template.tokenizer.name_or_path)
         added = episode.num_tokens + len(between or [])
         room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:
@@ -168,14 +178,14 @@ class Episodes:
         temperature = sampling.temperature if message["temperature"] is None else message["temperature"]
         episode.conversations[message["conversation"]] = conversation
         conversation.prompt = prompt
-        conversation.add_messages(new, between)
+        conversation.add_messages(new, between, files)
         conversation.room = room
         conversation.asked = replace(
             sampling, max_response_length=min(room, message["max_tokens"] or room), temperature=temperature,
             stop=(*sampling.stop, *message["stop"]),
         )
         is_trained = temperature == sampling.temperature
-        episode.next_reply(message["conversation"], between or conversation.prompt, is_trained)
+        episode.next_reply(message["conversation"], between or conversation.prompt, is_trained, files)
         return ""
 
     def sample(self, engine: Engine, number: int, episode: Episode, asked: int) -> None:
@@ -195,6 +205,7 @@ class Episodes:
             self.num_asked, [*conversation.prompt, *conversation.tokens, *reply.tokens],
             None if is_greedy else seed_of(episode.seed, *place, *begun),
             replace(sampling, max_response_length=sampling.max_response_length - len(reply.tokens)),
+            Images(conversation.images, self.template.tokenizer.name_or_path) if conversation.images else None,
         )
 
     def take_reply(self, number: int, episode: Episode, asked: int) -> None:
@@ -240,7 +251,8 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
     if most_files < config.episodes_at_once + OTHER_FILES:
         raise ValueError(f"--rollout.episodes-at-once {config.episodes_at_once} needs an open file each, and this "
                          f"process may have {most_files} in all: lower it, or raise `ulimit -n`")
-    template = ChatTemplate(tokenizer, template_arguments(tokenizer, template_config), stops)
+    arguments = template_arguments(tokenizer, template_config)
+    template = ChatTemplate(tokenizer, arguments, stops, partial(show, model=tokenizer.name_or_path))
     parse = make_parser(config.tool_parser, tokenizer) if config.tool_parser else None
     processes = EpisodeProcesses(config.episode, config.tool_timeout_s) if world.rank % config.tp == 0 else None
     return Episodes(config, template, max_sequence_length, processes, parse)

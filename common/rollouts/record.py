@@ -111,6 +111,7 @@ def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> No
 
 def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward: float) -> dict[str, Any]:
     prompt, response, images = sample.prompt, sample.response, sample.prompt.images
+    shown = response.prompt or (images.engine_tokens(prompt.tokens) if images else prompt.tokens)
     parts = {name: f"a list of {len(value)} numbers" if isinstance(value, list) and len(value) > 1000 else value
              for name, value in sample.extras.items()}
     return {
@@ -118,7 +119,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
         "index": sample.index,
         "group": sample.group,
         "data_source": prompt.data_source,
-        "prompt": tokenizer.decode(response.prompt or (images.engine_tokens if images else prompt.tokens)),
+        "prompt": tokenizer.decode(shown),
         "images": images.files if images else None,
         "ground_truth": str(prompt.ground_truth),
         "response": tokenizer.decode(response.tokens, skip_special_tokens=True),

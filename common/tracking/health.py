@@ -23,10 +23,11 @@ class HealthCheck:
             if name in metrics and not metrics[name] <= limit:
                 found[kind] = text.format(metrics[name])
 
-        over("constant", "reward/constant_group_frac", 0.999,
-             "in every group all rewards are equal, so no response is better than another and nothing is learned: "
-             "prompts too easy or too hard, or a reward that is always the same. Read the rollouts; other "
-             "--train-data, more --samples-per-prompt, a higher --rollout.temperature")
+        if "distillation/loss" not in metrics:  # a teacher teaches without rewards
+            over("constant", "reward/constant_group_frac", 0.999,
+                 "in every group all rewards are equal, so no response is better than another and nothing is learned: "
+                 "prompts too easy or too hard, or a reward that is always the same. Read the rollouts; other "
+                 "--train-data, more --samples-per-prompt, a higher --rollout.temperature")
         over("kl", "actor/ppo_kl", 0.05,
              "the policy is {:.2g} nats a token from the one that sampled, usual is under 0.05: it moves too far in "
              "one step; lower --optim.lr or --minibatches-per-step")

@@ -13,6 +13,7 @@ from envs.endpoint.asked import (
     choice_of,
     count_of,
     function_of,
+    parts_of,
     refuse_unsupported,
     temperature_of,
     text_of,
@@ -51,13 +52,14 @@ def read_message(message: dict[str, Any]) -> list[Message]:
             arguments = json.dumps(block["input"])
             calls.append(call_of({"id": block["id"], "name": block["name"], "arguments": arguments}))
         elif block["type"] == "tool_result":
-            text = text_of(block.get("content"))
-            results.append({"role": "tool", "content": text, "tool_call_id": block["tool_use_id"]})
+            content = parts_of(block.get("content"))
+            results.append({"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]})
         elif block["type"] not in ("thinking", "redacted_thinking"):  # these are not shown to the model again
             others.append(block)
     if results and not others:
         return results
-    return [*results, {"role": role, "content": text_of(others)} | ({"tool_calls": calls} if calls else {})]
+    content = (parts_of if role == "user" else text_of)(others)
+    return [*results, {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})]
 
 
 def read_tool(tool: dict[str, Any]) -> dict[str, Any]:

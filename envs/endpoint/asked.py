@@ -1,9 +1,12 @@
 """A request for the model's next turn, the same in whichever API's form it came in, its answer and its error."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from envs.pictures import content_of, is_picture
 
 Message = dict[str, Any]
 Key = tuple
@@ -26,7 +29,8 @@ class ApiError(Exception):
 @dataclass
 class Asked:
     """A request. Its messages are {"role": system, user, assistant or tool, "content": text}, and as the case may be
-    "name", "tool_call_id" and "tool_calls", whose arguments are an object, as chat templates take them."""
+    "name", "tool_call_id" and "tool_calls", whose arguments are an object, as chat templates take them. With pictures
+    the content of users and tools is a list of texts and of the client's parts."""
 
     body: dict[str, Any]  # as the client sent it
     messages: list[Message]
@@ -69,6 +73,8 @@ def key_of(message: Message) -> Key:
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", ())
     ]
+    if isinstance(content, list):  # pictures are long
+        content = hashlib.sha256(json.dumps(content, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
     return role, name, content.strip() if role == "assistant" else content, *calls
 
 
@@ -95,6 +101,24 @@ def text_of(content: Any) -> str:
                            code="unsupported_content")
         texts.append(part.get("refusal", "") if kind == "refusal" else part["text"])
     return "\n".join(texts)
+
+
+def parts_of(content: Any) -> str | list:
+    """The content of a user's or a tool's message: its text, or with pictures a list of texts and of the client's
+    parts, which `read_pictures` reads."""
+    parts = [] if content is None or isinstance(content, str) else content
+    if not any(map(is_picture, parts)):
+        return text_of(content)
+    return [part if is_picture(part) else text_of([part]) for part in parts]
+
+
+def read_pictures(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the files of pictures in their contents. Raises ApiError for a picture that cannot be read, is
+    too large, or is at another URL than a data URL."""
+    try:
+        return [message | {"content": content_of(message["content"])} for message in messages]
+    except ValueError as error:
+        raise ApiError(str(error), code="unsupported_content") from None
 
 
 def function_of(name: str, description: str | None, parameters: dict | None) -> dict[str, Any]:

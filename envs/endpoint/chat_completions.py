@@ -12,6 +12,7 @@ from envs.endpoint.asked import (
     choice_of,
     count_of,
     function_of,
+    parts_of,
     refuse_unsupported,
     temperature_of,
     text_of,
@@ -42,7 +43,9 @@ def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
 def read_message(message: dict[str, Any]) -> Message:
     if message["role"] not in ROLES:
         raise ApiError(f"a message's role is {message['role']!r:.100}; there are {', '.join(ROLES)}")
-    found = {"role": ROLES[message["role"]], "content": text_of(message.get("content"))}
+    takes_pictures = message["role"] in ("user", "tool")
+    content = (parts_of if takes_pictures else text_of)(message.get("content"))
+    found = {"role": ROLES[message["role"]], "content": content}
     found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
     calls = [call_of({"id": call.get("id", "")} | call["function"]) for call in message.get("tool_calls") or []]
     return found | ({"tool_calls": calls} if calls else {})

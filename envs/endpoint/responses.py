@@ -13,9 +13,9 @@ from envs.endpoint.asked import (
     choice_of,
     count_of,
     function_of,
+    parts_of,
     refuse_unsupported,
     temperature_of,
-    text_of,
     with_names,
 )
 
@@ -54,7 +54,7 @@ def add_item(messages: list[Message], item: dict[str, Any]) -> None:
             messages.append({"role": "assistant", "content": ""})
         messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", []), call]}
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "content": text_of(item["output"]), "tool_call_id": item["call_id"]})
+        messages.append({"role": "tool", "content": parts_of(item["output"]), "tool_call_id": item["call_id"]})
     elif kind != "reasoning":  # which is not shown to the model again
         raise ApiError(f"an input item of type {kind!r:.100} is not supported here", code="unsupported_content")
 

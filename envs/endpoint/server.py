@@ -21,12 +21,12 @@ from typing import Any
 from aiohttp import web
 
 from envs.endpoint import anthropic_messages, chat_completions, responses
-from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of
+from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of, read_pictures
 
 FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
 }
-MAX_BODY = 2**24  # bytes of a request
+MAX_BODY = 2**26  # bytes of a request, which has all pictures of its conversation
 COUNTS = {
     "requests": "all of them",
     "errors": "those that were answered with an error",
@@ -244,9 +244,11 @@ class Endpoint:
         self.counts["temperatures"] += asked.temperature is not None
         try:
             text = await chat.reply(
-                *asked.messages[num_seen:], max_tokens=asked.max_tokens, stop=asked.stop,
+                *read_pictures(asked.messages[num_seen:]), max_tokens=asked.max_tokens, stop=asked.stop,
                 temperature=asked.temperature if self.keeps_temperature else None,
             )
+        except ApiError:
+            raise
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_exception(error)

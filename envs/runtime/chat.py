@@ -9,6 +9,7 @@ import operator
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from envs.pictures import Content, result_of, shortened, told_of
 from envs.tools import Limits, name_of, run_tool, schema_of
 
 MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
@@ -71,11 +72,7 @@ class Chat:
         """Add these messages, then let the model write its next turn. Returns its text; None if no room or no turn is
         left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left. `stop`: further texts that
         end it. `temperature`: a reply with another one than the run's is not trained."""
-        for message in messages:
-            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-            if not all(isinstance(text, str) for text in texts):
-                raise TypeError(f"chat.reply takes messages like {{'role': 'user', 'content': '...'}}, not "
-                                f"{message!r:.80}")
+        told = [told_of(message) for message in messages]
         if not messages and (self.turns or self is not self.all[0]):
             raise ValueError("chat.reply() without messages: the model must be given something, unless it answers the "
                              "row's prompt")
@@ -92,7 +89,7 @@ class Chat:
         answer = await self._ask({
             "conversation": self.all.index(self),
             "role": self.role,
-            "messages": messages,
+            "messages": told,
             "tools": [] if self.turns else [schema_of(tool) for tool in self.tools],
             "max_tokens": max_tokens and operator.index(max_tokens),
             "stop": [stop] if isinstance(stop, str) else list(stop),
@@ -115,11 +112,11 @@ class Chat:
         self.messages += [*messages, {"role": "assistant", "content": answer["text"]}]
         return answer["text"]
 
-    async def call_tools(self) -> list[dict[str, str]]:
+    async def call_tools(self) -> list[dict[str, Any]]:
         """Run all of `tool_calls` at the same time. Returns the messages for the model, in their order."""
         return await asyncio.gather(*map(self.tool_call, self.tool_calls))
 
-    async def tool_call(self, call: dict[str, Any]) -> dict[str, str]:
+    async def tool_call(self, call: dict[str, Any]) -> dict[str, Any]:
         """Run one of `tool_calls`. Returns the message for the model: the result, or the error."""
         self.num_tool_calls += 1
         self._calls_left -= 1
@@ -131,11 +128,11 @@ class Chat:
             self.num_tool_errors += 1
             content = f"Error: {type(error).__name__}: {error}"
         self._tell_tool(name)
-        content = content[: min(MAX_RESULT, max(self._characters_left, MIN_RESULT))]
-        self._characters_left -= len(content)
+        content, num_characters = shortened(content, min(MAX_RESULT, max(self._characters_left, MIN_RESULT)))
+        self._characters_left -= num_characters
         return {"role": "tool", "name": name, "content": content}
 
-    async def _run_tool(self, name: str, call: dict[str, Any]) -> str:
+    async def _run_tool(self, name: str, call: dict[str, Any]) -> Content:
         if call.get("error"):
             raise ValueError(call["error"])
         if self._calls_left < 0:
@@ -149,8 +146,7 @@ class Chat:
         async with limits.place(name, lambda: self._tell_tool(name)):
             for attempt in itertools.count():
                 try:
-                    result = await run_tool(tool, arguments, self.timeout_s)
-                    return result if isinstance(result, str) else json.dumps(result)
+                    return result_of(await run_tool(tool, arguments, self.timeout_s))
                 except Exception as error:
                     if attempt == limits.retries or isinstance(error, TimeoutError):
                         raise

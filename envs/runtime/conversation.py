@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -66,11 +66,16 @@ def environments(spec: str) -> dict[str, str]:
 class ChatTemplate:
     """The text that the chat template renders, and its tokens."""
 
-    def __init__(self, tokenizer: Any, arguments: dict[str, Any], stops: Sequence[int]):
-        """`arguments`: of `apply_chat_template`; `stops`: ids that end a reply."""
+    def __init__(self, tokenizer: Any, arguments: dict[str, Any], stops: Sequence[int],
+                 show: Callable[[bytes], list[int]] | None = None):
+        """`arguments`: of `apply_chat_template`; `stops`: ids that end a reply; `show`: the file of a picture -> the
+        tokens that the model sees for it."""
         self.tokenizer = tokenizer
         self.arguments = arguments
         self.stops = set(stops)
+        self.show = show
+        self.place = f"@@{secrets.token_hex(8)}"
+        """What stands for a picture in messages. Nobody knows it who might write it."""
 
     @cached_property
     def special(self) -> re.Pattern:
@@ -88,30 +93,33 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses an episode's messages ({roles}): {error}") from None
 
-    def encode(self, text: str, said: Sequence[Message] = ()) -> list[int]:
+    def encode(self, text: str, said: Sequence[Message] = (), files: Sequence[bytes] = ()) -> list[int]:
         """The tokens of a rendered text. `said`: messages in it, in their order. What users and tools say is text also
-        where it spells a special token: a web page cannot end a turn."""
-        tokens = []
+        where it spells a special token: a web page cannot end a turn. `files`: the pictures in it."""
+        tokens, left = [], iter(files)
         for message in said:
             if message["role"] != "assistant" and self.special.search(message["content"]):
                 content = written(message, text)
                 before, _, text = text.partition(content)
-                tokens += self.encode(before)
-                tokens += self.tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return tokens + self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                tokens += self._encode(before, left) + self._encode(content, left, split_special_tokens=True)
+        return tokens + self._encode(text, left)
+
+    def _encode(self, text: str, files: Iterator[bytes], **options: bool) -> list[int]:
+        """The tokens of a text, in which the next of `files` are shown at their places."""
+        first, *others = (self.tokenizer(piece, add_special_tokens=False, **options)["input_ids"]
+                          for piece in text.split(self.place))
+        return first + [token for piece in others for token in (*self.show(next(files)), *piece)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def shortened(self, message: Message, limit: int) -> Message:
-        """The message; if it is a tool's with more than `limit` tokens, without its middle, and it says so."""
-        if message["role"] != "tool" or not limit:
-            return message
-        tokens = self.tokenizer(message["content"], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    def shortened(self, text: str, limit: int) -> str:
+        """A tool's text; if it has more than `limit` tokens, without its middle, and it says so. 0: no limit."""
+        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if limit else []
         if len(tokens) <= limit:
-            return message
+            return text
         first, last = self.decode(tokens[: limit // 2]), self.decode(tokens[len(tokens) - (limit - limit // 2) :])
-        return message | {"content": f"{first}\n[{len(tokens) - limit} tokens were cut here]\n{last}"}
+        return f"{first}\n[{len(tokens) - limit} tokens were cut here]\n{last}"
 
     def after_reply(self, messages: Sequence[Message], new: Sequence[Message], tools: list[dict] | None) -> str:
         """The text between the reply that ends `messages` and the next reply. Raises ValueError for a chat template
@@ -154,6 +162,7 @@ class Conversation:
     rendered: str = ""  # the text that the model saw before its last reply
     next_rendered: str = ""  # and will see before the next one, if the messages are added
     routing: Any = None  # as the engine told it with the last reply: of all tokens up to there
+    images: list[bytes] = field(default_factory=list)  # the pictures in the prompt and in the tokens, in their order
     role: str = ""
     forms: list[Message | None] = field(init=False)  # of each message: a reply as `keep_form` has it
     num_replies: int = 0
@@ -163,9 +172,9 @@ class Conversation:
     def __post_init__(self):
         self.forms = [None] * len(self.messages)
 
-    def begin(self, new: Sequence[Message], tools: list[dict] | None) -> list[int]:
-        """The tokens before the first reply. Without new messages and tools they are the prompt's tokens in the
-        data."""
+    def begin(self, new: Sequence[Message], tools: list[dict] | None, files: Sequence[bytes] = ()) -> list[int]:
+        """The tokens before the first reply. Without new messages and tools they are the prompt's tokens in the data.
+        `files`: the pictures of the new messages."""
         self.tools = tools
         self.next_rendered = self.template.render([*self.messages, *new], tools)
         if tools and self.next_rendered == self.template.render([*self.messages, *new], None):
@@ -173,9 +182,9 @@ class Conversation:
                             "--data.chat-template-file FILE names another")
         for message in new:
             written(message, self.next_rendered)
-        return self.template.encode(self.next_rendered, new) if new or tools else self.prompt
+        return self.template.encode(self.next_rendered, new, [*self.images, *files]) if new or tools else self.prompt
 
-    def between(self, new: Sequence[Message]) -> list[int] | None:
+    def between(self, new: Sequence[Message], files: Sequence[bytes] = ()) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
         chat template now renders text that the model has seen differently, and the conversation must be split."""
         text = self.messages[-1]["content"].removeprefix(self.opened)
@@ -208,7 +217,7 @@ class Conversation:
                                  f"gives back: --rollout.rewritten-history append keeps the tokens as they are")
             self.next_rendered = self.template.render([*self.messages, *new], self.tools)
             return None
-        return self.template.encode(between.removeprefix(end), new)
+        return self.template.encode(between.removeprefix(end), new, files)
 
     def keep_form(self, written: str, said: str, calls: Sequence[dict[str, Any]]) -> None:
         """Keep the last reply also in the fields that templates read when they write a history again: what it says, its
@@ -226,18 +235,20 @@ class Conversation:
         """The <think> that the text before the next reply ends with, and that the reply continues."""
         return re.search(r"(<think>\s*)?$", self.rendered)[0]
 
-    def add_messages(self, new: Sequence[Message], between: list[int] | None) -> None:
-        """Add messages, with their tokens as `between` returned them."""
+    def add_messages(self, new: Sequence[Message], between: list[int] | None, files: Sequence[bytes] = ()) -> None:
+        """Add messages, with their tokens as `between` returned them, and their pictures."""
         self.messages += new
         self.forms += [None] * len(new)
         self.rendered = self.next_rendered
         if between is None:
             before = Conversation(self.template, "", self.prompt, [], None, self.tokens, self.logp, self.mask)
             before.routing, self.routing = self.routing, None
+            before.images, self.images = self.images, [*self.images, *files]
             self.left_behind.append(before)
-            self.prompt = self.template.encode(self.rendered, self.messages)
+            self.prompt = self.template.encode(self.rendered, self.messages, self.images)
             self.tokens, self.logp, self.mask = [], [], []
             return
+        self.images = [*self.images, *files]
         self.tokens += between
         self.logp += [0.0] * len(between)
         self.mask += [False] * len(between)

@@ -1,5 +1,8 @@
 """What the model wrote: a response to a prompt, and the episode of many turns that becomes one."""
 
+import hashlib
+from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -38,6 +41,9 @@ class Response:
     """The conversation."""
     tools: dict[str, float] = field(default_factory=dict)
     """Number of tool_calls and of tool_errors, and tool_s, the seconds that the episode's own code ran."""
+    images: list[str] = field(default_factory=list)
+    """The sequence's pictures in their order, without those of the row's prompt where that begins it: files in base64.
+    For `earlier` replies of an episode that has not ended: SHA-256 of the pictures in `prompt`."""
 
     # of --rollout.in-flight alone
     versions: list[int] = field(default_factory=list)
@@ -75,6 +81,7 @@ class Episode:
 
     conversations: dict[int, Conversation]  # 0: begins with the row's prompt; others as chat.begin() numbered them
     seed: int | None  # None: greedy
+    prompt: Any  # of the row: common/prompts.py
     begun: Response  # has the model's replies, also those of earlier steps
     num_turns: int = 0
     end_reason: str = "done"  # length: the last reply was cut for want of room, or refused; turns: it was refused
@@ -94,15 +101,16 @@ class Episode:
         """Of conversation `number`."""
         return [reply for reply in self.begun.earlier if reply.conversation == number]
 
-    def next_reply(self, number: int, before: list[int], is_trained: bool) -> Response:
-        """The reply after these tokens: one from an earlier step, unless the environment has sent other tokens since,
-        or a new one."""
+    def next_reply(self, number: int, before: list[int], is_trained: bool, files: Sequence[bytes] = ()) -> Response:
+        """The reply after these tokens, with the pictures in them: one from an earlier step, unless the environment has
+        sent others since, or a new one."""
         turn = self.conversations[number].num_replies
         old = self.replies(number)[turn:]
-        if old and old[0].prompt == before:
+        images = [hashlib.sha256(file).hexdigest() for file in files]
+        if old and (old[0].prompt, old[0].images) == (before, images):
             return old[0]
         stale = set(map(id, old))
-        new = Response(prompt=before, conversation=number, mask=None if is_trained else [])
+        new = Response(prompt=before, images=images, conversation=number, mask=None if is_trained else [])
         self.begun.earlier = [*(reply for reply in self.begun.earlier if id(reply) not in stale), new]
         return new
 
@@ -116,10 +124,12 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
     # the episode's own conversation, unless only others were begun
     main = next((number for number in numbers if episode.conversations[number].num_replies), 0)
     *earlier, last = chain(*(sequences_of(episode, number) for number in sorted(numbers, key=lambda n: n == main)))
+    said = episode.conversations[main]
+    messages = [m | {"content": m["content"].replace(said.template.place, "<image>")} for m in said.messages]
     return replace(
         last, finish_reason="length" if end_reason == "length" else "stop",
         earlier=[sequence for sequence in earlier if sequence.tokens],
-        num_turns=episode.num_turns, end_reason=end_reason, messages=episode.conversations[main].messages,
+        num_turns=episode.num_turns, end_reason=end_reason, messages=messages,
         tools={"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
                "tool_s": episode.tool_s},
     )
@@ -129,10 +139,13 @@ def sequences_of(episode: Episode, number: int) -> list[Response]:
     """What is trained of a conversation: more than one sequence if its history was rewritten."""
     conversation = episode.conversations[number]
     versions = chain(*(reply.versions for reply in episode.replies(number)))
-    return [
-        Response(
-            part.tokens, part.logp, "stop", part.mask, part.prompt, conversation=number, role=conversation.role,
+    found = []
+    for part in [*conversation.left_behind, conversation]:
+        has_row_images = part.prompt is episode.prompt.tokens and episode.prompt.images is not None
+        own = part.images[len(episode.prompt.images.files) if has_row_images else 0 :]
+        found.append(Response(
+            part.tokens, part.logp, "stop", part.mask, None if has_row_images else part.prompt,
+            [b64encode(file).decode() for file in own], conversation=number, role=conversation.role,
             versions=[*islice(versions, sum(part.mask))], routing=part.routing,
-        )
-        for part in [*conversation.left_behind, conversation]
-    ]
+        ))
+    return found

@@ -31,8 +31,7 @@ from rewards.runtime.worker import failure_of, ignore_stops, packed, plain, repl
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
 TOOL_GRACE_S = 0.5  # a tool that takes too long is told to the model, and does not end the episode
-MAX_SENT = 2**22  # bytes of one message to the trainer
-MAX_LAST = 2**24  # bytes of the last one: the result, in which worker.MAX_NUMBERS numbers take two thirds
+MAX_SENT = 2**24  # bytes of one message to the trainer: of the result worker.MAX_NUMBERS numbers take two thirds
 
 
 class Printed:
@@ -118,7 +117,7 @@ async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: 
     more = {name: sum(vars(part)[name] for part in chat.all) for name in ("num_tool_calls", "num_tool_errors")}
     more["seconds"] = loop.time() - began
     try:
-        send(connection, reply | more, MAX_LAST)
+        send(connection, reply | more)
     except ValueError as error:
         send(connection, failure_of(error) | more)
 
@@ -130,12 +129,12 @@ def reseed(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def send(connection: Connection, message: dict[str, Any], limit: int = MAX_SENT) -> None:
+def send(connection: Connection, message: dict[str, Any]) -> None:
     # the model may write half a surrogate pair in the JSON of a call: that is no text, and no tokenizer takes it
     data = json.dumps(message, default=plain, ensure_ascii=False).encode(errors="replace")
-    if len(data) > limit:
-        raise ValueError(f"the episode sends {len(data)} bytes at once, at most {limit}: shorten what tools return, or "
-                         f"the episode's result")
+    if len(data) > MAX_SENT:
+        raise ValueError(f"the episode sends {len(data)} bytes at once, at most {MAX_SENT}: shorten what tools return, "
+                         f"or the episode's result")
     connection.send_bytes(data)
 
 

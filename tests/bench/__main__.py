@@ -13,7 +13,7 @@ from tests.bench.record import ROOT
 
 LINES = ROOT / "docs/bench.jsonl"
 FLAGS = {
-    "packing": [], "kernels": [], "logging": [], "data": ["--rows", "200000"],
+    "packing": [], "kernels": [], "divergence": [], "logging": [], "data": ["--rows", "200000"],
     "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
     "endpoint": [], "slow_tool": [], "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [],
     "sft": [],

@@ -5,12 +5,14 @@
 #   make seeds        docs/quickstart.png and docs/quickstart.md
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
 #   make optimizers   AdamW and Muon, three seeds each: docs/optimizers.png and docs/optimizers.md
+#   make reward-model a reward model of pairs of responses, then ppo.py with it alone: docs/reward_model.png and .md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
 #   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
+#   TASK=... tests/bench/curves.sh distill        the numbers of docs/distillation.md, in 45 minutes
 #   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and docs/long_tail.png
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
-# SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`.
+# SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`, and all of `reward-model`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -73,8 +75,26 @@ preferences() {
 
 # the model that grpo.py trained (see `policies`) teaches the model of the task, without any reward
 distil() {
-    train grpo_variants.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model --reward-coef 0 \
-        --kl-loss-coef 1 --kl-estimator k1+
+    train distill.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model
+}
+
+# the same from a teacher of 30 steps: the whole distribution, its 64 best words, the sampled word, and another divergence
+distill() {
+    STEPS="--total-steps 30 --save.every 0"
+    [[ -e $OUT/teacher/finished ]] || train grpo.py --run-dir $OUT/teacher
+    STEPS="--total-steps 16 --eval-every 4 --save.every 0 --save.hf never --prompts-per-step 16 --samples-per-prompt 2"
+    local seed way script runs=()
+    for seed in ${SEEDS:-1 2 3}; do
+        while read -r way script; do
+            # shellcheck disable=SC2086
+            train $script --run-dir "$OUT/distill/$way.$seed" --seed "$seed" --teacher $OUT/teacher/model </dev/null
+            runs+=("$OUT/distill/$way.$seed")
+        done <<<"exact distill.py
+k1 grpo_variants.py --kl-loss-coef 1 --kl-estimator k1+ --reward-coef 0
+top64 distill.py --divergence forward-kl --top-k 64
+jsd distill.py --divergence jsd"
+    done
+    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
 }
 
 lessons() {
@@ -100,6 +120,32 @@ seeds() {
         train grpo.py --run-dir "runs/seed$seed" --seed "$seed"
     done
     draw quickstart runs/seed{1,2,3}
+}
+
+# The model's own responses, a right one and a wrong one of the same prompt, train a reward model. ppo.py learns from its
+# score alone; the task's own score is only measured.
+reward-model() {
+    local data=data/word_problems out=$OUT/reward_model runs=()
+    # shellcheck disable=SC2086
+    .venv/bin/python evaluate.py --model models/SmolLM2-135M-Instruct --val-data $data/train.parquet --eval-prompts 640 \
+        --eval-n 8 --run-dir "$out/responses" --data.max-prompt-length 160 --rollout.max-response-length 40 \
+        --rollout.max-num-seqs 64 --reward.num-workers 1 ${RESPONSES:-}
+    .venv/bin/python data/pairs_from_responses.py --responses "$out/responses" --data $data/train.parquet \
+        --out "$out/pairs" --num-test "${TEST_PROMPTS:-64}"
+    for seed in ${SEEDS:-1 2 3}; do
+        # shellcheck disable=SC2086
+        .venv/bin/python rm.py --model models/SmolLM2-135M-Instruct --train-data "$out/pairs/train.parquet" \
+            --val-data "$out/pairs/test.parquet" --run-dir "$out/rm$seed" --seed "$seed" --total-steps 40 \
+            --rows-per-step 16 --max-tokens-per-gpu 1024 --optim.lr 1e-4 --optim.warmup-steps 4 \
+            --optim.schedule linear --optim.min-lr-frac 0.1 --eval-every 20 --eval-prompts 128 --save.keep 1 ${SHORT:-}
+        STEPS="--total-steps 14 --eval-every 7"
+        train ppo.py --run-dir "$out/ppo$seed" --seed "$seed" --minibatches-per-step 1 --critic-optim.lr 1e-4 \
+            --reward.function rewards/measured.py --reward-model.path "$out/rm$seed/model" \
+            --critic-model "$out/rm$seed/model"
+        runs+=("$out/ppo$seed")
+    done
+    draw reward_model "${runs[@]}"
+    .venv/bin/python -m tests.bench.lessons_table "$out"/{rm,ppo}[0-9]* | tee -a docs/reward_model.md
 }
 
 # adapters of three ranks, and all weights

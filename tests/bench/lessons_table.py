@@ -6,7 +6,7 @@ import sys
 from tools.runs import read_metrics
 
 NAMES = ("train/loss", "val/loss", "val-core/preference/accuracy", "val-core/preference/margin", "preference/accuracy",
-         "preference/pairs", "actor/kl_loss")
+         "preference/pairs", "actor/kl_loss", "reward/model", "reward/acc")
 
 
 def main(runs: list[str]) -> None:

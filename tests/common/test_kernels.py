@@ -1,12 +1,14 @@
 """The chunked log-prob kernel against a word-by-word oracle, naive log_softmax, numerical derivatives, and itself."""
 
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
+import distill
 from common import kernels
 from common.kernels import CPU_TILE, CUDA_TILE_BYTES, Head, tile_shape
 from tests import oracles
@@ -236,3 +238,118 @@ def test_never_holds_all_logits():
     logits = 4096 * 8192 * 4
     assert measure(lambda: gradients(naive, hidden, weight, targets, up, entropy=False)).peak_bytes > 2 * logits
     assert peak < 0.4 * logits
+
+
+# --------------------------------------------------------------------------- divergences of two models
+
+def divergence_by_words(z_ours, z_theirs, settings, kind, beta):
+    """The divergence of each token and its derivative by the student's product, in numbers, word by word."""
+    temperature, softcap = settings.get("temperature", 1.0), settings.get("softcap")
+    scale = settings.get("logit_scale", 1.0)
+
+    def logits(row):
+        capped = [softcap * math.tanh(z * scale / softcap) if softcap else z * scale for z in row]
+        top = max(z / temperature for z in capped)
+        total = math.log(math.fsum(math.exp(z / temperature - top) for z in capped)) + top
+        return [z / temperature - total for z in capped]
+
+    values, slopes = [], []
+    for ours, theirs in zip(z_ours.tolist(), z_theirs.tolist()):
+        p, q = [[math.exp(x) for x in logits(row)] for row in (ours, theirs)]
+        m = [beta * b + (1 - beta) * a for a, b in zip(p, q)]
+        # f(p) of each word and df/dp
+        terms = {
+            "reverse-kl": [(a * math.log(a / b), math.log(a / b) + 1) for a, b in zip(p, q)],
+            "forward-kl": [(b * math.log(b / a), -b / a) for a, b in zip(p, q)],
+            "jsd": [(beta * b * math.log(b / c) + (1 - beta) * a * math.log(a / c), (1 - beta) * math.log(a / c))
+                    for a, b, c in zip(p, q, m)],
+        }[kind]
+        values.append(math.fsum(value for value, _ in terms))
+        mean = math.fsum(a * slope for a, (_, slope) in zip(p, terms))
+        slopes.append([
+            a * (slope - mean) * (scale / temperature) * (1 - math.tanh(z * scale / softcap) ** 2 if softcap else 1)
+            for a, (_, slope), z in zip(p, terms, ours)
+        ])
+    return torch.tensor(values, dtype=F64), torch.tensor(slopes, dtype=F64)
+
+
+def divergence_errors(kind: str, dtype, seed: int, settings: dict, rows: int = 4) -> tuple[float, float]:
+    """Of value and gradient, relative to max(1, |oracle|). The teacher is wider, and its head has padding beyond the
+    student's vocabulary. `rows`: of a chunk."""
+    beta, temperature = 0.3, settings.get("temperature", 1.0)
+    hidden, weight, _, up = inputs(dtype=dtype, seed=seed)
+    g = torch.Generator().manual_seed(seed + 9)
+    wide, other = (torch.randn(size, 10, generator=g, dtype=F64).to(dtype) for size in (11, 32))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    heads = [Head(w, settings.get("softcap"), settings.get("logit_scale", 1.0)) for w in (weight, other)]
+    formula = partial(distill.DIVERGENCES[kind], beta=beta)
+    with mock.patch.object(kernels, "CHUNK_BYTES", {"cpu": 4 * 29 * rows}):
+        value = kernels.linear_divergence((hidden, heads[0]), (wide, heads[1]), formula, temperature)
+        found = torch.autograd.grad((value * up[0]).sum(), (hidden, weight))
+    assert value.dtype == dtype
+    products = [(x.detach().double() @ w.detach().double().T) for x, w in ((hidden, weight), (wide, other[:29]))]
+    want, slope = divergence_by_words(*products, settings, kind, beta)
+    assert want.min() > 0.001
+    slope *= up[0].double()[:, None]
+    wanted = slope @ weight.detach().double(), slope.T @ hidden.detach().double()
+    errors = [((ours.double() - oracle).abs().max() / max(1, oracle.abs().max())).item()
+              for ours, oracle in ((value.detach(), want), *zip(found, wanted))]
+    return errors[0], max(errors[1:])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("kind", distill.DIVERGENCES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_divergences_word_by_word(name, kind, dtype, rows):
+    assert max(divergence_errors(kind, dtype, 0, SETTINGS[name], rows)) <= TOLERANCE[dtype]
+
+
+def test_divergences_are_torchs_kl_div():
+    """A second oracle: `torch.nn.functional.kl_div`, of which TRL's GKD loss is made (arXiv 2306.13649, eq. 1)."""
+    hidden, weight, _, _ = inputs(N=40, V=300)
+    g = torch.Generator().manual_seed(3)
+    wide, other = torch.randn(40, 9, generator=g, dtype=F64), torch.randn(300, 9, generator=g, dtype=F64)
+    logp, logq = [(x @ w.T / 0.7).log_softmax(-1) for x, w in ((hidden, weight), (wide, other))]
+    kl = partial(torch.nn.functional.kl_div, reduction="none", log_target=True)             # (log b, log a): KL(a || b)
+    for beta in (0.1, 0.5, 0.9):
+        logm = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
+        want = {"reverse-kl": kl(logq, logp), "forward-kl": kl(logp, logq),
+                "jsd": beta * kl(logm, logq) + (1 - beta) * kl(logm, logp)}
+        for kind, values in want.items():
+            formula = partial(distill.DIVERGENCES[kind], beta=beta)
+            found = kernels.linear_divergence((hidden, Head(weight)), (wide, Head(other)), formula, 0.7)
+            assert (found - values.sum(-1)).abs().max() < 1e-10
+
+
+def test_a_divergence_without_tokens_or_of_a_frozen_head():
+    """A dummy has no sampled token; below adapters the head has no gradient."""
+    hidden, weight, _, _ = inputs()
+    formula = partial(distill.reverse_kl, beta=0.5)
+    none, weight = hidden[:0].clone().requires_grad_(), weight.requires_grad_()
+    value = kernels.linear_divergence((none, Head(weight)), (hidden[:0], Head(weight.detach())), formula)
+    grads = torch.autograd.grad(value.sum(), (none, weight))
+    assert value.shape == (0,) and grads[0].shape == none.shape and not grads[1].any()
+    hidden, other = hidden.requires_grad_(), torch.flip(weight.detach(), [0])
+    both = (hidden, Head(weight)), (hidden.detach(), Head(other))
+    frozen = (hidden, Head(weight.detach())), both[1]
+    ours, theirs = (torch.autograd.grad(kernels.linear_divergence(*pair, formula).sum(), hidden)[0]
+                    for pair in (both, frozen))
+    assert ours.any() and torch.equal(ours, theirs)
+
+
+def test_bfloat16_divergences_sum_the_heads_gradient_in_float32():
+    """128 chunks, one token each. Summed in bfloat16, the small terms would be lost."""
+    hidden, weight, _, _ = inputs(N=128, H=16, V=64, dtype=BF16)
+    _, other, _, _ = inputs(N=128, H=16, V=64, dtype=BF16, seed=1)
+    formula = partial(distill.reverse_kl, beta=0.5)
+
+    def gradient(dtype, rows):
+        w = weight.to(dtype).requires_grad_()
+        with mock.patch.object(kernels, "CHUNK_BYTES", {"cpu": 4 * 64 * rows}):
+            models = (hidden.to(dtype), Head(w)), (hidden.to(dtype), Head(other.to(dtype)))
+            found = kernels.linear_divergence(*models, formula)
+        return torch.autograd.grad(found.sum(), w)[0].double()
+
+    exact, ours = gradient(F64, 128), gradient(BF16, 1)
+    assert ((ours - exact).abs() / exact.abs().max()).max() < 2**-8

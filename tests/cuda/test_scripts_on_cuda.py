@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -27,7 +28,9 @@ FLAGS = [
 UPDATES = ["--epochs-per-step", "2"]
 TERMS = ["--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
 MEMORY = ["--offload.params", "--offload.optimizer", "--policy.gradient-checkpointing", "True"]
-CHANGES_NOTHING = {"memory": "terms", "offload.params": "grpo", "offload.optimizer": "grpo"}   # name -> without them
+CHANGES_NOTHING = {                                                     # name -> without them
+    "distill, offloaded": "distill", "memory": "terms", "offload.params": "grpo", "offload.optimizer": "grpo",
+}
 JOBS = {                                                                # name -> script, model, flags
     "grpo": ("grpo", "tied", []),
     "dapo": ("dapo", "tied", ["--save.async"]),
@@ -39,6 +42,9 @@ JOBS = {                                                                # name -
     "memory": ("grpo", "untied", [*TERMS, *UPDATES, *MEMORY]),
     "offload.params": ("grpo", "tied", ["--offload.params"]),
     "offload.optimizer": ("grpo", "tied", ["--offload.optimizer"]),
+    "distill": ("distill", "tied", ["--teacher", "untied"]),
+    "distill, offloaded": ("distill", "tied", ["--teacher", "untied", *MEMORY]),
+    "distill, two": ("distill", "tied", ["--teacher", "0=untied", "1=tied", "--divergence", "jsd", "--top-k", "8"]),
     "shared": ("grpo", "tied", ["--policy.share-prompt"]),
     "float32": ("grpo", "tied", ["--policy.compute-dtype", "float32"]),
     "many micro-batches": ("grpo", "tied", ["--max-tokens-per-gpu", "220"]),
@@ -58,12 +64,18 @@ def runs(tmp_path_factory, smollm) -> Path:
     for name, model in models.items():
         model.save_pretrained(folder / name)
         save_tokenizer(folder / name)
-    pq.write_table(pq.read_table(TRAIN).slice(length=32), folder / "train.parquet")
-    jobs = [
-        [script, str(folder / "runs" / name),
-         ["--model", str(folder / model), "--train-data", str(folder / "train.parquet"), *FLAGS, *flags]]
-        for name, (script, model, flags) in JOBS.items()
-    ]
+    rows = pq.read_table(TRAIN).slice(length=32)
+    pq.write_table(rows, folder / "train.parquet")
+    sources = pa.array([str(number % 2) for number in range(32)])
+    number = rows.column_names.index("data_source")
+    pq.write_table(rows.set_column(number, "data_source", sources), folder / "two.parquet")
+    jobs = []
+    for name, (script, model, flags) in JOBS.items():
+        data = folder / ("two.parquet" if name == "distill, two" else "train.parquet")
+        flags = [re.sub(r"^(\d=)?(un)?tied$", lambda found: f"{found[1] or ''}{folder}/{found[2] or ''}tied", flag)
+                 for flag in flags]
+        jobs.append([script, str(folder / "runs" / name),
+                     ["--model", str(folder / model), "--train-data", str(data), *FLAGS, *flags]])
     jobs.append([*jobs[-1][:2], [*jobs[-1][2], "--total-steps", "2"]])
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (folder / "said.txt").write_text(launch("tests/cuda/worker.py", folder / "jobs.json", warm=True).stdout)
@@ -141,7 +153,7 @@ def test_a_resumed_run_is_the_same_run(runs):
 
 def test_a_forward_reads_nothing(runs):
     """But for layouts of shared prompts that only the check of a new model and the probe use: three lists each."""
-    for name in ("grpo", "shared", "mixture", "terms"):
+    for name in ("grpo", "shared", "mixture", "terms", "distill"):
         read = seen_of(runs, name)["reads"]
         parts = "model/(policy|attention)|kernels|segments|batch.py:(?!to$|<dictcomp>)|metrics.py:mean|correction"
         assert not [place for place in read if re.match(f"common/({parts})", place)], name

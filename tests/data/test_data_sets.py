@@ -1,14 +1,17 @@
 """data/NAME.py: each loader on a folder in its source's real layout, read by the `datasets` library as from the hub."""
 
+import base64
 import functools
 import importlib.metadata
 import json
 import os
+import pickle
 import random
 import re
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,6 +34,8 @@ import gpqa
 import gsm8k
 import hendrycks_math
 import humaneval_plus
+import ifeval
+import livecodebench
 import math500
 import mbpp
 import mbpp_plus
@@ -293,6 +298,122 @@ def test_humaneval_plus_and_mbpp_plus(tmp_path, monkeypatch):
         for program, expected in (("def add(a, b):\n    return a + b", 1.0), ("def add(a, b):\n    return 3", 0.0)):
             answer = f"Here:\n```python\n{program}\n```"
             assert score(row["data_source"], answer, row["reward_model"]["ground_truth"])["score"] == expected
+
+
+def packed(content) -> str:
+    """As the benchmark's authors pack the hidden test cases."""
+    return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
+
+
+def cases_of(kind: str, *pairs: tuple[str, str]) -> str:
+    return json.dumps([{"input": given, "output": wanted, "testtype": kind} for given, wanted in pairs])
+
+
+def problem(number: int, public: str, private: str, date: str, name: str = "") -> dict:
+    starter = f"class Solution:\n    def {name}(self, a: List[int]) -> int:\n        " if name else ""
+    return {"question_title": f"t{number}", "question_content": f"Problem {number}.\n", "platform": "leetcode",
+            "question_id": f"q{number}", "contest_id": "c", "contest_date": date, "starter_code": starter,
+            "difficulty": "hard", "public_test_cases": public, "private_test_cases": private,
+            "metadata": json.dumps({"func_name": name} if name else {})}
+
+
+STDIN = cases_of("stdin", ("2 3\n", "5\n"))
+ALL_CASES = {"max_cases": 1000, "continuous": False, "timeout_s": 30, "total_s": 300}
+
+
+def test_livecodebench(tmp_path, monkeypatch, capsys):
+    """The reward runs all cases: a right program scores 1, and one that is wrong in the last hidden case 0."""
+    hidden = cases_of("stdin", *((f"{n} 1\n", f"{n + 1}\n") for n in range(11)))
+    json_lines(tmp_path / "hub/test.jsonl", [problem(1, STDIN, STDIN, "2023-08-21T00:00:00")])
+    json_lines(tmp_path / "hub/test2.jsonl", [
+        problem(2, STDIN, packed(hidden), "2024-10-01T00:00:00"),
+        problem(3, cases_of("functional", ("[1, 2]", "3")), packed(cases_of("functional", ("[5]", "5"))),
+                "2024-11-02T00:00:00", "total"),
+        problem(4, "[]", packed("[]"), "2024-11-03T00:00:00"),
+    ])
+    (tmp_path / "hub/code_generation_lite.py").write_text("raise SystemExit('a loading script must not run')")
+    flags = ("--source", tmp_path / "hub", "--release")
+    first, second = convert(livecodebench, monkeypatch, tmp_path / "v2", *flags, "v2")["test"]
+    assert "1 problems without a test case left out" in capsys.readouterr().out
+    truth = json.loads(first["reward_model"]["ground_truth"])
+    assert truth == {"inputs": ["2 3\n", *(f"{n} 1\n" for n in range(11))],
+                     "outputs": ["5\n", *(f"{n + 1}\n" for n in range(11))]}
+    assert json.loads(second["reward_model"]["ground_truth"])["fn_name"] == "total"
+    asked = [row["prompt"][0]["content"] for row in (first, second)]
+    assert "standard input" in asked[0] and "Problem 2." in asked[0] and "5" not in asked[0]
+    assert "def total(self" in asked[1] and "standard input" not in asked[1]
+    assert first["extra_info"] == {"split": "test", "index": 0, "question_id": "q2", "difficulty": "hard",
+                                   "date": "2024-10-01", "platform": "leetcode"}
+    score = rewards.find("livecodebench")
+    method = "class Solution:\n    def total(self, a: List[int]) -> int:\n        return "
+    for row, program, expected in (
+        (first, "print(sum(map(int, input().split())))", 1.0),
+        (first, "a, b = map(int, input().split())\nprint(a + b if a < 10 else 0)", 0.0),
+        (second, method + "sum(a)", 1.0), (second, method + "3", 0.0),
+    ):
+        answer, truth = f"So:\n```python\n{program}\n```", row["reward_model"]["ground_truth"]
+        assert score("livecodebench", answer, truth, **ALL_CASES)["score"] == expected, program
+
+    whole = convert(livecodebench, monkeypatch, tmp_path / "all", *flags, "release_v2", "--to-date", "2024-10-31")
+    assert [row["extra_info"]["question_id"] for row in whole["test"]] == ["q1", "q2"]
+    assert "2 problems of another date left out" in capsys.readouterr().out
+    assert livecodebench.files_of("release_v3") == ["test.jsonl", "test2.jsonl", "test3.jsonl"]
+    for release in ("v7", "release_v0", "6", "v6 "):
+        with pytest.raises(ValueError, match="must be v1 to v6, or release_v1 to release_v6"):
+            livecodebench.files_of(release)
+
+
+class Harm:
+    """Unpickled, it makes a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ("unpickled",)
+
+
+@pytest.mark.parametrize(("private", "rule"), [
+    (packed(Harm()), "its pickle has the opcode STACK_GLOBAL"), (packed(["a"]), "has the opcode EMPTY_LIST"),
+    (packed(("[]", "{}")), "has the opcode TUPLE2"), (packed(b"[]"), "has the opcode SHORT_BINBYTES"),
+    (base64.b64encode(zlib.compress(b"\x80\x04.")).decode(), "has 0 texts"),
+    (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "pickle exhausted"),
+    (base64.b64encode(zlib.compress(pickle.dumps("[]"))[:-6]).decode(), "cut off, or more than"),
+    (packed("[" + " " * 5000 + "]"), "cut off, or more than"),
+    ("no base64", "neither JSON nor compressed"), (packed("{}"), "the rule is a list of"),
+    (packed('[{"input": "1"}]'), "the rule is a list of"),
+    (packed(cases_of("functional", ("[1]", "1"))), "kinds of its test cases do not fit func_name None"),
+])
+def test_livecodebench_unpickles_nothing(private, rule, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(livecodebench, "MAX_BYTES", 4096)
+    day = livecodebench.date
+    with pytest.raises(ValueError, match=rf"row 0 \(q1\).*({rule})"):
+        list(livecodebench.rows([problem(1, STDIN, private, "2024-01-01")], day.min, day.max))
+    assert not (tmp_path / "unpickled").exists()
+    pickle.loads(pickle.dumps(Harm()))                                  # it would have been
+    assert (tmp_path / "unpickled").exists()
+
+
+def test_livecodebench_reads_long_texts():
+    """Of every pickle protocol since text has opcodes, as long as those that pickle writes outside a frame."""
+    text = cases_of("stdin", ("ä\n" * 100_000, "\u2028"))
+    for protocol in range(1, pickle.HIGHEST_PROTOCOL + 1):
+        assert livecodebench.pickled_text(pickle.dumps(text, protocol)) == text
+
+
+def test_ifeval(tmp_path, monkeypatch):
+    """As in the source's parquet, where each instruction has the arguments of all."""
+    none = {"num_words": None, "relation": None, "keywords": None}
+    row = {"key": 1000, "prompt": "Write 3 words with 'tea'.", "instruction_id_list": [
+        "length_constraints:number_words", "keywords:existence"],
+        "kwargs": [none | {"num_words": 3, "relation": "at least"}, none | {"keywords": ["tea"]}]}
+    parquet(tmp_path / "hub/data/train-00000-of-00001.parquet", [row])
+    card(tmp_path / "hub", {"default": {"train": "data/train-*"}})
+    found, = convert(ifeval, monkeypatch, tmp_path / "out", "--source", tmp_path / "hub")["test"]
+    assert found["prompt"] == [{"role": "user", "content": row["prompt"]}] and found["data_source"] == "ifeval"
+    assert json.loads(found["reward_model"]["ground_truth"]) == row | {
+        "kwargs": [{"num_words": 3, "relation": "at least"}, {"keywords": ["tea"]}]}
+    for kwargs in ([], [{}, {}]):
+        with pytest.raises(ValueError, match=r"row 0 has 1 instructions and arguments of [02]"):
+            next(ifeval.rows([row | {"instruction_id_list": ["a"], "kwargs": kwargs}]))
 
 
 def test_countdown_problems_have_solutions_and_are_distinct(tmp_path, monkeypatch):

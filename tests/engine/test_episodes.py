@@ -406,7 +406,7 @@ def test_replies_that_are_being_written_count_as_turns(run, tokenizer, world):
     episodes = start_episodes(config, tokenizer, TemplateConfig(), run.stops, 400, world)
     prompt = make_prompt(tokenizer, 0)
     conversation = Conversation(episodes.template, "split", prompt.tokens, [*prompt.messages])
-    episode = Episode({0: conversation}, 1, Response())
+    episode = Episode({0: conversation}, 1, prompt, Response())
     question = {"role": "", "messages": [{"role": "user", "content": "a"}], "tools": [], "max_tokens": 4,
                 "stop": ["e"], "temperature": None}
     try:

@@ -1,7 +1,9 @@
 """The endpoint for agents that exist already (envs/openai_agent.py), driven by the clients that they use."""
 
 import asyncio
+import base64
 import importlib.util
+import io
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from PIL import Image
 
-from envs.endpoint.server import Endpoint
+from envs.endpoint.asked import read_pictures
+from envs.endpoint.server import FORMS, Endpoint
 
 TOOL = {"type": "function", "function": {
     "name": "weather", "description": "Tell the weather.",
@@ -19,7 +23,7 @@ TOOL = {"type": "function", "function": {
 CALL = {"name": "weather", "arguments": '{"city": "London"}'}
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: str | list) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -70,7 +74,7 @@ class ScriptedChat:
         limit = options["max_tokens"]
         if limit is not None and len(text.split()) > limit:
             self.finish_reason = "length"
-        self.usage = (sum(len(message["content"].split()) for message in self.messages[:-1]), len(text.split()))
+        self.usage = (sum(len(str(message["content"]).split()) for message in self.messages[:-1]), len(text.split()))
         self.turns += 1
         return text
 
@@ -544,6 +548,69 @@ def test_responses_as_streams_and_errors():
 
 
 # --------------------------------------------------------------------------- Anthropic's messages
+
+def png_of(colour: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (30, 20), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_pictures_are_the_same_in_each_form():
+    """Of users and in the results of tools, as each API's reference writes them."""
+    red, blue = png_of("red"), png_of("blue")
+    data = {file: base64.b64encode(file).decode() for file in (red, blue)}
+    url = {file: f"data:image/png;base64,{text}" for file, text in data.items()}
+    source = {file: {"type": "base64", "media_type": "image/png", "data": text} for file, text in data.items()}
+    call = {"name": "look", "arguments": "{}"}
+    chat = [user([{"type": "text", "text": "See "}, {"type": "image_url", "image_url": {"url": url[red]}}]),
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": call}]},
+            {"role": "tool", "tool_call_id": "a", "content": [{"type": "image_url", "image_url": {"url": url[blue]}}]}]
+    items = [user([{"type": "input_text", "text": "See "},
+                   {"type": "input_image", "image_url": url[red], "detail": "auto"}]),
+             {"type": "function_call", "call_id": "a"} | call,
+             {"type": "function_call_output", "call_id": "a",
+              "output": [{"type": "input_image", "image_url": url[blue]}]}]
+    blocks = [user([{"type": "text", "text": "See "}, {"type": "image", "source": source[red]}]),
+              {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
+              user([{"type": "tool_result", "tool_use_id": "a",
+                     "content": [{"type": "image", "source": source[blue]}]}])]
+    bodies = {"/v1/chat/completions": {"messages": chat}, "/v1/responses": {"input": items},
+              "/v1/messages": {"messages": blocks, "max_tokens": 9}}
+    for path, body in bodies.items():
+        asked = FORMS[path].read(body, {})
+        found = read_pictures(asked.messages)
+        assert [message["content"] for message in found] == [["See ", red], "", [blue]], path
+        assert [message["role"] for message in found] == ["user", "assistant", "tool"]
+
+
+def test_a_conversation_with_pictures_goes_on():
+    """Pictures are compared with the rest of the history, and only new ones are read. A bad one is a 400."""
+    def part(file):
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file).decode()}"}}
+
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            async def ask(*messages):
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                return assistant(answer.choices[0].message.content)
+
+            history = [user([part(png_of("red"))])]
+            history.append(await ask(*history))
+            for bad in (png_of("red")[:60], b"no picture"):
+                with pytest.raises(openai.BadRequestError, match="picture cannot be read"):
+                    await ask(*history, user([part(bad)]))
+            history += [user([{"type": "text", "text": "And "}, part(png_of("blue"))])]
+            history.append(await ask(*history))
+            with pytest.raises(openai.BadRequestError, match="the model takes text alone here"):
+                await ask({"role": "system", "content": [part(png_of("red"))]}, user("Hello."))
+            await ask(user([part(png_of("green"))]), *history[1:], user("Bye."))           # another picture
+
+    _, chat, counts = serve(agent, lambda messages: f"{len(messages)}")
+    main, other = (conversation for conversation in chat.conversations if conversation)
+    assert [message["content"] for message in main] == [[png_of("red")], "1", ["And ", png_of("blue")], "3"]
+    assert [message["content"] for message in other][::2] == [[png_of("green")], ["And ", png_of("blue")], "Bye."]
+    assert counts["conversations"] == 2 and counts["errors"] == 3
+
 
 @pytest.mark.skipif(not importlib.util.find_spec("anthropic"), reason="anthropic is not installed: make test")
 def test_anthropics_client():

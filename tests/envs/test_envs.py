@@ -1,6 +1,8 @@
 """Every environment of envs/ in its real processes, with a script for the model; the rows are those of data/."""
 
+import base64
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from envs.calculator import calculate
 from envs.programs import find_sandbox
+from envs.two_pictures import COLOURS
 from rewards.runtime import sandbox
 from tests.conftest import ROOT
 from tests.envs.scripted import Player
@@ -216,15 +220,29 @@ def test_verls_columns():
         assert message["kind"] == "ValueError" and rule in message["text"]
 
 
+def test_two_pictures():
+    """The second picture's colour is seen in it; each right answer is half of the score."""
+    with Player("envs/two_pictures.py") as player:
+        message, ((part, _),) = player.play(row("red", source="shapes"), ["red", "cat"])
+        assert (message["score"], message["extra"]["acc"], message["extra"]["turn_scores"]) == (0.5, 1.0, [1.0, 0.0])
+        picture = Image.open(io.BytesIO(base64.b64decode(part["image"])))
+        (shape,) = [colour for _, colour in picture.getcolors() if len(set(colour)) > 1]
+        colour = next(name for name, pixel in COLOURS.items() if pixel == shape)
+        message, _ = player.play(row("red", source="shapes"), ["blue", f" {colour}."])      # the same seed
+        assert (message["score"], message["extra"]["acc_second"]) == (0.5, 1.0)
+
+
 @needs("mcp")
 def test_mcp(monkeypatch):
     monkeypatch.setenv("MCP_SERVER", f"{sys.executable} {ROOT}/tests/envs/mcp_server.py")
     calls = [{"name": "add", "arguments": '{"a": 2, "b": 40}'}, {"name": "fail", "arguments": "{}"},
-             {"name": "add", "arguments": '{"a": "x"}'}]
+             {"name": "add", "arguments": '{"a": "x"}'}, {"name": "see", "arguments": "{}"}]
     with Player("envs/mcp_client.py") as player:
         message, said = player.play(row("42"), [calls, "#### 42"])
-    assert message["text"] == "#### 42" and (message["num_tool_calls"], message["num_tool_errors"]) == (3, 2)
+    assert message["text"] == "#### 42" and (message["num_tool_calls"], message["num_tool_errors"]) == (4, 2)
     assert said[0] == "42" and "executing tool fail" in said[1] and said[2].startswith("Error: ")
+    picture = Image.open(io.BytesIO(base64.b64decode(said[3][0]["image"])))
+    assert (picture.size, picture.getpixel((5, 5))) == ((30, 20), (255, 0, 0))
     monkeypatch.delenv("MCP_SERVER")
     with pytest.raises(ValueError, match="MCP_SERVER names no server"):
         Player("envs/mcp_client.py")

@@ -6,6 +6,7 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from rewards import (
     countdown,
     find,
     geo3k,
+    ifeval,
     lookup,
     math,
     math_dapo,
+    measured,
     multiple_choice,
     reasoning_gym,
     search_qa,
@@ -249,7 +252,7 @@ def test_every_source_of_the_table_has_its_function():
                "codeforces": "code", "taco": "code", "mbpp": "code", "countdown": "countdown",
                "reasoning_gym": "reasoning_gym", "reasoning_gym/chain_sum": "reasoning_gym", "word_problems": "gsm8k",
                "searchR1_nq": "search_qa", "searchR1_2wikimultihopqa": "search_qa", "hiyouga/geometry3k": "geo3k",
-               "shapes": "shapes", "gpqa_diamond": "multiple_choice"}
+               "shapes": "shapes", "gpqa_diamond": "multiple_choice", "livecodebench": "code", "ifeval": "ifeval"}
     for source, file in sources.items():
         assert find(source).__module__ == f"rewards.{file}"
     assert set(TABLE.values()) == set(sources.values())
@@ -312,3 +315,77 @@ def test_search_qa_format_score_and_bad_truths():
 def test_the_letter_of_a_multiple_choice_answer(text, pred):
     found = multiple_choice.compute_score("gpqa_diamond", text, "B")
     assert found == {"score": float(pred == "B"), "acc": pred == "B", "pred": pred}
+
+
+# --------------------------------------------------------------------------- IFEval, by the package's checkers
+
+def instructions(*pairs: tuple[str, dict]) -> str:
+    names, kwargs = zip(*pairs)
+    return json.dumps({"key": 1, "prompt": "Say it.", "instruction_id_list": names, "kwargs": kwargs})
+
+
+NO_COMMA = ("punctuation:no_comma", {})
+WORDS = ("length_constraints:number_words", {"num_words": 4, "relation": "at least"})
+TEA = ("keywords:existence", {"keywords": ["tea"]})
+REPEAT = ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."})
+
+
+@pytest.fixture
+def checkers(monkeypatch):
+    """lm_eval's, which would try to download the data for sentences where LOCAL_RANK is 0."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.syspath_prepend(f"{sys.prefix}/lm_eval")                            # of tools/setup.sh extras
+    pytest.importorskip("lm_eval")
+    yield ifeval.checkers()
+    ifeval.checkers.cache_clear()
+
+
+@pytest.mark.parametrize(("response", "truth", "followed"), [       # followed: strictly and loosely, of how many
+    ("I like green tea", [NO_COMMA, WORDS, TEA], (3, 3, 3)),
+    ("Well, I like tea", [NO_COMMA, WORDS, TEA], (2, 2, 3)),
+    ("Sure, here it is:\nI like green tea", [NO_COMMA, WORDS, TEA], (2, 3, 3)),     # without its first line
+    ("I like green tea\nOne, two", [NO_COMMA], (0, 1, 1)),                         # without its last line
+    ("**Say it.** tea", [REPEAT], (0, 1, 1)),                                       # without its asterisks
+    ("Say it. tea", [REPEAT, NO_COMMA], (2, 2, 2)),
+    ("<think>Hm, well, no</think>\n\nI like green tea", [NO_COMMA, WORDS], (2, 2, 2)),
+    ("I like", [WORDS], (0, 0, 1)),
+    ("", [NO_COMMA], (0, 0, 1)),
+    (" \n", [NO_COMMA, TEA], (0, 0, 2)),
+])
+def test_ifeval_counts_what_is_followed(response, truth, followed, checkers):
+    strict, loose, number = followed
+    found = ifeval.compute_score("ifeval", response, instructions(*truth))
+    assert found == {"score": float(strict == number), "acc": strict == number, "loose": float(loose == number),
+                     "num_strict": strict, "num_loose": loose, "num_instructions": number}
+
+
+def test_ifeval_detects_the_same_language_again(checkers):
+    truth = instructions(("language:response_language", {"language": "de"}))
+    texts = ("Ich trinke gerne Tee und lese ein Buch.", "I drink tea and read a book.")
+    for _ in range(3):
+        assert [ifeval.compute_score("ifeval", text, truth)["acc"] for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize("missing", ["lm_eval", "langdetect", "immutabledict", "nltk"])
+def test_ifeval_without_a_package_is_named_before_training(missing, monkeypatch):
+    for name in ("lm_eval", "langdetect", "immutabledict", "nltk"):
+        monkeypatch.setitem(sys.modules, name, None if name == missing else ModuleType(name))
+    with pytest.raises(ValueError, match=f"package {missing} is not installed; run `pip install lm_eval"):
+        lookup(["ifeval"])
+
+
+def test_ifeval_without_the_data_for_sentences_is_named_before_training(checkers, monkeypatch, tmp_path):
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="punkt_tab, which finds sentences, is not on this machine"):
+        lookup(["ifeval"])
+
+
+# --------------------------------------------------------------------------- a score that is only measured
+
+def test_a_measured_score_is_acc_and_no_reward():
+    assert measured.compute_score("word_problems", "#### 5", "5") == {"score": 0.0, "acc": 1.0}
+    assert measured.compute_score("word_problems", "#### 6", "5") == {"score": 0.0, "acc": 0.0}
+    assert measured.compute_score("word_problems", "it is 5", "5", method="flexible", other=1)["acc"] == 1.0
+    assert measured.compute_score("gpqa_diamond", "Answer: B", "B") == {"score": 0.0, "acc": True, "pred": "B"}
+    with pytest.raises(ValueError, match="no reward for data_source 'mine'"):
+        measured.compute_score("mine", "", "")

@@ -195,9 +195,24 @@ def test_it_is_a_reward_model_and_a_critic(tiny_llama, small_train, runs, tmp_pa
     assert zero["critic/values/mean"] == 0 != row["critic/values/mean"]        # without it, values begin at 0
 
 
-def test_a_checkpoint_is_not_exported_as_a_causal_lm(runs, tmp_path):
-    done = launch("-m", "tools.checkpoints", "export", runs / "one/whole", tmp_path / "out", check=False)
-    assert done.returncode == 2 and "is of a reward model" in done.stderr and not (tmp_path / "out").exists()
+@pytest.mark.parametrize("name", ["one/whole", "two/ranks", "one/bf16", "one/lora"])
+def test_a_checkpoint_becomes_the_model_that_the_run_wrote(name, runs, tmp_path):
+    """That of the last step, to the last bit, types and other files included; and transformers reads it."""
+    launch("-m", "tools.checkpoints", "export", runs / name, tmp_path / "out")
+    found, want = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", runs / name / "model"))
+    assert found.keys() == want.keys() and "score.weight" in found
+    for key, tensor in want.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+    for file in (runs / name / "model").iterdir():
+        assert file.name == "model.safetensors" or (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    _, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_adapters_of_a_reward_model_are_not_exported_alone(runs, tmp_path):
+    done = launch("-m", "tools.checkpoints", "export", runs / "one/lora", tmp_path / "out", "--adapter", check=False)
+    assert done.returncode == 2 and "whose head is trained beside the adapters" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 # --------------------------------------------------------------------------- rows, flags, calibration

@@ -23,20 +23,22 @@ from tests.conftest import ROOT, launch
 NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
 SUPERVISED = ("sft", "dpo", "rm")                                       # they have neither engine nor rewards
 EVALUATE = "evaluate.py"                                                # it does not train
+DISTILL = "distill.py"                                                  # it samples, and has no ratio in its loss
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
 OFFLINE = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SUPERVISED if (ROOT / f"{name}.py").is_file()}
 COMMON = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "common").rglob("*.py"))}
 REWARDS = {str(path.relative_to(ROOT)): path.read_text() for folder in ("rewards", "envs/runtime")
            for path in sorted((ROOT / folder).rglob("*.py"))}
 VARIANTS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "variants").glob("*.py"))}
-SOURCES = SCRIPTS | OFFLINE | {EVALUATE: (ROOT / EVALUATE).read_text()} | COMMON | REWARDS | VARIANTS
+ALONE = {name: (ROOT / name).read_text() for name in (EVALUATE, DISTILL)}
+SOURCES = SCRIPTS | OFFLINE | ALONE | COMMON | REWARDS | VARIANTS
 PHASES = ["1 rollout", "2 rewards", "3 mini-batches", "4 log-probs", "5 update", "6 log"]
 
 # The ceilings of design.md, in lines of code: comments, docstrings and blank lines are free. They are not raised: a
 # file that reaches its ceiling is two subjects, and is split or simplified.
 SCRIPT_CEILINGS = {"grpo.py": 125, "dapo.py": 185, "rloo.py": 185, "ppo.py": 185, "grpo_variants.py": 230,
                    "online_dpo.py": 155, "async_grpo.py": 200, "dpo.py": 145, "sft.py": 145,
-                   "rm.py": 140, EVALUATE: 130}
+                   "rm.py": 140, EVALUATE: 130, DISTILL: 150}
 FILE_CEILING = 260                                                      # any file of common/ and below it
 ZONES = {r"common/\w+\.py": 1550, r"common/\w+/.*": 4500, r"envs/runtime/.*": 750, r"rewards/runtime/.*": 1150,
          r"variants/.*": 140}
@@ -266,7 +268,7 @@ def test_a_flag_with_two_meanings_would_be_found():
     assert [name for name in ours if ours[name] != other[name]] == ["loss", "clip_low", "clip_high"]
 
 
-@pytest.mark.parametrize("script", OFFLINE)
+@pytest.mark.parametrize("script", [*OFFLINE, DISTILL])
 def test_shared_flags_have_the_meaning_that_grpo_gives_them(script):
     ours, theirs = help_of(SOURCES[script]), help_of(SCRIPTS["grpo.py"])
     shared = set(shared_flags(script, "grpo.py"))
@@ -274,7 +276,7 @@ def test_shared_flags_have_the_meaning_that_grpo_gives_them(script):
     assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, EVALUATE])
+@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, *ALONE])
 def test_args_are_never_assigned_to(script):
     for node in ast.walk(ast.parse(SOURCES[script])):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -287,9 +289,9 @@ def phases(text: str) -> list[str]:
     return re.findall(r"^ {12}# (\d [a-z-]+)", text, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, DISTILL])
 def test_the_six_phases_in_order(script):
-    assert phases(SCRIPTS[script]) == PHASES
+    assert phases(SOURCES[script]) == PHASES
 
 
 @pytest.mark.parametrize("script", OFFLINE)
@@ -303,7 +305,7 @@ def function(tree: ast.Module, name: str) -> ast.FunctionDef:
     return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, EVALUATE])
+@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, *ALONE])
 def test_main_is_flat(script):
     nested = [node for node in ast.walk(function(ast.parse(SOURCES[script]), "main"))
               if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)]
@@ -349,7 +351,7 @@ def test_what_scripts_share_is_the_same_to_the_character():
             assert found[script][start], f"{script} has no {start!r}"
         at_the_margin = {textwrap.dedent(code) for script in SCRIPTS for code in found[script][start]}
         assert len(at_the_margin) == 1, at_the_margin
-    everything = [*SCRIPTS.values(), *OFFLINE.values(), SOURCES[EVALUATE]]
+    everything = [*SCRIPTS.values(), *OFFLINE.values(), *ALONE.values()]
     assert len({text[text.index('if __name__ == "__main__":'):] for text in everything}) == 1
 
 
@@ -448,7 +450,7 @@ def with_many_parameters(sources: dict[str, str], most: int = 6) -> list[str]:
 
 def test_functions_take_objects_rather_than_many_parameters():
     runtime = {file: text for file, text in REWARDS.items() if "/runtime/" in file}
-    found = with_many_parameters(SCRIPTS | OFFLINE | {EVALUATE: SOURCES[EVALUATE]} | COMMON | runtime)
+    found = with_many_parameters(SCRIPTS | OFFLINE | ALONE | COMMON | runtime)
     assert set(found) == MANY_PARAMETERS
     text = "class A:\n    def f(self, a, b, c, d, *, e, f): ...\n    def g(self, a, b, c, d, e, f, *, g): ...\n"
     assert with_many_parameters({"a.py": text}) == ["A.g"]
@@ -475,7 +477,7 @@ def test_shared_parts_import_no_script(file):
         assert "common" not in imported(REWARDS[file])
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, EVALUATE])
+@pytest.mark.parametrize("script", [*SCRIPTS, *OFFLINE, *ALONE])
 def test_no_script_imports_a_script(script):
     """A copied fork would drag the other script along."""
     assert not imported(SOURCES[script]) & {*NAMES, *SUPERVISED, "evaluate"}
@@ -692,7 +694,7 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
     if file.suffix == ".sbatch":
         known = variables((ROOT / "slurm/job.sh").read_text()) | known
         lines = [line.replace('"$SCRIPT"', known["SCRIPT"]) for line in lines]
-    scripts = "|".join(map(re.escape, [*SCRIPTS, *OFFLINE, EVALUATE, "-m tools.report"]))
+    scripts = "|".join(map(re.escape, [*SCRIPTS, *OFFLINE, *ALONE, "-m tools.report"]))
     found = []
     for line in lines:
         line = expand(line, known)
@@ -708,7 +710,7 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
-DOCUMENTS = ["README.md", "Makefile", *SCRIPTS, *OFFLINE, EVALUATE, "tools/report.py",
+DOCUMENTS = ["README.md", "Makefile", *SCRIPTS, *OFFLINE, *ALONE, "tools/report.py",
              *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*.sbatch"))]
 
 

@@ -352,7 +352,10 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
     ("algorithm.adv_estimator=gdpo algorithm.norm_adv_by_std_in_grpo=False", "rloo.py --baseline reinforce++-baseline"),
     ("actor_rollout_ref.rollout.n=1", "a group of one"),
     ("trainer.logger=['console','swanlab']", "metrics go to"),
-    ("distillation.enabled=True", "grpo_variants.py --teacher MODEL"),
+    ("distillation.enabled=True distillation.teacher_key=ability", "rows have the teacher of their data_source"),
+    ("distillation.enabled=True distillation.distillation_loss.loss_max_clamp=10", "needs no bounds"),
+    ("distillation.enabled=True actor_rollout_ref.actor.use_kl_loss=True",
+     "distill.py has no such flag; grpo.py, ppo.py, dapo.py, rloo.py and grpo_variants.py have it"),
 ])
 def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatch):
     ours = from_verl.translate(given(words))
@@ -360,6 +363,33 @@ def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatc
     assert ours.unknown == []
     assert [why for why in ours.without.values() if reason in why], ours.without
     assert reason in from_verl.report(ours, [])
+
+
+DISTIL, TEACHER = "distillation.enabled=True", "distillation.teacher_models"
+LOSS = "distillation.distillation_loss"
+
+
+@pytest.mark.parametrize(("words", "want"), [
+    (f"{DISTIL} {TEACHER}.teacher_model.model_path=Q/32B {LOSS}.loss_mode=k1 {LOSS}.use_task_rewards=False",
+     {"teacher": ("Q/32B",), "divergence": "reverse-kl", "top_k": 0, "reward_coef": 0, "samples_per_prompt": 4}),
+    (f"{DISTIL} {TEACHER}.teacher_model.model_path=Q/32B {LOSS}.loss_mode=forward_kl_topk {LOSS}.topk=64 "
+     f"{LOSS}.distillation_loss_coef=0.5 distillation.nnodes=1 {LOSS}.log_prob_min_clamp=null "
+     "distillation.teacher_models.teacher_model.inference.name=vllm",
+     {"teacher": ("Q/32B",), "divergence": "forward-kl", "top_k": 64, "reward_coef": 2}),
+    (f"{DISTIL} {TEACHER}.a.key=openai/gsm8k {TEACHER}.a.model_path=Q/A {TEACHER}.b.key=geo3k "
+     f"{TEACHER}.b.model_path=Q/B {TEACHER}.b.num_replicas=2 {LOSS}.loss_mode=forward_kl_topk",
+     {"teacher": ("openai/gsm8k=Q/A", "geo3k=Q/B"), "top_k": 128}),
+])
+def test_distillation(words, want, monkeypatch):
+    ours = from_verl.translate(given(words))
+    args = parse(ours, monkeypatch)
+    assert ours.script == "distill" and ours.unknown == [] and ours.without == {}
+    assert {name: getattr(args, name) for name in want} == want
+
+
+def test_a_teacher_that_is_missing_is_said():
+    for words in (DISTIL, f"{DISTIL} {TEACHER}.a.model_path=x {TEACHER}.b.model_path=y"):
+        assert any("--teacher MODEL must be given" in note for note in from_verl.translate(given(words)).notes)
 
 
 @pytest.mark.parametrize(("names", "want"), [
@@ -753,7 +783,7 @@ def test_the_page_has_every_mapped_key(key):
 
 @pytest.mark.parametrize("page", ["from_verl.md", "from_trl.md"])
 def test_the_pages_name_flags_that_exist(page):
-    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in (*NAMES, "rm")))
+    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in (*NAMES, "rm", "distill")))
     known |= {"--rows", "--total-epochs", "--nnodes", "--nproc-per-node", "--correction.*"}
     named = set(re.findall(r"--[a-z][a-z.*-]*", re.sub(r"\|[ -]+\|.*", "", (ROOT / "docs" / page).read_text())))
     assert len(named) > 40 and named - known == set()

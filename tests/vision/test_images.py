@@ -17,7 +17,7 @@ import tools.report
 from common.checkpoint.export import hf_files
 from common.dataset import store
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
-from common.dataset.images import MAX_PIXELS, decode, load_processor
+from common.dataset.images import inputs_of, load_processor
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig
 from common.engine.make import check_rollout
@@ -28,6 +28,7 @@ from common.prompts import DataConfig
 from common.rollout import Response, Sample
 from common.rollouts.record import Recorder, write_validation
 from common.tracking.logger import LogConfig
+from envs.pictures import MAX_PIXELS, decode
 from tests.tools.test_report import write_run
 from tests.vision.test_trainer import batch_of
 from tests.vision.tiny_models import ROWS, make_row, make_vision_model, picture, write_rows
@@ -56,20 +57,24 @@ def test_tokens_are_expanded_for_the_trainer_and_not_for_the_engine(prompts, tok
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     # a picture's sides become multiples of 28 pixels, and each square of 28 one token
     assert [prompt.tokens.count(pad) for prompt in prompts] == [2 * 3, 0, 3 * 3 + 1 * 4, 2 * 3]
-    assert [prompt.images and prompt.images.engine_tokens.count(pad) for prompt in prompts] == [1, None, 2, 1]
+    engine_tokens = [prompt.images and prompt.images.engine_tokens(prompt.tokens) for prompt in prompts]
+    assert [tokens and tokens.count(pad) for tokens in engine_tokens] == [1, None, 2, 1]
     assert prompts[0].tokens == prompts[3].tokens and prompts[0].images.files != prompts[3].images.files
-    assert prompts.first_with_images == 0
-    pixels = prompts.pixels(2)
+    assert prompts.has_images
+    pixels = prompts[2].images.pixels()
     assert pixels["image_grid_thw"].tolist() == [[1, 6, 6], [1, 2, 8]]
-    assert prompts.pixels(2) is pixels                                  # cached
-    assert (prompts[2].images.pixels()["pixel_values"] == pixels["pixel_values"]).all()     # and deterministic
+    file = prompts[2].images.files[0]
+    assert prompts.inputs_of(file) is inputs_of(file, tokenizer.name_or_path)               # cached
+    processor, _ = load_processor(tokenizer.name_or_path)
+    together = processor(text=[processor.image_token * 2], images=decode(prompts[2].images.files), return_tensors="pt")
+    assert (together["pixel_values"] == pixels["pixel_values"]).all()
 
 
 def test_the_length_filter_counts_expanded_tokens(prompts, tokenizer, tmp_path):
     longest = max(len(prompt.tokens) for prompt in prompts)
     kept = load(ROWS, tokenizer, tmp_path, max_prompt_length=longest - 1)
     assert [prompt.tokens for prompt in kept] == [prompts[i].tokens for i in (0, 1, 3)]
-    assert kept.loaded.num_filtered == 1 and len(prompts[2].images.engine_tokens) < longest - 1
+    assert kept.loaded.num_filtered == 1 and len(prompts[2].images.engine_tokens(prompts[2].tokens)) < longest - 1
     never_cut = load(ROWS, tokenizer, tmp_path, max_prompt_length=longest - 1, on_long_prompt="truncate-left")
     assert len(never_cut) == 3 and (never_cut.loaded.num_filtered, never_cut.loaded.num_truncated) == (1, 0)
 
@@ -115,7 +120,7 @@ def test_content_lists_of_several_messages(tokenizer, tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows[:1]), path)
     (found,) = load_prompts([str(path)], tokenizer, DataConfig())
-    text = tokenizer.decode(found.images.engine_tokens)
+    text = tokenizer.decode(found.images.engine_tokens(found.tokens))
     vision = "<|vision_start|><|image_pad|><|vision_end|>"
     assert f"a {vision}<|im_end|>" in text and f"user\n{vision}<|im_end|>" in text
     assert found.images.files == [first["bytes"], second["bytes"]]
@@ -234,8 +239,6 @@ def test_a_bad_image_is_a_bad_row(row, rule, tokenizer, tmp_path):
 def test_what_takes_no_images_says_so(model, tokenizer, prompts, smollm, world, tmp_path):
     with pytest.raises(ValueError, match=r"is a llama model; qwen2_5_vl, .* read images"):
         load(ROWS, AutoTokenizer.from_pretrained(smollm), tmp_path)
-    with pytest.raises(ValueError, match=r"images do not go with sft.py, dpo.py and --rollout.episode"):
-        load(ROWS, tokenizer, tmp_path, all_columns=True)
     with pytest.raises(ValueError, match=r"row 0 .*images or videos is not empty; .* do not go with sft.py"):
         load_conversations([str(tmp_path / "rows.parquet")], tokenizer, [2], ConversationConfig(),
                            RowParser({"prompt": "prompt"}, lambda row, tokenizer, template: []))
@@ -259,7 +262,7 @@ def test_flops_count_each_image_once(family, matrices, num_full, tmp_path, smoll
     text.row = None
     expected = 0
     for row in (0, 2, 3):
-        pixels = prompts.pixels(row)
+        pixels = prompts[row].images.pixels()
         tiles = [16] * len(pixels["pixel_values"])                      # of 28 x 28 pixels, patches of 7 x 7
         for patches in pixels["image_grid_thw"].prod(1).tolist() if "image_grid_thw" in pixels else tiles:
             expected += patches * 2 * (2 * 4 * 64 * 64 + 2 * matrices * 64 * 96) + num_full * 4 * patches**2 * 64

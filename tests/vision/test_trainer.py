@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from common.batch import Batch
-from common.dataset.images import decode, load_processor
+from common.dataset.images import load_processor
 from common.model.loading import Weights, load_policy
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig
+from envs.pictures import decode
 
 TOLERANCE = 2e-5                        # log-probs of up to 20 in float32; reached: 5e-6
 RESPONSES = {0: [[5, 7, 2], [900, 901, 902, 903]], 1: [[8, 2]], 2: [[4098, 17, 4097, 30, 2]], 3: [[5, 7, 2]]}

@@ -1,0 +1,230 @@
+"""On-policy distillation by the exact divergence over the whole vocabulary (Agarwal et al. 2024, arXiv 2306.13649).
+
+The policy p samples responses, and at each of their tokens a teacher q says what it would have done:
+
+    loss = mean over tokens of  D(p, q)  [- reward_coef (R - mean_g) log p(y_t)]            p, q: over all V words
+
+    reverse-kl  KL(p || q) = sum_v p (log p - log q)           forward-kl  KL(q || p) = sum_v q (log q - log p)
+    jsd         beta KL(q || m) + (1 - beta) KL(p || m),  m = beta q + (1 - beta) p         (eq. 1 of the paper)
+
+D and its gradient are those of the whole vocabulary, not of the sampled word or of the k best words, and no tensor of
+the size [T, V] exists: the product with both heads is computed a tile at a time. Part of the data may be answered
+already (--answers-per-step). Several teachers share the rows by data_source.
+
+    torchrun --standalone --nproc-per-node 8 distill.py --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --teacher Qwen/Qwen2.5-7B-Instruct \\
+        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.batch import Batch
+from common.correction import importance_weights, reject_and_weight, resolve_correction
+from common.engine.make import check_sizes
+from common.kernels import Head, linear_divergence
+from common.metrics import spread
+from common.model.policy import Policy
+from common.rollouts.answers import answers_of
+from common.run import Run, RunArgs
+from common.segments import group_mean
+from common.tracking.console import run_script
+
+
+@dataclass
+class Args(RunArgs):
+    run_dir: str = "runs/distill"
+    """Folder for metrics, checkpoints and the trained model."""
+    teacher: tuple[str, ...] = ()
+    """Hugging Face folder or hub name of the teacher, which must have the tokens of --model. Several teachers:
+    DATA_SOURCE=PATH of each, for the rows with this data_source."""
+
+    # batch sizes: global, over all ranks
+    prompts_per_step: int = 128
+    """Prompts sampled in one step, over all ranks."""
+    samples_per_prompt: int = 1
+    """G: responses per prompt, the group."""
+    answers_per_step: int = 0
+    """Further rows in one step whose answer is the data's, over all ranks (GKD: its share is 1 - lambda)."""
+    answer_key: str = "answer"
+    """Entry of extra_info with the data's answer, a text."""
+    minibatches_per_step: int = 1
+    """Optimizer steps per pass over the step's responses."""
+    epochs_per_step: int = 1
+    """Passes over the step's responses."""
+    max_tokens_per_gpu: int = 0
+    """Token budget of one micro-batch (one forward and backward) on one rank. No effect on the gradient. 0: the largest
+    that fits in a GPU's memory, by calculation; 16384 on CPUs."""
+
+    # the objective
+    divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
+    """What is minimised, of policy and teacher: a function in this file."""
+    beta: float = 0.5
+    """jsd: the teacher's share of the mixture, in (0, 1)."""
+    top_k: int = 0
+    """Sum only over the k most probable words, for comparison with what others compute. 0: over the whole vocabulary.
+    """
+    top_k_of: Literal["teacher", "student"] = "teacher"
+    """Whose words --top-k takes."""
+    reward_coef: float = 0.0
+    """Factor of the policy gradient of the rewards. 0: scores are only reported."""
+def check(args: Args) -> dict[str, str]:
+    """Refuse flags that cannot work, before anything heavy. Returns the teachers: data_source ("": all) -> path."""
+    check_sizes(
+        args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
+        epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
+        max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
+    )
+    losses.check_group(args.samples_per_prompt, 2 if args.reward_coef else 1)
+    paths = {source: path for source, _, path in (text.rpartition("=") for text in args.teacher)}
+    if not paths or len(paths) < len(args.teacher) or ("" in paths and len(paths) > 1):
+        raise ValueError(f"--teacher {' '.join(args.teacher)} must be one model, or several DATA_SOURCE=PATH, one for "
+                         f"each data_source")
+    if len(paths) > 1 and args.policy.sequence_parallel > 1:
+        raise ValueError(f"several --teacher need --policy.sequence-parallel 1, not {args.policy.sequence_parallel}")
+    if args.lora.rank and args.model in paths.values():
+        raise ValueError(f"--teacher {args.model} is --model, which is held once, below the adapters: leave out "
+                         f"--lora.rank, or choose another teacher")
+    if not 0 < args.beta < 1 or args.top_k < 0 or args.answers_per_step < 0 or args.reward_coef < 0:
+        raise ValueError(f"--beta {args.beta} must be in (0, 1), --top-k {args.top_k}, --answers-per-step "
+                         f"{args.answers_per_step} and --reward-coef {args.reward_coef} at least 0")
+    return paths
+
+
+def reverse_kl(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+    """Log-probs [n, V] of the policy and of the teacher -> the divergence of each token [n]."""
+    return (logp.exp() * (logp - logq)).sum(dim=1)
+
+
+def forward_kl(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+    return (logq.exp() * (logq - logp)).sum(dim=1)
+
+
+def jensen_shannon(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+    logm = torch.logaddexp(logp + math.log(1 - beta), logq + math.log(beta))
+    return beta * reverse_kl(logq, logm, beta) + (1 - beta) * reverse_kl(logp, logm, beta)
+
+
+DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen_shannon}
+
+
+def compare(microbatch: Batch, teachers: list[Policy], heads: list[Head], args: Args) -> Callable[..., Tensor]:
+    """Let each teacher read its sequences [S'] of the micro-batch. Returns the function by which the policy computes
+    the divergence of each of the N sampled tokens, from its own hidden states [N, H] and its head."""
+    of_sequence = microbatch.response_extra["teacher"]                                          # [S]
+    of_token = of_sequence[microbatch.sequence_ids[microbatch.sampled]]                         # [N]
+    found = []
+    for number, (teacher, head) in enumerate(zip(teachers, heads)):
+        part = microbatch
+        if len(teachers) > 1:
+            own = (of_sequence == number).nonzero()[:, 0]                                       # [S']
+            # without a sequence of its own it reads a dummy: FSDP's collectives must match on all ranks
+            part = microbatch.select(own) if len(own) else microbatch.dummy()
+        found.append((teacher.hidden_states(part), head))
+        teacher.free_unsharded()
+
+    def divergence(logp: Tensor, logq: Tensor) -> Tensor:                                       # [n, V] each -> [n]
+        if args.top_k:
+            words = (logq if args.top_k_of == "teacher" else logp).topk(args.top_k).indices     # [n, k]
+            logp, logq = logp.gather(1, words), logq.gather(1, words)
+        return DIVERGENCES[args.divergence](logp, logq, args.beta)
+
+    def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
+        # with one teacher, sequence parallel may have cut N
+        rows = [of_token == number for number in range(len(found))] if len(found) > 1 else [slice(None)]
+        parts = [linear_divergence((hidden[own], head), theirs, divergence, args.rollout.temperature)
+                 for own, theirs in zip(rows, found)]
+        return torch.cat(parts)[of_token.argsort(stable=True).argsort()] if len(found) > 1 else parts[0]
+
+    return of_all
+
+
+def answers_as_sampled(microbatch: Batch, logp: Tensor, num_sampled: int) -> None:
+    """The engine has no log-probs of the data's answers. The policy's take their place: nothing corrects them."""
+    of_engine = (microbatch.index < num_sampled)[microbatch.sequence_ids]                       # [T]
+    microbatch.rollout_logp = microbatch.rollout_logp.where(of_engine, logp)
+
+
+@errors.record  # torchrun prints a failed rank's traceback last
+def main(args: Args) -> None:
+    paths = check(args)
+    correction = resolve_correction(args.correction, "reinforce")
+    P, G = args.prompts_per_step, args.samples_per_prompt
+    temperature = args.rollout.temperature
+    with Run(args, P + args.answers_per_step, correction) as run:
+        if "" not in paths and paths.keys() != run.train_set.loaded.data_sources:
+            raise ValueError(f"--teacher {' '.join(args.teacher)} must name each data_source of --train-data and no "
+                             f"other: {', '.join(sorted(run.train_set.loaded.data_sources))}")
+        engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, tuple(paths.values()))
+        policy, optimizer = run.load_trained(args.model, args.optim)
+        teachers = [run.load_frozen(path) for path in paths.values()]
+        run.describe(
+            f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
+            f"{args.answers_per_step} rows with the data's answer",
+            P, G, args.minibatches_per_step, args.epochs_per_step,
+        )
+        for step in run.steps():
+            # 1 rollout: the engine takes the policy's weights; each response is scored as it ends
+            run.metrics |= engine.wake(policy)
+            rows = run.next_rows(P + args.answers_per_step)
+            pending = run.sample(rows[:P], G, args.rollout, step)
+            run.metrics |= engine.sleep()
+
+            # 2 rewards and advantages: numbers per response, the same on every rank, then one per token
+            rollout = sampled = run.collect(pending)
+            if args.answers_per_step:
+                rollout = sampled.cat(answers_of(run, rows[P:], args.answer_key))
+            rewards = rollout.scores                                                            # [S] NaN: no reward
+            advantages = args.reward_coef * (rewards - group_mean(rewards, rollout.group)).nan_to_num()     # [S]
+            rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
+            teacher_of = [list(paths).index(sample.prompt.data_source) if len(paths) > 1 else 0
+                          for _, sample, *_ in rollout.sequences()]
+            rollout.batch.response_extra["teacher"] = torch.tensor(teacher_of, dtype=torch.int64)
+
+            # 3 mini-batches: each response moves to the rank that trains on it
+            # the loss is on every token that was sampled: the stop token, and all of a truncated response
+            in_loss = torch.ones(len(rollout), dtype=torch.bool)                # the divergence needs no score
+            minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
+
+            # 4 log-probs: the old policy's, where the correction needs them; the teachers' heads
+            if correction.needs_old_logp():
+                with run.phase("old_log_prob", minibatches) as microbatches:
+                    for microbatch in microbatches:
+                        microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
+                        answers_as_sampled(microbatch, microbatch.old_logp, len(sampled))
+            reject_and_weight(minibatches, rewards, correction, run.meter)
+            heads = [teacher.whole_head() for teacher in teachers]
+
+            # 5 update
+            with run.phase("update_actor", minibatches * args.epochs_per_step) as update:
+                for minibatch in update.minibatches:
+                    # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
+                    weights = losses.token_weights(minibatch, "token-mean")
+                    for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
+                        divergence_of = compare(microbatch, teachers, heads, args)
+                        logp, entropy, loss = policy(microbatch, temperature, False, divergence_of)     # [T] each
+                        run.meter.mean("distillation/loss", loss, microbatch.mask)
+                        answers_as_sampled(microbatch, logp.detach(), len(sampled))
+                        correct_by = importance_weights(microbatch, logp, correction, run.meter)
+                        if args.reward_coef:
+                            loss = loss - microbatch.advantage * correct_by * logp
+                        (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it
+                        update.done(microbatch, logp, entropy)
+                    update.optimizer_step(policy, optimizer, args.optim, step)
+            del heads                                       # the engine needs their memory
+
+            # 6 log, validate, save
+            metrics = spread("critic/score", rewards) | spread("critic/rewards", rewards)
+            metrics |= spread("critic/advantages", advantages)
+            run.finish(step, rollout, minibatches, rewards, metrics, sampled)
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __doc__)
