@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from torch import Tensor
+from torch import Tensor, get_device_module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.best import better, choose_metric, write_best
@@ -28,7 +28,7 @@ from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, 
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import Parts, ShardWriter, differences, flags_of, load_parts, tensors_of
 from common.metrics import Timer
-from common.parallel.ranks import World, all_max, collective_timeout, on_main, print_on_main, together
+from common.parallel.ranks import World, all_max, check_at_least, collective_timeout, on_main, print_on_main, together
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
@@ -70,11 +70,8 @@ class SaveConfig:
     end. 0: no limit."""
 
     def __post_init__(self):
-        if self.every < 0 or self.keep < 1 or self.timeout_s < 0:
-            raise ValueError(
-                f"--save.every {self.every} and --save.timeout-s {self.timeout_s:g} must be at least 0, "
-                f"--save.keep {self.keep} at least 1"
-            )
+        check_at_least(0, {"--save.every": self.every, "--save.timeout-s": self.timeout_s})
+        check_at_least(1, {"--save.keep": self.keep})
         if self.best_metric and not self.keep_best:
             raise ValueError(f"--save.best-metric {self.best_metric} needs --save.keep-best")
 
@@ -111,7 +108,8 @@ class Checkpoints:
         self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
         self.timer = Timer(watchdog.phase)                      # of the saves after the last step
         self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # A new thread's device is GPU 0, and DCP waits for its copies on the stream of the thread's device.
+        self.thread = ThreadPoolExecutor(1, "checkpoint", get_device_module(world.device).set_device, (world.device,))
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(self.config.timeout_s))
         self.writing: Future | None = None
         if world.is_main:

@@ -16,7 +16,7 @@ from common.dataset.store import Loaded, RowFormat, load_rows, render, template_
 from common.model.flops import sequence_cost
 from common.model.loading import read_config
 from common.packing import Sequences, plan_step
-from common.parallel.ranks import World
+from common.parallel.ranks import World, check_at_least
 from common.prompts import TemplateConfig, parse_messages
 from common.rollout import Minibatch
 
@@ -36,9 +36,8 @@ class ConversationConfig(TemplateConfig):
 
 def check_supervised(args: Any) -> None:
     """Refuse flags of a script that does not sample and that cannot work, before anything heavy."""
-    for name, least in {"rows_per_step": 1, "max_tokens_per_gpu": 0, "total_steps": 1}.items():
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
+    check_at_least(1, {"--rows-per-step": args.rows_per_step, "--total-steps": args.total_steps})
+    check_at_least(0, {"--max-tokens-per-gpu": args.max_tokens_per_gpu})
     longest = read_config(args.model, args.policy).max_position_embeddings
     if args.data.max_length > longest:
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")

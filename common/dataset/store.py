@@ -28,7 +28,7 @@ from torch import Tensor
 from common.dataset.images import Images, encode_prompt, family_of, inputs_of
 from common.model.vision import FAMILIES
 from common.parallel.exchange import deliver
-from common.parallel.ranks import together
+from common.parallel.ranks import check_at_least, together
 from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
 from envs.pictures import blank, flatten_contents
 from rewards import json_object
@@ -212,8 +212,7 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
     """Stream `files` into the Arrow file `path`. Raises ValueError for a row that breaks a rule, unless such rows are
     skipped, and if no row is left."""
     flag, limit = form.limit
-    if limit < 1:
-        raise ValueError(f"{flag} {limit} must be at least 1")
+    check_at_least(1, {flag: limit})
     columns = form.columns | {"images": "images", "videos": "videos"}
     loaded = Loaded(find_files(files))
     bad = loaded.bad_rows

@@ -13,7 +13,7 @@ from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
 from common.model.vision import FAMILIES
-from common.parallel.ranks import World, print_on_main
+from common.parallel.ranks import World, check_at_least, print_on_main
 
 VLLM_SUPPORTED = ">=0.32,<0.33"
 
@@ -58,8 +58,7 @@ def check_rollout(
             f"{'--samplers' if world.num_samplers else 'world size'} {num_ranks} and the model's {heads} attention "
             f"heads must be multiples of --rollout.tp {config.tp}"
         )
-    if config.max_response_length < 1:
-        raise ValueError(f"--rollout.max-response-length {config.max_response_length} must be at least 1")
+    check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
     max_sequence_length = max_prompt_length + config.max_response_length
     if max_sequence_length > hf_config.max_position_embeddings:
         raise ValueError(
@@ -101,9 +100,7 @@ def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibat
     world_size = others.get("samplers", int(os.environ.get("WORLD_SIZE", "1")))
     sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
              "minibatches_per_step": minibatches_per_step, **others}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    check_at_least(1, {f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
     if prompts_per_step % max(world_size // tp, 1):
         raise ValueError(
             f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} engines "

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
 from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects, all_sum
@@ -34,10 +35,7 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     columns = [x if per == "token" else x[batch.sequence_ids] for x, per in batch.present().values()]
     widths = [dtype.itemsize * shape.numel() for dtype, shape, _ in fields.values()]
     sent = torch.cat([x[:, None].flatten(1).view(torch.uint8) for x in columns], dim=1).view(-1, sum(widths))
-    sizes_in = torch.empty_like(sizes_out)
-    dist.all_to_all_single(sizes_in, sizes_out)
-    received = sent.new_empty(int(sizes_in.sum()), sum(widths))                                     # [T', bytes]
-    dist.all_to_all_single(received, sent, sizes_in.tolist(), sizes_out.tolist())
+    received, _ = all_to_all(sent, sizes_out)                                                       # [T', bytes]
 
     columns = {name: part.clone().flatten().view(dtype).view(-1, *shape)                          # name -> [T', ...]
                for (name, (dtype, shape, _)), part in zip(fields.items(), received.split(widths, dim=1))}
@@ -46,6 +44,14 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     picks = {"token": slice(None), "response": cu_seqlens[:-1]}
     values = {name: columns[name][picks[per]] for name, (_, _, per) in fields.items()}
     return Batch.of_fields(values, cu_seqlens).sort()
+
+
+def all_to_all(rows: Tensor, sizes_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Send the first `sizes_out[0]` rows to rank 0, the next `sizes_out[1]` to rank 1, and so on. Returns the rows that
+    arrive, in the order of ranks, and how many of each rank. All ranks call it."""
+    world = dist.group.WORLD
+    sizes_in = wait_tensor(all_to_all_single(sizes_out, None, None, world))
+    return wait_tensor(all_to_all_single(rows, sizes_in.tolist(), sizes_out.tolist(), world)), sizes_in
 
 
 def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
@@ -65,11 +71,7 @@ def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:
     sent = [pickle.dumps({number: mine[number] for number in numbers if number in mine})
             for numbers in all_gather_objects(wanted)]
     sizes_out = torch.tensor([*map(len, sent)])                                                 # bytes to each rank
-    sizes_in = torch.empty_like(sizes_out)
-    dist.all_to_all_single(sizes_in, sizes_out)
-    received = torch.empty(int(sizes_in.sum()), dtype=torch.uint8)
-    data = torch.frombuffer(bytearray().join(sent), dtype=torch.uint8)
-    dist.all_to_all_single(received, data, sizes_in.tolist(), sizes_out.tolist())
+    received, sizes_in = all_to_all(torch.frombuffer(bytearray().join(sent), dtype=torch.uint8), sizes_out)
     found = [pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_in.tolist())]
     return dict(ChainMap(*found))
 

@@ -107,6 +107,13 @@ def collective_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s + 300) if timeout_s else timedelta(days=24)
 
 
+def check_at_least(least: int, flags: dict[str, float]) -> None:
+    """Raises ValueError for a flag (--NAME -> its value) below `least`."""
+    for flag, value in flags.items():
+        if value < least:
+            raise ValueError(f"{flag} {value} must be at least {least}")
+
+
 def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> int:
     """Ranks over which each copy of the model is sharded. Raises ValueError if they cannot be divided this way."""
     sizes = {"replicas": replicas, "sequence-parallel": sequence_parallel, "expert-parallel": expert_parallel}

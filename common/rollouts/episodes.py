@@ -18,7 +18,7 @@ from common.dataset.images import Images, check_sequence, show
 from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
 from common.metrics import Meter
-from common.parallel.ranks import World, seed_of
+from common.parallel.ranks import World, check_at_least, seed_of
 from common.prompts import Prompt, TemplateConfig
 from common.rollout import Sample
 from envs.pictures import joined
@@ -243,10 +243,9 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
     if template_config.template == "plain":
         raise ValueError("--rollout.episode needs a chat template between turns, --data.template is plain")
     config = replace(config, episodes_at_once=config.episodes_at_once or config.max_num_seqs)
-    if config.max_turns < 1 or config.episodes_at_once < 1 or config.tool_timeout_s <= 0:
-        raise ValueError(f"--rollout.max-turns {config.max_turns} and --rollout.episodes-at-once "
-                         f"{config.episodes_at_once} must be at least 1, --rollout.tool-timeout-s "
-                         f"{config.tool_timeout_s:g} above 0")
+    check_at_least(1, {"--rollout.max-turns": config.max_turns, "--rollout.episodes-at-once": config.episodes_at_once})
+    if config.tool_timeout_s <= 0:
+        raise ValueError(f"--rollout.tool-timeout-s {config.tool_timeout_s:g} must be above 0")
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most_files < config.episodes_at_once + OTHER_FILES:
         raise ValueError(f"--rollout.episodes-at-once {config.episodes_at_once} needs an open file each, and this "

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from common.checkpoint.files import sync
 from common.checkpoint.run_folder import check_holder
 from common.checkpoint.secrets import redacted
-from common.parallel.ranks import World
+from common.parallel.ranks import World, check_at_least
 from common.tracking.health import HealthCheck
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -41,9 +41,8 @@ class LogConfig:
     """Most responses in such a file: the step's first whole groups, at least one."""
 
     def __post_init__(self):
-        if self.rollouts_every < 0 or self.rollouts_max < 1:
-            raise ValueError(f"--log.rollouts-every {self.rollouts_every} must be at least 0, --log.rollouts-max "
-                             f"{self.rollouts_max} at least 1")
+        check_at_least(0, {"--log.rollouts-every": self.rollouts_every})
+        check_at_least(1, {"--log.rollouts-max": self.rollouts_max})
         for package in self.to:
             if importlib.util.find_spec(package) is None:
                 raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}")

@@ -49,11 +49,8 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
         meter.max("perf/max_memory_reserved_gb", torch.tensor(torch.cuda.max_memory_reserved() / 2**30))
     metrics = meter.reduce() | timer.metrics() | {"timing_s/step": time.perf_counter() - timer.start}
     as_sampled = [int(part.sum()) for part in np.array_split(lengths, world.size)]              # tokens by rank
-    metrics |= {
-        "global_seqlen/min": min(as_sampled),
-        "global_seqlen/max": max(as_sampled),
+    metrics |= spread("global_seqlen", torch.tensor(as_sampled)) | {
         "global_seqlen/minmax_diff": max(as_sampled) - min(as_sampled),
-        "global_seqlen/mean": num_tokens / world.size,
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": metrics["timing_s/step"],
         "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,

@@ -6,6 +6,8 @@ import os
 import pickle
 import shutil
 import signal
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +63,16 @@ def resume(run_dir, model, world, watch, **flags):
     policy, optimizer = start(model, world)
     run = checkpoints_of(run_dir, world, policy, optimizer, watch, **flags)
     return run.resume(), policy, optimizer
+
+
+def test_the_thread_that_writes_is_on_the_gpu_of_its_rank(trained, world, watch, tmp_path, monkeypatch):
+    """CUDA's current device belongs to a thread and starts at GPU 0. DCP copies shards without waiting and then waits
+    for the current stream: of GPU 0 it would write what has not arrived, and take memory of GPU 0 for each rank."""
+    threads = {}
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: threads.update({threading.get_ident(): device}))
+    run = checkpoints_of(tmp_path, replace(world, device=torch.device("cuda", 3)), *trained, watch)
+    assert threads.get(run.thread.submit(threading.get_ident).result()) == torch.device("cuda", 3)
+    assert threads.keys().isdisjoint({threading.get_ident()})
 
 
 def names(run_dir) -> list[str]:
@@ -200,7 +212,7 @@ def test_only_the_newest_are_kept(four, save):
     assert names(four.parent) == ["step_000001", "step_000002", "step_000003", "step_000004"]
     save(5, keep=2)
     assert sorted(path.name for path in four.iterdir()) == ["step_000004", "step_000005"]
-    with pytest.raises(ValueError, match=r"--save.keep 0 at least 1"):
+    with pytest.raises(ValueError, match=r"--save.keep 0 must be at least 1"):
         manager.SaveConfig(keep=0)
 
 

@@ -254,7 +254,7 @@ def test_loggers_that_cannot_work_are_refused_at_once(monkeypatch):
         with pytest.raises(ValueError, match=f"--log.to {package} needs the package {package}: pip install {package}"):
             LogConfig(to=(package,))
     LogConfig()
-    with pytest.raises(ValueError, match=r"--log.rollouts-max 0 at least 1"):
+    with pytest.raises(ValueError, match=r"--log.rollouts-max 0 must be at least 1"):
         LogConfig(rollouts_max=0)
     with pytest.raises(ValueError, match=r"--log.rollouts-every -1 must be at least 0"):
         LogConfig(rollouts_every=-1)
