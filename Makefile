@@ -36,7 +36,7 @@ quickstart: model data ## train a real chat model with GRPO (or SCRIPT=mine.py) 
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
 try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers
 	@.venv/bin/python -m tools.try_script $(SCRIPT) $(ARGS)
-learn seeds adapters: model data ## the quickstart with every script (40 minutes), three seeds (20), or LoRA ranks (25)
+learn seeds adapters optimizers: model data ## the quickstart with every script (40 minutes), three seeds (20), LoRA ranks (25), Muon beside AdamW
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
 reward-model: model data ## pairs of responses, a reward model, ppo.py with it (SEEDS="1 2 3": 30 minutes each), curves
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@

@@ -546,6 +546,9 @@ def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
         if verl.given.get(f"{model}.optim.optimizer") == "AdamW8bit":   # of torchao or bitsandbytes
             verl.read |= {f"{model}.optim.optimizer", f"{model}.optim.optimizer_impl"} & verl.given.keys()
             kind = "adamw-8bit"
+        if verl.given.get(f"{model}.optim.optimizer", "").lower() == "muon":    # Megatron-Core's, or torch.optim's
+            verl.read |= {f"{model}.optim.optimizer", f"{model}.optim.optimizer_impl"} & verl.given.keys()
+            kind = "muon"
         if kind:
             ours.add(flag.replace("warmup-steps", "kind"), kind)
 

@@ -194,6 +194,7 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "*.actor.shuffle": "responses are always shuffled over mini-batches",
     "*.checkpoint.*": "a checkpoint always has weights, optimizer and the rest",
     "*.optim.override_optimizer_config.*": "the optimizer is torch's AdamW, or another --optim.kind",
+    "*.optim.muon_*": "--optim.kind muon has momentum 0.95, Nesterov's step, updates of AdamW's size",
     "*.optim.*": "AdamW with a constant, linear or cosine learning rate",
     "*.rollout.over_sample_rate": "--rollout.in-flight 1 + RATE with --rollout.max-staleness 0 does it",
     "reward.reward_model.*": "a reward model is a classifier that runs in the trainer, without an engine",

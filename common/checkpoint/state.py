@@ -49,10 +49,10 @@ def load_parts(parts: Parts, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     tensors = tensors_of(parts)
-    codes, ours = (sum(name.endswith("_scale") for name in names) for names in (stored, tensors))
-    if codes != ours:
-        raise ValueError(f"{folder} has {codes} moments in 8 bits, this run {ours}: --optim.kind, --critic-optim.kind "
-                         f"and, for experts, ranks and --policy.expert-parallel must be those of the run that saved it")
+    if differing := sorted(name for name in tensors.keys() ^ stored.keys() if ".optim." in name):
+        raise ValueError(f"{folder} and this run have other moments, {differing[0]} for example: --optim.kind (and "
+                         f"--critic-optim.kind) and, with adamw-8bit and experts, ranks and --policy.expert-parallel "
+                         f"must be those of the run that saved it")
     dcp.load(tensors, storage_reader=reader)
 
 

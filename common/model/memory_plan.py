@@ -16,7 +16,7 @@ from common.model.flops import head_dim, mlp_widths
 from common.model.loading import GIB, NO_ADAPTERS, read_critic, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
-from common.model.optimizers import WEIGHTS, block_size
+from common.model.optimizers import WEIGHTS, block_size, uses_muon
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
 from common.model.router_replay import routers_of
@@ -72,6 +72,11 @@ class Model:
         blocks = {p: block_size(kind, p.shape, [shard_dim(p.shape, ranks)]) for p in shards if p.requires_grad}
         alone = 2 * WEIGHTS[kind].itemsize                                      # of a weight without codes
         self.moment_bytes = sum((2 + 8 / n if n > 1 else alone) * shards[p] for p, n in blocks.items())
+        muon = [p for name, p in model.named_parameters() if p.requires_grad and uses_muon(kind, name, p.shape)]
+        self.moment_bytes -= 4 * sum(shards[p] for p in muon)                   # they have one moment
+        # bfloat16 copies of a matrix, and of the experts that it may be gathered with
+        sizes = [12 * p.shape[-2:].numel() + 4 * p.numel() // config.expert_parallel for p in muon]
+        self.step_bytes = max(sizes, default=0)
         self.frozen_gb = self.itemsize * sum(shards.values()) / GIB
         """Bytes of the shard of a model that is not trained."""
         self.recomputes = self.all > 1e9 if config.gradient_checkpointing is None else config.gradient_checkpointing
@@ -114,6 +119,7 @@ class Model:
             (size * (weights + self.block + in_block_grads), tokens * in_block, 0),
             (arriving, 3 * tokens * hidden, 0),
             (size * grads * (3 * self.head + self.block), 3 * tokens * hidden, 0),
+            (self.step_bytes, 0, 0),
         ]
         return dict(zip(IN_PASSES, max(moments, key=sum)))
 
@@ -178,8 +184,8 @@ class MemoryPlan:
         engine."""
         passes = [{"gradients": model.trained_bytes} | model.update(tokens, self.keys) for model in self.trained]
         if self.offload.optimizer:
-            steps = [{"gradients": model.trained_bytes, "moments": model.moment_bytes} for model in self.trained]
-            passes += [parts | dict.fromkeys(IN_PASSES, 0) for parts in steps]
+            names = "gradients", "moments", *IN_PASSES
+            passes += [dict(zip(names, (x.trained_bytes, x.moment_bytes, x.step_bytes, 0, 0))) for x in self.trained]
         fullest = max(passes, key=lambda parts: sum(parts.values()))
         found = self.resident() | {part: x / GIB for part, x in fullest.items()}
         for teacher in self.teachers:

@@ -1,5 +1,5 @@
 """AdamW over the shards: its flags, and the kinds whose weights are bfloat16, rounded stochastically, and whose moments
-are bfloat16 too or codes of 8 bits.
+are bfloat16 too or codes of 8 bits. And Muon, which has matrices of its own.
 
 Rounded to nearest, a weight would lose each update below half of its last digit. A second moment would never shrink,
 because a decay rate of 0.999 subtracts less than that. Codes are those of Dettmers et al. 2021 (arXiv 2110.02861), but
@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from common.model.policy import PackedModel
 from common.model.sharding import by_mesh, shard_slice
 from common.parallel.ranks import seed_of
 
-WEIGHTS = {"adamw": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
+WEIGHTS = {"adamw": torch.float32, "muon": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
 """--optim.kind -> the dtype of trained weights, of their gradients and of moments that are no codes."""
 PIECE = 2**20
 """Number of values that are computed in float32 at a time, a multiple of every block."""
@@ -25,11 +27,12 @@ PIECE = 2**20
 
 @dataclass
 class OptimConfig:
-    kind: Literal["adamw", "adamw-bf16", "adamw-8bit"] = "adamw"
+    kind: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
     """adamw: weights, gradients and moments are float32, 16 bytes a weight. adamw-bf16: bfloat16, rounded
-    stochastically, 8 bytes. adamw-8bit: the same with moments in 8 bits, 6 bytes."""
+    stochastically, 8 bytes. adamw-8bit: the same with moments in 8 bits, 6 bytes. muon: Muon for the layers' matrices,
+    12 bytes, adamw for the rest."""
     lr: float = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate. muon: the root mean square of an update is 0.2 of it, like AdamW's in long runs."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak at the last step."""
     warmup_steps: int = 0
@@ -39,7 +42,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay, of muon too."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm at this value. 0: no clipping."""
     max_skipped_steps: int = 3
@@ -61,12 +64,22 @@ class OptimConfig:
 
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over the shards; no weight decay on vectors (norms, biases)."""
-    trained = by_mesh(p for p in model.parameters() if p.requires_grad)
-    groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in trained]
-    groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in trained]
-    adamw = torch.optim.AdamW if config.kind == "adamw" else BF16AdamW
+    """AdamW over the shards; no weight decay on vectors (norms, biases). Muon's group is the one with a `momentum`."""
+    trained = {p: uses_muon(config.kind, name, p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    others = by_mesh(p for p, is_matrix in trained.items() if not is_matrix)
+    groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in others]
+    groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in others]
+    matrices = [p for p, is_matrix in trained.items() if is_matrix]
+    groups += [{"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95}]
+    adamw = {"adamw": torch.optim.AdamW, "muon": Muon}.get(config.kind, BF16AdamW)
     return adamw([group | {"kind": config.kind} for group in groups], lr=config.lr, betas=config.betas, fused=True)
+
+
+def uses_muon(kind: str, name: str, shape: torch.Size) -> bool:
+    """Whether a weight is a matrix [out, in] in a layer, or a stack of such [experts, out, in], and --optim.kind is
+    muon. Names of embedding and head have no layer's number. Stacks of vectors are biases of experts, or a gate's."""
+    is_in_layer = any(part.isdigit() for part in name.split(".")) and not name.endswith("bias")
+    return kind == "muon" and is_in_layer and len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
 def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
@@ -74,6 +87,32 @@ def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
     ranks divide rows. `divided`: the dimensions that ranks divide."""
     block = math.gcd(shape[-1], 256)
     return block if kind == "adamw-8bit" and block >= 16 and len(shape) - 1 not in divided else 1
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices, with the learning rates of Liu
+    et al. 2025 (arXiv 2502.16982), and AdamW for other weights.
+
+    The iteration is torch's. torch.optim.Muon would run it on shards, and round its sums over ranks to bfloat16: the
+    weights would depend on the number of ranks. Here ranks gather one matrix, or stack of experts, at a time."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for weight in [p for p in group["params"] if "momentum" in group and p.grad is not None]:
+                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 1 - group["momentum"])
+                update = weight.grad.lerp_(momentum, group["momentum"]).bfloat16()              # Nesterov's
+                weight.grad = None
+                # ranks that divide a stack by its experts keep their own experts
+                placements = [part if part.is_shard(weight.ndim - 3) else Replicate() for part in weight.placements]
+                update = update.redistribute(placements=placements)
+                for matrix in update.to_local().view(-1, *weight.shape[-2:]):                   # torch's own numbers
+                    matrix.copy_(_zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7))
+                lr = _adjust_lr(group["lr"], "match_rms_adamw", weight.shape[-2:])
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update.redistribute(placements=weight.placements), alpha=-lr)
+        super().step()                                                  # of weights that still have a gradient
 
 
 class BF16AdamW(torch.optim.AdamW):

@@ -4,6 +4,7 @@
 #   make learn        all of `policies` and `lessons`: docs/learn.png, docs/learn.md, docs/lessons.png, docs/lessons.md
 #   make seeds        docs/quickstart.png and docs/quickstart.md
 #   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
+#   make optimizers   AdamW and Muon, three seeds each: docs/optimizers.png and docs/optimizers.md
 #   make reward-model a reward model of pairs of responses, then ppo.py with it alone: docs/reward_model.png and .md
 #   make agent        a task of several turns: docs/agent.png and docs/agent.md
 #   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
@@ -161,6 +162,22 @@ adapters() {
         done
     done
     draw adapters "${runs[@]}"
+}
+
+# Muon beside AdamW. In few steps it needs a higher learning rate (docs/gpus.md).
+optimizers() {
+    STEPS=
+    local kind runs=()
+    for seed in ${SEEDS:-1 2 3}; do
+        for kind in ${KINDS:-adamw muon}; do
+            local flags="--optim.kind $kind"
+            [[ $kind = adamw ]] || flags="$flags --optim.lr ${MUON_LR:-3e-4}"
+            # shellcheck disable=SC2086
+            train grpo.py --run-dir "$OUT/optimizers/$kind.seed$seed" --seed "$seed" $flags
+            runs+=("$OUT/optimizers/$kind.seed$seed")
+        done
+    done
+    draw optimizers "${runs[@]}"
 }
 
 # unfinished groups that continue in the next step, with the correction and ("2.0 none") without it

@@ -33,6 +33,9 @@ CASES = {
                                           offload=OffloadConfig(optimizer=True)),
     "bfloat16 weights": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, kind="adamw-bf16"),
     "moments of 8 bits": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, kind="adamw-8bit"),
+    "muon": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, kind="muon"),
+    "muon, few tokens": Case(UNTIED, gpus=1, tokens=1024, policy=RECOMPUTE, kind="muon"),
+    "muon, experts": Case(EXPERTS, gpus=64, tokens=1024, policy=RECOMPUTE, kind="muon"),
     "tied": Case(TIED, gpus=8, tokens=8192, policy=RECOMPUTE),
     "mixture": Case(MIXTURE, gpus=8, tokens=8192, policy=KEEP),
     "shared prompts": Case(UNTIED, gpus=8, tokens=8192, prompt_length=768, response_length=256, policy=SHARE),
@@ -58,6 +61,14 @@ def test_the_update_takes_at_most_what_is_planned(name, simulated):
     peak = max(simulated[name][phase].allocated_gb for phase in ("forward", "backward", "optimizer"))
     assert peak <= sum(plan_of(CASES[name]).update(CASES[name].tokens).values()) <= 1.1 * peak
     assert peak > 1.2 * simulated[name]["optimizer"].after_gb                           # passes are most of it
+
+
+def test_a_step_of_muon_takes_at_most_what_is_planned(simulated):
+    """Beside weights, moments and gradients: some copies of a matrix, and no stack of experts that ranks divide."""
+    for name in [name for name in CASES if name.startswith("muon")]:
+        policy, peak = plan_of(CASES[name]).policy, simulated[name]["optimizer"]
+        stays = peak.after_gb + policy.trained_bytes / 2**30
+        assert stays < peak.allocated_gb < stays + policy.step_bytes / 2**30, name
 
 
 def test_moments_take_what_is_planned(simulated):

@@ -195,10 +195,10 @@ def test_a_checkpoint_of_the_other_kind_is_converted(tiny_llama, world, tmp_path
     for name, x in want.items():
         assert torch.equal(x if name.endswith(" step") else x.bfloat16(), found[name]), name
     policy, coded = start(tiny_llama, world, "adamw-8bit")
-    with pytest.raises(ValueError, match=r"saved has 0 moments in 8 bits, this run 30: --optim\.kind, --critic-o"):
+    with pytest.raises(ValueError, match=r"saved and this run have other moments, \S+_scale for example: --optim\.k"):
         load_parts({"policy": (policy, coded)}, tmp_path / "saved")
     dcp.save(tensors_of({"policy": (policy, coded)}), storage_writer=ShardWriter(tmp_path / "coded"))
-    with pytest.raises(ValueError, match=r"coded has 30 moments in 8 bits, this run 0: "):
+    with pytest.raises(ValueError, match=r"coded and this run have other moments, \S+_scale for example: --optim\.k"):
         load_parts({"policy": (plain, optimizer)}, tmp_path / "coded")
 
 

@@ -311,6 +311,8 @@ def test_objectives(words, script, expected, monkeypatch):
 @pytest.mark.parametrize(("kind", "words"), [
     ("adamw-bf16", "{}.optim.override_optimizer_config.bf16_stochastic_round=True"),
     ("adamw-8bit", "{0}.optim.optimizer=AdamW8bit {0}.optim.optimizer_impl=torchao.optim"),
+    ("muon", "{0}.optim.optimizer=muon {0}.optim.muon_momentum=0.95 {0}.optim.muon_split_qkv=True"),
+    ("muon", "{0}.optim.optimizer=Muon {0}.optim.optimizer_impl=torch.optim"),
     ("adamw", "{0}.optim.optimizer=_AdamW {0}.optim.optimizer_impl=torchao.optim"),
 ])
 def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
@@ -319,6 +321,8 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
         args = parse(ours, monkeypatch)
         assert (args.optim.kind, args.critic_optim.kind) == kinds
         assert len([shown for shown in ours.without if "optimizer" in shown]) == (2 if kind == "adamw" else 0)
+        of_muon = [why for shown, why in ours.without.items() if "muon_" in shown]
+        assert len(of_muon) == words.count("muon_") and all("momentum 0.95" in why for why in of_muon)
 
 
 @pytest.mark.parametrize(("words", "reason"), [
