@@ -123,7 +123,7 @@ PLACES = {
 }
 
 
-class Stopped(Exception):  # noqa: N818  no error: the engine's start ends here
+class Stopped(Exception):
     """Ends the start of the engine, with what was collected until then."""
 
 
@@ -377,8 +377,10 @@ def main(args: Args) -> None:
     if args.out:
         Path(args.out).write_text(text)
     unexpected = [key for key, row in rows.items() if row["result"] != KNOWN.get(key, "accepted")]
-    for line in [*failed, *(f"{case}, {capability}: {rows[case, capability]['result']}" for case, capability in unexpected)]:
+    for line in dict.fromkeys(failed):
         print(line, file=sys.stderr)
+    for case, capability in unexpected:
+        print(f"{case}, {capability}: {rows[case, capability]['result']}", file=sys.stderr)
     sys.exit(bool(failed or unexpected))
 
 
