@@ -36,8 +36,8 @@ from common.parallel.ranks import World
 from tests.cuda.shapes import MODELS, dense
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"flash_attn"}
-"""Packages that common/ imports only where they are installed."""
+OPTIONAL = {"flash_attn": "flash_attn", "torch.utils.tensorboard": "tensorboard"}
+"""Modules that common/ imports only where a package is installed."""
 
 
 @dataclass
@@ -93,6 +93,7 @@ CASES = {
     "mixture, `--rollout.tp 4`": Case(MIXTURE, {"tp": 4}),
     "mixture, `--policy.router-replay rollout`": Case(MIXTURE, model={"router_replay": "rollout"}),
     "`quantization` `fp8`": Case(DENSE, extra(quantization="fp8")),
+    "`quantization` `fp8_per_tensor`": Case(DENSE, extra(quantization="fp8_per_tensor")),
     "`quantization` `fp8_per_channel`": Case(DENSE, extra(quantization="fp8_per_channel")),
     "`quantization` and `kv_cache_dtype` `fp8`": Case(DENSE, extra(quantization="fp8", kv_cache_dtype="fp8")),
     "mixture, `quantization` `fp8`": Case(MIXTURE, extra(quantization="fp8")),
@@ -303,7 +304,8 @@ def failed_imports(folder: Path) -> list[str]:
     """Imports below a folder that this environment does not have. Packages in `OPTIONAL` may be missing."""
     failed = []
     for file, module, name in imported_names(folder):
-        if module.partition(".")[0] in OPTIONAL and importlib.util.find_spec(module.partition(".")[0]) is None:
+        needs = next((package for optional, package in OPTIONAL.items() if module.startswith(optional)), None)
+        if needs and importlib.util.find_spec(needs) is None:
             continue
         try:
             found = importlib.import_module(module)
