@@ -2,9 +2,10 @@
 
 `python -m tests.gpu.engine_configs`, in the environment of `make setup-gpu`, on a machine with or without a GPU. It
 imports everything that `common/` imports, then starts `VLLMEngine` for each of `CASES` and each of `GPUS`, as far as
-vLLM's own configuration: CUDA and the driver are stood in for, nothing is allocated. It prints a table: accepted,
-refused or changed. It ends with 1 if an import fails, or if vLLM refuses or changes something that `KNOWN` does not
-list. `tests/gpu/test_engine_configs.py` checks the options without the packages of GPUs.
+vLLM's own configuration, builds vLLM's model of rank 0 from it and loads the names and shapes of the trainer's weights.
+CUDA and the driver are stood in for, nothing is allocated. It prints a table: accepted, refused or changed. It ends
+with 1 if an import fails, or if vLLM refuses or changes something that `KNOWN` does not list.
+`tests/gpu/test_engine_configs.py` checks the options without the packages of GPUs.
 """
 
 import ast
@@ -27,11 +28,13 @@ from unittest import mock
 
 import torch
 import tyro
+from torch import nn
 from transformers import AutoConfig
 
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.vllm import VLLMEngine
 from common.model.policy import ModelConfig
+from common.model.vision import auto_class
 from common.parallel.ranks import World
 from tests.cuda.shapes import MODELS, dense
 
@@ -71,12 +74,14 @@ def extra(**options: Any) -> dict[str, str]:
     return {"extra": json.dumps(options)}
 
 
-DENSE, MIXTURE = MODELS["Qwen2.5-7B"], MODELS["Qwen3-30B-A3B"]
+TWO = {"num_hidden_layers": 2}  # the layers of a model are alike
+DENSE, MIXTURE = MODELS["Qwen2.5-7B"] | TWO, MODELS["Qwen3-30B-A3B"] | TWO
 IMAGES = {
-    "model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"], "tie_word_embeddings": False,
-    "text_config": {**DENSE, "model_type": "qwen2_vl_text", "rope_parameters": {
+    "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "tie_word_embeddings": False,
+    "text_config": {**DENSE, "model_type": "qwen2_5_vl_text", "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
-    "vision_config": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "hidden_size": 3584, "patch_size": 14},
+    "vision_config": {"depth": 2, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+                      "out_hidden_size": 3584, "fullatt_block_indexes": [1]},
 }
 CASES = {
     "no flags": Case(DENSE),
@@ -85,9 +90,9 @@ CASES = {
     "`--rollout.max-num-seqs 1024`": Case(DENSE, {"max_num_seqs": 1024}),
     "`--rollout.tp 2`": Case(DENSE, {"tp": 2}),
     "`--rollout.tp 4`": Case(DENSE, {"tp": 4}),
-    "`--rollout.tp 8`": Case(MODELS["Llama-3.1-70B"], {"tp": 8}),
+    "`--rollout.tp 8`": Case(MODELS["Llama-3.1-70B"] | TWO, {"tp": 8}),
     "`--policy.compute-dtype float32`": Case(DENSE, model={"compute_dtype": "float32"}),
-    "soft-capped logits (Gemma 2)": Case(dense("Gemma2", 3584, 14336, 42, 16, 8, 256000, True, head_dim=256)),
+    "soft-capped logits (Gemma 2)": Case(dense("Gemma2", 3584, 14336, 2, 16, 8, 256000, True, head_dim=256)),
     "images": Case(IMAGES),
     "mixture": Case(MIXTURE),
     "mixture, `--rollout.tp 4`": Case(MIXTURE, {"tp": 4}),
@@ -233,6 +238,47 @@ def choices(config: Any) -> dict[str, str]:
     }
 
 
+def build(config: Any) -> nn.Module:
+    """vLLM's model of rank 0, without memory: its layers choose their kernels here, and refuse what none can do."""
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    def ranks(size: int) -> types.SimpleNamespace:
+        group = types.SimpleNamespace(size=lambda: size, rank=lambda: 0)
+        return types.SimpleNamespace(
+            world_size=size, rank_in_group=0, rank=0, local_rank=0, ranks=list(range(size)), is_first_rank=True,
+            is_last_rank=True, device_group=group, cpu_group=group, device_communicator=None, unique_name="",
+        )
+
+    tp = config.parallel_config.tensor_parallel_size
+    sizes = {"_WORLD": tp, "_TP": tp, "_EP": tp, "_PP": 1, "_DP": 1, "_PCP": 1, "_DCP": 1}
+    groups = mock.patch.multiple(parallel_state, **{name: ranks(size) for name, size in sizes.items()})
+    with groups, torch.device("meta"):
+        model = initialize_model(config)
+    return model
+
+
+def load(model: nn.Module, case: Case, config: Any) -> str:
+    """Send the trainer's names and shapes, as a weight sync does, without values. vLLM's loaders refuse a wrong name or
+    shape. Raises ValueError if nothing goes into a weight of the engine. Weights that vLLM quantises are not sent:
+    the kernel for that has no form without a GPU."""
+    from vllm.config import set_current_vllm_config
+
+    names = {name for name, _ in model.named_parameters()}
+    methods = {type(method).__name__ for module in model.modules()
+               if getattr(method := getattr(module, "quant_method", None), "uses_meta_device", False)}
+    if methods:
+        return f"built with {', '.join(sorted(methods))}"
+    hf_config = AutoConfig.for_model(**case.shape)
+    with torch.device("meta"):
+        trained = auto_class(hf_config).from_config(hf_config, dtype=config.model_config.dtype)
+    with set_current_vllm_config(config):
+        loaded = model.load_weights((name, weight.data) for name, weight in trained.named_parameters())
+    if missing := sorted(names - loaded):
+        raise ValueError(f"nothing goes into {len(missing)} weights, such as {missing[0]}")
+    return f"{len(names)} weights loaded"
+
+
 # --------------------------------------------------------------------------- a GPU that is not there
 
 
@@ -340,6 +386,7 @@ def check(case: Case) -> dict[str, Any]:
     try:
         config, options = config_of(case)
         changed, chosen = changes(config, options), choices(config)
+        chosen["weights"] = load(build(config), case, config)
         result = "changed: " + ", ".join(changed) if changed else "accepted"
     except (ValueError, NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError) as error:
         result, chosen = f"refused: {type(error).__name__}: {' '.join(str(error).split())[:300]}", {}
