@@ -97,6 +97,7 @@ CASES = {
     "mixture": Case(MIXTURE),
     "mixture, `--rollout.tp 4`": Case(MIXTURE, {"tp": 4}),
     "mixture, `--policy.router-replay rollout`": Case(MIXTURE, model={"router_replay": "rollout"}),
+    "`attention_backend` `FLASH_ATTN`": Case(DENSE, extra(attention_backend="FLASH_ATTN")),
     "`quantization` `fp8`": Case(DENSE, extra(quantization="fp8")),
     "`quantization` `fp8_per_tensor`": Case(DENSE, extra(quantization="fp8_per_tensor")),
     "`quantization` `fp8_per_channel`": Case(DENSE, extra(quantization="fp8_per_channel")),
@@ -242,6 +243,7 @@ def build(config: Any) -> nn.Module:
     """vLLM's model of rank 0, without memory: its layers choose their kernels here, and refuse what none can do."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     def ranks(size: int) -> types.SimpleNamespace:
         group = types.SimpleNamespace(size=lambda: size, rank=lambda: 0)
@@ -253,9 +255,8 @@ def build(config: Any) -> nn.Module:
     tp = config.parallel_config.tensor_parallel_size
     sizes = {"_WORLD": tp, "_TP": tp, "_EP": tp, "_PP": 1, "_DP": 1, "_PCP": 1, "_DCP": 1}
     groups = mock.patch.multiple(parallel_state, **{name: ranks(size) for name, size in sizes.items()})
-    with groups, torch.device("meta"):
-        model = initialize_model(config)
-    return model
+    with groups, torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+        return initialize_model(config)
 
 
 def load(model: nn.Module, case: Case, config: Any) -> str:
