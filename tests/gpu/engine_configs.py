@@ -106,8 +106,11 @@ CASES = {
 }
 """By what the table calls them. Flags of adapters change no option: the engine gets merged weights."""
 
-KNOWN: dict[tuple[str, str], str] = {}
-"""(case, capability as 9.0) -> the cell of the table, where it is neither accepted nor a fault of ours."""
+KNOWN = {
+    ("`quantization` `fp8_per_channel`", "8.0"): "refused: ValueError: FP8 PTPC online quant requires a kernel",
+    ("mixture, `quantization` `fp8`", "8.0"): "refused: ValueError: FP8 MoE backend TRITON does not support",
+}
+"""(case, capability) -> how the cell of the table begins, where a GPU cannot do what is asked for."""
 
 # what was asked for -> where the finished configuration has it
 PLACES = {
@@ -426,7 +429,7 @@ def main(args: Args) -> None:
     print(text)
     if args.out:
         Path(args.out).write_text(text)
-    unexpected = [key for key, row in rows.items() if row["result"] != KNOWN.get(key, "accepted")]
+    unexpected = [key for key, row in rows.items() if not row["result"].startswith(KNOWN.get(key, "accepted"))]
     for line in dict.fromkeys(failed):
         print(line, file=sys.stderr)
     for case, capability in unexpected:
