@@ -1,0 +1,55 @@
+"""What can be known of the engine's options for GPUs without the packages of GPUs."""
+
+import dataclasses
+
+import pytest
+
+from tests.gpu import engine_configs
+from tests.gpu.engine_configs import CASES, Case, failed_imports, options_of
+
+VLLM = pytest.importorskip("vllm")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_knows_every_option(name):
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = options_of(CASES[name])
+    assert options.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
+    assert options["enable_sleep_mode"] and options["moe_backend"] == "triton"
+    assert "kv_cache_memory_bytes" not in options                       # this one is for CPUs
+
+
+def test_flags_arrive():
+    options = options_of(Case(engine_configs.MIXTURE, {"tp": 4, "max_num_seqs": 7}, {"router_replay": "rollout"}))
+    assert (options["tensor_parallel_size"], options["max_num_seqs"]) == (4, 7)
+    assert options["enable_return_routed_experts"] and options["distributed_executor_backend"] == "external_launcher"
+    assert options["gpu_memory_utilization"] == pytest.approx((79.2 - 10 - 5.5) / 79.2)
+    assert options_of(CASES["`quantization` `fp8`"])["quantization"] == "fp8"
+
+
+def test_an_option_that_is_changed_is_told():
+    options = options_of(CASES["no flags"])
+    flat = {place: options[option] for option, place in engine_configs.PLACES.items() if option in options}
+    flat["model_config.dtype"] = engine_configs.torch.bfloat16
+
+    class Config:
+        """Answers for each place with what was asked for."""
+
+        def __init__(self, prefix=""):
+            self.prefix = prefix
+
+        def __getattr__(self, name):
+            place = self.prefix + name
+            return flat[place] if place in flat else Config(place + ".")
+
+    assert engine_configs.changes(Config(), options) == []
+    flat["scheduler_config.max_num_seqs"] = 128
+    assert engine_configs.changes(Config(), options) == ["max_num_seqs 256 -> 128"]
+
+
+def test_what_common_imports_is_there(tmp_path):
+    assert failed_imports(engine_configs.ROOT / "common" / "engine") == []
+    (tmp_path / "a.py").write_text("def f():\n    from vllm import LLM, Nothing\n    import no_such_package\n")
+    found = failed_imports(tmp_path)
+    assert len(found) == 2 and "vllm Nothing" in found[0] and "no_such_package" in found[1]
