@@ -103,7 +103,8 @@ def report_error(hook: Callable[..., None], job_rank: int, *error: Any) -> None:
 
 def collective_timeout(timeout_s: float) -> timedelta:
     """Time limit of a collective: longer than a phase of `timeout_s`, because the watchdog's report says more. Every
-    group needs it; torch's own default is 30 minutes. 0: 24 days, which in milliseconds is still a 32-bit number."""
+    group needs it; torch's own default is 10 minutes with NCCL. 0: 24 days, which in milliseconds is still a number of
+    32 bits."""
     return timedelta(seconds=timeout_s + 300) if timeout_s else timedelta(days=24)
 
 
