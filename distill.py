@@ -8,7 +8,7 @@ The policy p samples responses, and at each of their tokens a teacher q says wha
     jsd         beta KL(q || m) + (1 - beta) KL(p || m),  m = beta q + (1 - beta) p         (eq. 1 of the paper)
 
 D and its gradient are those of the whole vocabulary, not of the sampled word or of the k best words, and no tensor of
-the size [T, V] exists: the product with both heads is computed a tile at a time. Part of the data may be answered
+the size [T, V] exists: logits are computed for some tokens at a time, twice. Part of the data may be answered
 already (--answers-per-step). Several teachers share the rows by data_source.
 
     torchrun --standalone --nproc-per-node 8 distill.py --model Qwen/Qwen2.5-1.5B-Instruct \\
@@ -75,6 +75,8 @@ class Args(RunArgs):
     """Whose words --top-k takes."""
     reward_coef: float = 0.0
     """Factor of the policy gradient of the rewards. 0: scores are only reported."""
+
+
 def check(args: Args) -> dict[str, str]:
     """Refuse flags that cannot work, before anything heavy. Returns the teachers: data_source ("": all) -> path."""
     check_sizes(
@@ -132,7 +134,7 @@ def compare(microbatch: Batch, teachers: list[Policy], heads: list[Head], args: 
 
     def divergence(logp: Tensor, logq: Tensor) -> Tensor:                                       # [n, V] each -> [n]
         if args.top_k:
-            words = (logq if args.top_k_of == "teacher" else logp).topk(args.top_k).indices     # [n, k]
+            words = (logq if args.top_k_of == "teacher" else logp).topk(min(args.top_k, logp.shape[1])).indices
             logp, logq = logp.gather(1, words), logq.gather(1, words)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
 
