@@ -69,8 +69,8 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optim
     others = by_mesh(p for p, is_matrix in trained.items() if not is_matrix)
     groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in others]
     groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in others]
-    matrices = [p for p, is_matrix in trained.items() if is_matrix]
-    groups += [{"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95}]
+    if matrices := [p for p, is_matrix in trained.items() if is_matrix]:
+        groups += [{"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95}]
     adamw = {"adamw": torch.optim.AdamW, "muon": Muon}.get(config.kind, BF16AdamW)
     return adamw([group | {"kind": config.kind} for group in groups], lr=config.lr, betas=config.betas, fused=True)
 

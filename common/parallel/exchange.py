@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
 from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects, all_sum
@@ -49,9 +48,11 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
 def all_to_all(rows: Tensor, sizes_out: Tensor) -> tuple[Tensor, Tensor]:
     """Send the first `sizes_out[0]` rows to rank 0, the next `sizes_out[1]` to rank 1, and so on. Returns the rows that
     arrive, in the order of ranks, and how many of each rank. All ranks call it."""
-    world = dist.group.WORLD
-    sizes_in = wait_tensor(all_to_all_single(sizes_out, None, None, world))
-    return wait_tensor(all_to_all_single(rows, sizes_in.tolist(), sizes_out.tolist(), world)), sizes_in
+    sizes_in = torch.empty_like(sizes_out)
+    dist.all_to_all_single(sizes_in, sizes_out)
+    received = rows.new_empty(int(sizes_in.sum()), *rows.shape[1:])
+    dist.all_to_all_single(received, rows, sizes_in.tolist(), sizes_out.tolist())
+    return received, sizes_in
 
 
 def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:

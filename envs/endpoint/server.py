@@ -210,6 +210,7 @@ class Endpoint:
             exchange = repeated[-1]
             exchange.request, exchange.is_delivered = request, False
             return exchange
+        asked.messages = read_pictures(asked.messages)  # before a conversation begins, because some may be no pictures
         conversation = self.conversation_for(asked, role, keys)
         conversation.is_busy = True
         # this does not depend on the order in which requests come: an episode that is repeated says the same
@@ -244,11 +245,9 @@ class Endpoint:
         self.counts["temperatures"] += asked.temperature is not None
         try:
             text = await chat.reply(
-                *read_pictures(asked.messages[num_seen:]), max_tokens=asked.max_tokens, stop=asked.stop,
+                *asked.messages[num_seen:], max_tokens=asked.max_tokens, stop=asked.stop,
                 temperature=asked.temperature if self.keeps_temperature else None,
             )
-        except ApiError:
-            raise
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_exception(error)

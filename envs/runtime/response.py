@@ -145,7 +145,7 @@ def sequences_of(episode: Episode, number: int) -> list[Response]:
         own = part.images[len(episode.prompt.images.files) if has_row_images else 0 :]
         found.append(Response(
             part.tokens, part.logp, "stop", part.mask, None if has_row_images else part.prompt,
-            [b64encode(file).decode() for file in own], conversation=number, role=conversation.role,
+            images=[b64encode(file).decode() for file in own], conversation=number, role=conversation.role,
             versions=[*islice(versions, sum(part.mask))], routing=part.routing,
         ))
     return found

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from envs.endpoint.asked import read_pictures
-from envs.endpoint.server import FORMS, Endpoint
+from envs.endpoint.server import FORMS, MAX_BODY, Endpoint
 
 TOOL = {"type": "function", "function": {
     "name": "weather", "description": "Tell the weather.",
@@ -386,7 +386,7 @@ def test_errors_are_in_the_form_of_the_api_and_counted():
             for body in (b"{", b"[1]", b"null", b'{"model": "policy"}', b"[" * 10**5, b"\xff"):
                 answer = await client.post("/v1/chat/completions", content=body)
                 assert answer.json()["error"]["type"] == "invalid_request_error" and answer.status_code == 400
-            large = await client.post("/v1/chat/completions", content=b"x" * 2**25)
+            large = await client.post("/v1/chat/completions", content=b"x" * (MAX_BODY + 1))
             assert large.status_code == 413 and large.json()["error"]["code"] == "not_served"
         return found
 
