@@ -218,12 +218,13 @@ class Training:
         step before was not ended by `finish` or `end_step`."""
         self.resume()
         args = self.args
+        self.checkpoints.timer = Timer(self.watchdog.phase)
         for step in range(self.first_step, self.total_steps):
             set_seed(ranks.seed_of(args.seed, step))  # a fork may draw from the global generators, also after a resume
             self.step = step
-            self.timer = Timer(self.watchdog.phase)
+            self.timer = self.checkpoints.timer  # it began when the step before was logged, and has timed its save
             self.meter = Meter()
-            self.metrics = self.checkpoints.timer.metrics()
+            self.metrics = {}
             self.is_finished = False
             self.updated_microbatches = 0  # that the policy's updates ran over, each pass counted
             yield step

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -31,6 +32,7 @@ LONGEST_FILES = (
     "model/test_packing_check.py", "engine/test_engine_cuda.py", "checkpoint/test_chaos.py",
 )
 
+NO_BROWSER = "no Chromium: apt-get install chromium"
 VLLM = "vllm.entrypoints.llm"
 VOCAB = 4096                                                            # of tiny models
 
@@ -45,6 +47,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first; the order within a file, and of all others, stays."""
     rank = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What did not run, and why, in one table. Without a browser the report's page is not tested, and that is loud."""
+    stats = terminalreporter.stats
+    skipped = defaultdict(list)
+    for report in stats.get("skipped", []):
+        file, _, reason = report.longrepr
+        skipped[reason.removeprefix("Skipped: ")].append(Path(file).name)
+    if skipped:
+        terminalreporter.section(f"skipped: {sum(map(len, skipped.values()))}")
+    for reason, files in sorted(skipped.items(), key=lambda item: -len(item[1])):
+        terminalreporter.write_line(f"{len(files):4}  {reason}  ({', '.join(sorted(set(files)))})")
+    if slow := len(stats.get("deselected", [])):
+        terminalreporter.write_line(f"{slow:4}  not selected (slow tests: make test ARGS=\"-m slow\")")
+    if NO_BROWSER in skipped:
+        terminalreporter.write_line(f"THE REPORT'S PAGE WAS NOT TESTED: {NO_BROWSER}", red=True, bold=True)
 
 
 @pytest.fixture(scope="session")

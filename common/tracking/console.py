@@ -31,7 +31,9 @@ def batch_line(sizes: Sequence[int], max_tokens: int, longest: int, ranks: int) 
 
 
 def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
-    """One step in one line: its reward or loss, the two longest phases, and the time left at this pace."""
+    """One step in one line: its reward or loss; its seconds, those of the two longest phases and the rest; the
+    seconds of samplers that work at the same time; and the time left at this pace. A save counts in the step after it,
+    because a step is logged before it is saved."""
     shown = [
         ("reward", "critic/rewards/mean", ".3f"), ("length", "response_length/mean", ".0f"),
         ("loss", "train/loss", ".3f"), ("accuracy", "preference/accuracy", ".3f"),
@@ -43,11 +45,15 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
         f"{label} {metrics[name]:{form}}" for label, name, form in shown
         if name in metrics and (metrics[name] or label not in only_if_it_moves)
     ]
-    phases = {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")}
+    # names with a further slash, timing_s/agent_loop/..., are parts of a phase
+    phases = {name.partition("/")[2]: s for name, s in metrics.items() if re.fullmatch(r"timing_s/\w+", name)}
     step_s = phases.pop("step")
-    longest = sorted(phases, key=phases.get, reverse=True)[:2]
-    seconds = " ".join(f"{phase} {phases[phase]:.4g}" for phase in longest)
-    left = f"{(total_steps - step) * (step_s - phases.get('testing', 0.0)) / 60:.0f} min left"
+    meanwhile = f", samplers {phases.pop('gen'):.4g}" if "wait" in phases else ""
+    longest = sorted(phases.items(), key=lambda phase: phase[1], reverse=True)[:2]
+    rest = step_s - sum(s for _, s in longest)
+    seconds = " ".join(f"{phase} {s:.4g}" for phase, s in [*longest, ("rest", rest)]) + meanwhile
+    not_every_step = phases.get("testing", 0.0) + phases.get("save_checkpoint", 0.0)
+    left = f"{(total_steps - step) * (step_s - not_every_step) / 60:.0f} min left"
     width = len(str(total_steps))
     line = f"step {step:>{width}}/{total_steps}  {'  '.join(numbers)} | {step_s:.4g} s: {seconds} | {left}"
     return f"{line}\n{val_line(f'after step {step}', metrics)}" if any(k.startswith("val-") for k in metrics) else line

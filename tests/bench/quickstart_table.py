@@ -25,11 +25,11 @@ def main(runs: list[str]) -> None:
         shares += steps[1:]
     names = ["gen", "reward", "update_weights", "sleep", "probe", "update_actor", "testing", "save_checkpoint"]
     print("\n| phase | median s of a step | share of all seconds |\n| --- | --- | --- |")
-    total = sum(row["timing_s/step"] + row.get("timing_s/save_checkpoint", 0.0) for row in shares)    # step, then save
+    total = sum(row["timing_s/step"] for row in shares)
     for name in names:
         values = [row.get(f"timing_s/{name}", 0.0) for row in shares]
         print(f"| {name} | {statistics.median(values):.2f} | {sum(values) / total:.0%} |")
-    rest = [row["timing_s/step"] - sum(row.get(f"timing_s/{name}", 0.0) for name in names[:-1]) for row in shares]
+    rest = [row["timing_s/step"] - sum(row.get(f"timing_s/{name}", 0.0) for name in names) for row in shares]
     print(f"| everything else | {statistics.median(rest):.2f} | {sum(rest) / total:.0%} |")
     for name in ("training/rollout_probs_diff_mean", "sync/probe_prob_diff"):
         values = [row[name] for row in shares if name in row]  # absent where nothing was trained

@@ -73,6 +73,7 @@ VARIANTS = {
     "ppo": ["--minibatches-per-step", "1"],
     "ppo critic from a reward model": ["--minibatches-per-step", "2", "--critic-model", "RM"],
     "ppo kl": ["--kl-reward-coef", "0.1", "--kl-controller", "adaptive", "--kl-target", "0.001", "--total-steps", "3",
+               "--save.every", "1",
                "--minibatches-per-step", "2"],
     "ppo kl loss": ["--kl-loss-coef", "0.1", "--minibatches-per-step", "2", "--epochs-per-step", "2"],
     "ppo gae": ["--gamma", "0.99", "--lam", "0.95", "--value-clip", "0.2", "--critic-optim.lr", "1e-2",
@@ -310,6 +311,16 @@ def test_greedy_responses_without_a_score_are_counted(runs):
     row = runs[1]["rloo remax lost"][0]
     assert row["reward/greedy_error_frac"] == 1 and row["reward/error_frac"] < 0.5 and row["actor/grad_norm"] == 0
     assert runs[1]["rloo remax"][0]["reward/greedy_error_frac"] == 0
+
+
+def test_the_phases_of_a_step_add_up(runs):
+    """No second counts twice: the phases of a step are parts of it, also the save of the step before."""
+    for name, rows in runs[1].items():
+        for row in rows:
+            phases = {key: s for key, s in row.items() if key.startswith("timing_s/") and key.count("/") == 1}
+            step_s = phases.pop("timing_s/step", None)          # the validation before training is no step
+            assert step_s is None or 0 < sum(phases.values()) <= step_s, (name, row["step"], phases)
+    assert ["timing_s/save_checkpoint" in row for row in runs[1]["ppo kl"]] == [False, True, True]
 
 
 def test_dapo_samples_until_enough_groups_differ(runs):

@@ -23,13 +23,13 @@ import tools.runs
 from common.rollouts.record import SCHEMA, Recorder, write_step
 from common.rollouts.record import write_validation as write_validation_file
 from common.tracking.logger import LogConfig
-from tests.conftest import ROOT
+from tests.conftest import NO_BROWSER, ROOT
 from tests.tools.browser import CHROMIUM, Browser
 from tests.tools.long_run import write_long_run, write_rollouts, write_validation
 from tests.tools.test_report import write_run
 from tests.tracking.log_worker import PROMPTS, RESPONSES, TURNS, episode, record, scored, tokenizer
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 
 
 def make_run(folder: Path, lr: float = 1e-5, scale: float = 1.0) -> Path:

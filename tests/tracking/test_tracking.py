@@ -92,12 +92,18 @@ def test_step_line_by_hand():
     }
     numbers, seconds, left = step_line(7, 100, metrics).split(" | ")
     assert numbers == "step   7/100  reward 0.512  length 27  kl -1.2e-04  grad 0.46"
-    assert seconds == "6.96 s: update_actor 4.06 gen 2.54"
+    assert seconds == "6.96 s: update_actor 4.06 gen 2.54 rest 0.36"
     assert left == "11 min left"                                        # 93 steps of 6.96 s
     assert step_line(7, 100, metrics | {"timing_s/testing": 3.0}).endswith("6 min left")        # without validation
+    assert step_line(7, 100, metrics | {"timing_s/save_checkpoint": 3.0}).endswith("6 min left")
+    part = metrics | {"timing_s/agent_loop/tool_calls/mean": 5.0}       # of the phase "gen"
+    assert step_line(7, 100, part) == step_line(7, 100, metrics)
+    # samplers of their own work while the trainers do
+    assert "| 6.96 s: update_actor 4.06 wait 2 rest 0.9, samplers 2.54 |" in step_line(
+        7, 100, metrics | {"timing_s/wait": 2.0})
     metrics |= {"actor/ppo_kl": 0.0, "actor/entropy": 12.345, "actor/pg_clipfrac": 0.0, "timing_s/gen": 2999.9}
     line = step_line(999, 1000, metrics | {"response_length/mean": 32768.0, "timing_s/step": 3456.7})
-    assert " kl " not in line and " clip " not in line and len(line) < 120, line
+    assert " kl " not in line and " clip " not in line and len(line) < 132, line
 
 
 def test_spread_of_a_meter_by_hand():
