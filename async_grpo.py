@@ -160,7 +160,7 @@ def main(args: Args) -> None:
             return sample(run, bridge)
         run.closing.callback(bridge.end)
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
-        engine.bridge = bridge
+        engine.bridge = bridge  # type: ignore[attr-defined]
         policy, optimizer = run.load_trained(args.model, args.optim)
         reference = run.load_frozen(reference_path) if reference_path else None
         run.describe(
@@ -170,7 +170,7 @@ def main(args: Args) -> None:
             f"{'corrected' if correction.covers_cut_sampling else 'NOT corrected (--correction.weights token)'}",
             P, G, args.minibatches_per_step, args.epochs_per_step,
         )
-        ahead = [RemoteRollout(bridge, run.train_set, made) for made in run.resume().get("ahead", [])]
+        ahead: list = [RemoteRollout(bridge, run.train_set, made) for made in run.resume().get("ahead", [])]
         for step in run.steps():
             # 1 rollout: the samplers get this step's weights, and begin the rollout of a later step
             run.metrics |= engine.wake(policy)

@@ -17,9 +17,9 @@ already (--answers-per-step). Several teachers share the rows by data_source.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.make import check_sizes
 from common.kernels import Head, linear_divergence
 from common.metrics import spread
-from common.model.policy import Policy
 from common.rollouts.answers import answers_of
 from common.run import Run, RunArgs
 from common.segments import group_mean
@@ -117,7 +116,7 @@ def jensen_shannon(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen_shannon}
 
 
-def compare(microbatch: Batch, teachers: list[Policy], heads: list[Head], args: Args) -> Callable[..., Tensor]:
+def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args: Args) -> Callable[..., Tensor]:
     """Let each teacher read its sequences [S'] of the micro-batch. Returns the function by which the policy computes
     the divergence of each of the N sampled tokens, from its own hidden states [N, H] and its head."""
     of_sequence = microbatch.response_extra["teacher"]                                          # [S]
@@ -140,7 +139,7 @@ def compare(microbatch: Batch, teachers: list[Policy], heads: list[Head], args: 
 
     def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
         # with one teacher, sequence parallel may have cut N
-        rows = [of_token == number for number in range(len(found))] if len(found) > 1 else [slice(None)]
+        rows: list[Any] = [of_token == number for number in range(len(found))] if len(found) > 1 else [slice(None)]
         parts = [linear_divergence((hidden[own], head), theirs, divergence, args.rollout.temperature)
                  for own, theirs in zip(rows, found)]
         return torch.cat(parts)[of_token.argsort(stable=True).argsort()] if len(found) > 1 else parts[0]

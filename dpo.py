@@ -34,6 +34,7 @@ from common.dataset.conversations import (
 )
 from common.engine.make import stop_tokens
 from common.metrics import preference_metrics
+from common.model.lora import Reference
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
@@ -88,7 +89,7 @@ def check(args: Args) -> None:
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), and 0 for --loss {args.loss}")
 
 
-def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
+def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:
     """The pieces of the chosen and of the rejected conversation of a row. Raises ValueError for a bad row."""
     pair = parse_pair(row)
     if pair[0] == pair[1]:
@@ -111,7 +112,7 @@ def ipo_loss(log_ratio: Tensor, beta: float, label_smoothing: float) -> Tensor:
 LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss}
 
 
-def score(run: Training, model: Policy, minibatch: Minibatch, num_sequences: int, phase: str) -> Tensor:
+def score(run: Training, model: Policy | Reference, minibatch: Minibatch, num_sequences: int, phase: str) -> Tensor:
     """log p of every sequence's answer, float64 [S], on every rank."""
     with run.phase(phase, [minibatch]) as microbatches:
         for microbatch in microbatches:
@@ -120,7 +121,7 @@ def score(run: Training, model: Policy, minibatch: Minibatch, num_sequences: int
     return sum_per_response(batch, batch.old_logp, num_sequences)
 
 
-def score_rows(args: Args, run: Training, model: Policy, data: ConversationSet, rows: list[int],
+def score_rows(args: Args, run: Training, model: Policy | Reference, data: ConversationSet, rows: list[int],
                phase: str) -> Tensor | None:
     """log p of both answers of these rows, float64 [2 N] for the N rows of `data`, 0 for other rows. None: a signal
     asked to stop during a validation; elsewhere the run ends in this function."""

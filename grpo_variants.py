@@ -121,7 +121,7 @@ def resolve_loss(args: Args) -> LossSettings:
     """The flags that were given, and for the others the values of the loss's paper. Raises ValueError for a bound or
     number that the loss does not have, or one that cannot be meant."""
     default = LOSSES[args.loss]
-    given = {"clip_low": args.clip_low, "clip_high": args.clip_high, "clip_dual": args.clip_dual,
+    given: dict = {"clip_low": args.clip_low, "clip_high": args.clip_high, "clip_dual": args.clip_dual,
              "aggregation": args.aggregation}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
@@ -221,7 +221,7 @@ def choose_largest(
 
     Equal scores are ordered by random numbers of (seed, response, position), so neither micro-batches, nor their order,
     nor ranks change the choice. `scores` are float64 [T] and `candidates` bool [T], one of each a micro-batch."""
-    count = max(1, int(fraction * all_sum([sum(b.mask.sum() for b in microbatches)]).item()))
+    count = max(1, int(fraction * all_sum([sum(int(b.mask.sum()) for b in microbatches)]).item()))
     keys = [_random_numbers(seed, b) for b in microbatches]
     rows = [torch.stack([-s.cpu(), k], dim=1)[c.cpu()] for s, k, c in zip(scores, keys, candidates)]
     rows = torch.cat(rows).numpy()                                                      # [n, 2]

@@ -126,7 +126,8 @@ def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) 
     return torch.minimum(loss, ceiling), stats
 
 
-def value_loss(value, old_value, returns, mask, clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor,
+               clip: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the larger of the squared errors of the value and of the value clipped around the old one: [T]."""
     value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
     clipped = torch.minimum(torch.maximum(value, old_value - clip), old_value + clip)

@@ -92,7 +92,7 @@ def check(args: Args) -> None:
                          "--data.chat-template-file, --data.chat-template-kwargs and --data.on-long-row")
 
 
-def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
+def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:
     """The chosen and the rejected conversation of a row, each as a whole, and a token after it: `Critic` gives a value
     to a token from the tokens before it, and this one is masked. Raises ValueError for a bad row."""
     margin = row.get("margin")
@@ -158,6 +158,7 @@ def main(args: Args) -> None:
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         model, optimizer = run.load_trained(args.model, args.optim, load_scorer)
+        assert isinstance(model, Scorer)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(
             f"reward model, label smoothing {args.label_smoothing:g}, centring {args.centre_coef:g}, "

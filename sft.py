@@ -61,7 +61,7 @@ class Args(TrainArgs):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
-def parse(row: dict[str, Any], tokenizer, template: dict[str, Any] | None) -> list[list[Piece]]:
+def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:
     """The pieces of the one conversation of a row. Raises ValueError for a bad row."""
     if row.get("messages") is not None:
         return [pieces_of(parse_messages(row["messages"], "messages"), 0, tokenizer, template)]

@@ -44,11 +44,11 @@ class Batch:
     response_extra: dict[str, Tensor] = field(default_factory=dict)     # name -> [S, ...], a script's own
     known: dict[str, Any] = field(default_factory=dict)
     """Values of the cached properties. It is a dataclass field because FSDP2 copies only fields."""
-    last_pass: ClassVar[dict[str, Tensor] | None] = None
+    last_pass: ClassVar[Any] = None
     """Per-token outputs of the policy's last update pass, for the recorded rollouts. It is no dataclass field, so
     `cat` and `select` drop it."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         vars(self).update(self.known)
         sizes = {"token": len(self.tokens), "response": len(self.cu_seqlens) - 1}
         for name, (tensor, per) in self.present().items():
@@ -72,7 +72,7 @@ class Batch:
         return {name: (tensor, per) for name, (tensor, per) in found.items() if tensor is not None}
 
     @classmethod
-    def of_fields(cls, values: dict[str, Tensor], cu_seqlens: Tensor, **known: Any) -> "Batch":
+    def of_fields(cls, values: dict[str, Any], cu_seqlens: Tensor, **known: Any) -> "Batch":
         """The batch whose `present()` has these names and tensors."""
         own = {prefix: {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
                for prefix in OWN}
@@ -164,7 +164,7 @@ class Batch:
         of_sequence = values.to(self.tokens.device).float()[self.index]                         # [S']
         return torch.where(self.mask, of_sequence[self.sequence_ids], 0)
 
-    def select(self, responses: Tensor) -> "Batch":
+    def select(self, responses: Tensor | np.ndarray) -> "Batch":
         """The responses at these positions, in this order; there may be none, or one twice."""
         responses = torch.as_tensor(responses, dtype=torch.int64, device=self.tokens.device)    # [S']
         cu_seqlens = offsets(self.lengths[responses])                                           # [S'+1]

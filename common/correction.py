@@ -25,7 +25,7 @@ ICEPOP = {"weights": "token", "lower": 0.5, "upper": 5.0, "outside": "zero"}
 GEO = {"reject": ("k1",), "reject_below": (math.log(0.999),), "reject_above": (math.log(1.001),)}
 K3 = {"reject": ("k3",), "reject_above": (0.01,)}
 SUM = {"reject": ("k1",), "reject_over": ("sum",), "reject_below": (math.log(0.5),), "reject_above": (math.log(2.0),)}
-PRESETS = {
+PRESETS: dict[str, dict] = {
     "disabled": {},
     "decoupled-token-is": TOKEN,
     "decoupled-seq-is": SEQUENCE,
@@ -46,15 +46,15 @@ PRESETS = {
     "bypass-pg-geo-rs-token-tis": BYPASS | GEO | TOKEN,
     "bypass-pg-geo-rs-seq-tis": BYPASS | GEO | SEQUENCE,
 }
-UNSET = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "reject": (), "bypass": False}
-CRITERION = {"reject_over": "mean", "reject_below": -math.inf, "reject_above": math.inf}
+UNSET: dict = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "reject": (), "bypass": False}
+CRITERION: dict = {"reject_over": "mean", "reject_below": -math.inf, "reject_above": math.inf}
 
 
 @dataclass
 class CorrectionConfig:
     """Flags that are None come from the preset, see `resolve_correction`."""
 
-    preset: Literal[*PRESETS] = "disabled"
+    preset: Literal[*PRESETS] = "disabled"  # type: ignore[valid-type]
     """verl's presets; the flags below override them. disabled: measure only. bypass-pg-* are for --loss reinforce."""
     weights: Literal["none", "token", "sequence", "geometric"] | None = None
     """Multiply token losses by p_old / p_rollout: the token's, the whole response's, or that one's geometric mean."""
@@ -109,9 +109,9 @@ def resolve_correction(config: CorrectionConfig, loss: str = "clipped",
     preset = PRESETS[config.preset]
     if any(given.get(name, preset.get(name)) != preset.get(name) for name in ("reject", "reject_over")):
         preset = {name: x for name, x in preset.items() if name not in ("reject_below", "reject_above")}
-    found = UNSET | preset | given                                            # bounds are those of one estimate
-    num_criteria = len(found["reject"])
-    config = replace(config, **{name: (x,) * num_criteria for name, x in CRITERION.items()} | found)
+    num_criteria = len((preset | given).get("reject", ()))                    # bounds are those of one estimate
+    found = UNSET | {name: (x,) * num_criteria for name, x in CRITERION.items()} | preset | given
+    config = replace(config, **found)
     if not 0 <= config.lower < config.upper:
         raise ValueError(f"--correction.lower {config.lower:g} must be at least 0 and below "
                          f"--correction.upper {config.upper:g}")

@@ -226,7 +226,7 @@ def _matmul(hidden: Tensor, weight: Tensor):
         elif dtype == torch.bfloat16 and hidden.device.type == "cpu":
             # CPU products of bfloat16 round their result to bfloat16. Float32 copies of bfloat16 numbers, multiplied in
             # oneDNN's bfloat16 units, are exact products summed in float32, 4x as fast as in float32 (measured, AMX).
-            backend = torch.backends.mkldnn.matmul
+            backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
             before, backend.fp32_precision = backend.fp32_precision, "bf16"
             try:
                 yield _Matmul(torch.float32, fused=False)

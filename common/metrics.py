@@ -22,7 +22,7 @@ class Meter:
     `reduce`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.sums: dict[str, Any] = defaultdict(float)
         self.counts: dict[str, Any] = defaultdict(float)
         self.maxima: dict[str, Any] = {}

@@ -16,8 +16,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
     shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-    floor = 1.0 if config.schedule == "constant" else config.min_lr_frac
-    return config.lr * (floor + (1.0 - floor) * shape[config.schedule])
+    return config.lr * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape[config.schedule])
 
 
 def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: float, config: OptimConfig) -> float:

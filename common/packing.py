@@ -62,7 +62,7 @@ class Sequences:
     groups: np.ndarray | None = None                # int64, its prompt's group, if prompts are shared
     prompt_lengths: np.ndarray | None = None        # int64, tokens of the prompt, if prompts are shared
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.lengths = np.asarray(self.lengths, dtype=np.int64)
         self.costs = np.asarray(self.costs, dtype=np.float64)
         self.runs = np.ones(len(self.lengths), dtype=bool) if self.runs is None else np.asarray(self.runs, dtype=bool)

@@ -116,7 +116,7 @@ class PromptSampler:
         return {"epoch": self.epoch, "position": self.position, "num_prompts": self.num_prompts,
                 "data_hash": self.data_hash}
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["data_hash"] != self.data_hash:
             raise ValueError(f"the saved run trained on {state['num_prompts']} prompts, not on the {self.num_prompts} "
                              f"that are given now; --train-data and --data.* must stay as they were, or start a new "

@@ -177,7 +177,7 @@ def gather_rollout(samples: list[Sample]) -> Rollout:
     numbers = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, 9), index)            # [S, 9]
     scored, scores, group, step, *lengths, truncated = numbers.unbind(1)
     scores = torch.where(scored > 0, scores, torch.nan)
-    return Rollout(samples, scores, group.long(), step.long(), *lengths, truncated > 0)
+    return Rollout(samples, scores, group.long(), step.long(), *lengths, truncated > 0)  # type: ignore[call-arg]
 
 
 # --------------------------------------------------------------------------- to the ranks that train

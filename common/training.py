@@ -86,6 +86,8 @@ class Training:
     """One training, from `with Training(args) as run:` to the end of that block. CALL_FIRST has the attributes that
     begin to exist later than the object."""
 
+    max_sequence_length: int  # most tokens of a prompt and its response; scripts that do not sample set it
+
     def __init__(self, args: TrainArgs):
         self.args = args
         self.closing = ExitStack()  # what ends with the run; the last to begin ends first

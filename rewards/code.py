@@ -17,6 +17,7 @@ import sys
 import time
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Any
 
 from rewards.runtime import harness, sandbox
 
@@ -62,7 +63,7 @@ def cases_of(ground_truth: str | dict) -> list[tuple[str, str, object]]:
             for given, wanted in zip(inputs, outputs)]
 
 
-def arguments_of(given: object) -> list:
+def arguments_of(given: Any) -> list:
     if isinstance(given, str):
         return [json.loads(line) for line in given.splitlines() if line.strip()]
     return given

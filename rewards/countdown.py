@@ -23,9 +23,9 @@ def compute(expression: str) -> tuple[Fraction, list[int]]:
 
     def value(node: ast.expr) -> Fraction:
         match node:
-            case ast.Constant(value=int()):
-                used.append(node.value)
-                return Fraction(node.value)
+            case ast.Constant(value=int() as number):
+                used.append(number)
+                return Fraction(number)
             case ast.UnaryOp(op=ast.USub()):
                 return -value(node.operand)
             case ast.BinOp(op=op) if type(op) in OPERATIONS:

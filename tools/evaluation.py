@@ -178,7 +178,7 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> np.ndarray | None:
 def majority_at(group: Sequence[tuple[float, str | None]], k: int) -> float:
     """Expected `majority` of k of a prompt's (acc, vote): the mean over all subsets, or over SUBSETS random ones."""
     if math.comb(len(group), k) <= SUBSETS:
-        chosen: Iterable[Sequence[int]] = combinations(range(len(group)), k)
+        chosen: Iterable[Any] = combinations(range(len(group)), k)
     else:
         rng = np.random.default_rng(0)
         chosen = (rng.choice(len(group), k, replace=False) for _ in range(SUBSETS))

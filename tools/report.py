@@ -112,7 +112,7 @@ def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
     last_names = [Path(run).resolve().name for run in runs]
     for number, (run, last_name) in enumerate(zip(runs, last_names)):
         rows, health = read_metrics(run), HealthCheck()
-        warnings = [line for row in rows for line in health.look(row["step"], row)]
+        warnings = [line for row in rows for line in health.look(int(row["step"]), row)]
         rows, fewer = thinned(rows)
         names = sorted({name for row in rows for name in row} - {"step", CLOCK})
         found, left_out = read_rollouts(Path(run), max_mb / len(runs))

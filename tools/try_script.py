@@ -99,7 +99,7 @@ def describe(run_dir: Path) -> str:
     ended = [row for row in ran if row["finish_reason"] == "stop"]
     cut = [row for row in ran if row["finish_reason"] == "length"]
 
-    def numbers(*names: str) -> list[tuple[float, ...]]:
+    def numbers(*names: str) -> list[list[float]]:
         """Of each token that was trained, in the responses that have them all: a fork may not report some."""
         complete = [row for row in ran if all(row[name] is not None for name in names)]
         return [values for row in complete

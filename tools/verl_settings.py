@@ -61,7 +61,7 @@ REDIRECTION = re.compile(r"""
 class Loader(yaml.SafeLoader):
     """Makes what JSON has: a date is text, and a set is refused."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
         first: [(tag, form) for tag, form in found if not tag.endswith(":timestamp")]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -185,4 +185,4 @@ LOSSES = {                          # docs/from_verl.md has the sources of these
     "dro": LossSettings(dro, None, None, None, "token-mean", {"beta": 0.0}),
     "reinforce": LossSettings(reinforce, None, None, None, "token-mean"),
 }
-PolicyLoss = Literal[*LOSSES]
+PolicyLoss = Literal[*LOSSES]  # type: ignore[valid-type]

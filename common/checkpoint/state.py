@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from common.checkpoint.secrets import redacted
 from common.model.policy import saved_buffers
 
-Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
+Parts = dict[str, tuple[Any, torch.optim.Optimizer]]
 """The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
 
 

@@ -95,7 +95,7 @@ def load_conversations(
     ValueError as `load_prompts` does."""
     template = template_arguments(tokenizer, config)
 
-    def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, list]]:
+    def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
         encoded = [encode(pieces, tokenizer, template, stops) for pieces in parser.parse(row, tokenizer, template)]
         if any(len(tokens) > config.max_length for tokens, _ in encoded):
             encoded = [(tokens[: config.max_length], mask[: config.max_length]) for tokens, mask in encoded]
@@ -103,7 +103,7 @@ def load_conversations(
                 loaded.num_filtered += 1
                 return []
             loaded.num_truncated += 1
-        margin = {} if row.get("margin") is None else {"margin": row["margin"]}
+        margin: dict[str, Any] = {} if row.get("margin") is None else {"margin": row["margin"]}
         return [{"tokens": tokens, "mask": mask} | margin for tokens, mask in encoded]
 
     form = RowFormat(config, ("--data.max-length", config.max_length), SCHEMA, parser.columns, encode_row)

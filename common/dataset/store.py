@@ -29,7 +29,7 @@ from common.dataset.images import Images, encode_prompt, family_of, inputs_of
 from common.model.vision import FAMILIES
 from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
-from common.prompts import DataConfig, Prompt, TemplateConfig, parse_row
+from common.prompts import DataConfig, TemplateConfig, parse_row
 from envs.pictures import blank, flatten_contents
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
@@ -87,7 +87,7 @@ class PromptSet(Sequence):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         tokens, row, images = (column[index].as_py() for column in self.table.columns)

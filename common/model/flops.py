@@ -33,7 +33,7 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     policy sampled a token."""
     tower = _tower(batch, config) if config.model_type in FAMILIES and batch.row is not None else 0.0
     config = config.get_text_config()
-    lengths = lengths_k = np.float64(batch.host_lengths)
+    lengths = lengths_k = np.array(batch.host_lengths, dtype=np.float64)
     if share_prompt:
         shared = batch.shared_prompts
         lengths, lengths_k = (x.cpu().diff().double().numpy() for x in (shared.cu_seqlens, shared.cu_seqlens_k))

@@ -56,7 +56,7 @@ class RewardModel:
         batch = Batch.build(rows, [[0]] * len(rows))
         lengths = batch.lengths.numpy()
         groups = list(chain(*plan_step(Sequences(lengths, lengths), 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
-        groups += [[len(conversations)]] * (int(all_max([len(groups)])[0]) - len(groups))
+        groups += [np.array([len(conversations)])] * (int(all_max([len(groups)])[0]) - len(groups))
         scores = np.zeros(len(rows))
         for group in groups:
             part = batch.select(group).to(self.world.device)

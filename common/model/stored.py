@@ -26,7 +26,7 @@ class Experts:
         rows = sum(len(matrices[0]) for matrices in parts)
         self.shape = torch.Size([len(parts[0]), rows, parts[0][0].shape[1]])
 
-    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         experts, rows, columns = index
         found, above = [], 0
         for matrices in self.parts:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -148,7 +148,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def all_sum(values: Tensor | list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+def all_sum(values: Tensor | Sequence[Any], op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum (or another `op`) over all ranks, in float64 on the CPU: the same on every rank. [K] -> [K]."""
     total = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
     if dist.is_initialized():
@@ -156,7 +156,7 @@ def all_sum(values: Tensor | list[float], op: dist.ReduceOp = dist.ReduceOp.SUM)
     return total
 
 
-def all_max(values: Tensor | list[float]) -> Tensor:
+def all_max(values: Tensor | Sequence[Any]) -> Tensor:
     """Maximum over all ranks, in float64 on the CPU. [K] -> [K]."""
     return all_sum(values, dist.ReduceOp.MAX)
 
@@ -200,7 +200,7 @@ def all_names(names: set[str]) -> list[str]:
     return sorted(set().union(*all_gather_objects(names)))
 
 
-def seed_of(*parts: int | str) -> int:
+def seed_of(*parts: Any) -> int:
     """A 31-bit seed from names and numbers, the same in every process and Python version."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF

@@ -71,7 +71,7 @@ class RolloutSource:
     stop: Callable[[], bool] = lambda: False
 
 
-def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRollout | RemoteRollout":
+def start_rollout(source: RolloutSource, request: RolloutRequest) -> "Pending":
     """Sample responses to each prompt `data[row]`; scoring of a response starts when it ends.
 
     Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
@@ -188,6 +188,9 @@ class RemoteRollout:
         for name, value in self.made["metrics"].items():
             meter.mean(name, torch.tensor([value], dtype=torch.float64))
         return responses_from_state(self.made["samples"], self.data, self.bridge.world)
+
+
+Pending = PendingRollout | RemoteRollout
 
 
 def responses_to_state(rollout: Rollout) -> list[list]:

@@ -60,7 +60,7 @@ def read_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(asked: Asked, answer: Answer) -> dict[str, Any]:
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message |= {"content": answer.text or None, "tool_calls": list(map(write_call, answer.calls))}
     choice = {"index": 0, "message": message, "finish_reason": reason_of(answer), "logprobs": None}

@@ -132,7 +132,7 @@ class Chat:
         self._characters_left -= num_characters
         return {"role": "tool", "name": name, "content": content}
 
-    async def _run_tool(self, name: str, call: dict[str, Any]) -> Content:
+    async def _run_tool(self, name: str, call: dict[str, Any]) -> Content:  # type: ignore[return]
         if call.get("error"):
             raise ValueError(call["error"])
         if self._calls_left < 0:

@@ -166,7 +166,7 @@ class EpisodeProcesses:
             until = min([end, now + LULL_S if is_lull else end, *deadlines])
             ready = wait(list(running), max(until - now, 0.0) if deadlines else 0.0)
             for connection in ready:
-                running[connection].receive()
+                running[connection].receive()  # type: ignore[index]
             for process in running.values():
                 if process.is_busy and time.monotonic() > process.since + self.timeout_s + GRACE_S:
                     process.expire(self.timeout_s)

@@ -129,7 +129,7 @@ def serve(program: str) -> None:
             raise NameError(f"the program defines neither {name} nor Solution")
         return loads(dumps(function(*arguments), default=to_list))
 
-    operations = {
+    operations: dict = {
         "names": lambda wanted: {name: names[name] for name in wanted if name in names},
         "call_named": call_named,
         "call": lambda function, args, kwargs: function(*args, **kwargs),

@@ -126,7 +126,7 @@ REWARD_FLAGS = tuple(
 
 
 @functools.cache
-def isolation(allow_weak: bool = False, flags: tuple[str, str] = REWARD_FLAGS) -> bool:
+def isolation(allow_weak: bool = False, flags: tuple[str, ...] = REWARD_FLAGS) -> bool:
     """Whether programs can be isolated here, found by trying. If not: False with allow_weak, else RuntimeError, which
     names the flags that give a server or accept it."""
     try:

@@ -225,7 +225,7 @@ def numbers_of(value: Any) -> list[float] | None:
         return list(map(float, value))
     if not all(issubclass(kind, numbers.Real) or hasattr(kind, "item") for kind in kinds):
         return None
-    found = [plain(number) for number in value]
+    found: list[Any] = [plain(number) for number in value]
     return None if str in map(type, found) else found
 
 
