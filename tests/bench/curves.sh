@@ -8,8 +8,8 @@
 #   make optimizers   AdamW and Muon, three seeds each: optimizers.png and optimizers.md
 #   make reward-model a reward model of pairs of responses, then ppo.py with it alone: reward_model.png and .md
 #   make agent        a task of several turns: agent.png and agent.md
-#   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
-#   TASK=... tests/bench/curves.sh distill        the numbers of docs/distillation.md, in 45 minutes
+#   TASK=... tests/bench/curves.sh in_flight      numbers of tests/evidence/asynchronous.md; async: too
+#   TASK=... tests/bench/curves.sh distill        the numbers of tests/evidence/distillation.md, in 45 minutes
 #   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and long_tail.png
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
