@@ -54,9 +54,8 @@ def flags_of_scripts() -> set[str]:
 def flags_of_tools() -> set[str]:
     """Of argparse, of tyro's dataclasses and functions, and names that `tyro.conf.arg` gives."""
     found = set()
-    files = [*(ROOT / "tools").glob("*.py"), *(ROOT / "data").glob("*.py"), *(ROOT / "tests/bench").glob("*.py"),
-             *(ROOT / "tests/gpu").glob("*.py")]
-    for file in files:
+    folders = ("tools", "data", "tests/bench", "tests/gpu", "tests/cuda", "tests/checkpoint")
+    for file in [file for folder in folders for file in (ROOT / folder).glob("*.py")]:
         text = file.read_text()
         found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text))
         if "tyro" not in text and "run_script" not in text:
