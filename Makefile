@@ -46,7 +46,7 @@ agent: model ## episodes with a calculator: a supervised warm start, then GRPO (
 chaos: model data ## 92 kills at random instants, each run resumed and compared (9 minutes), prints the table
 	@.venv/bin/python -m tests.checkpoint.chaos --kills 92 --two-rank-kills 10 --vllm-kills 5 --in-flight-kills 8 \
 		--episode-kills 6 --async-kills 8 --seed 1
-bench: model data ## all of tests/bench into docs/bench.jsonl (1 hour); BENCHES="step update" picks some
+bench: model data ## all of tests/bench into tests/evidence/bench.jsonl (1 hour); BENCHES="step update" picks some
 	@tools/setup.sh trl
 	.venv/bin/python -m tests.bench $(BENCHES)
 lint: setup ## ruff

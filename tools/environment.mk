@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # OpenMP threads that wait for work must sleep: spinning on shared cores doubles the CPU seconds.
 export OMP_WAIT_POLICY := PASSIVE
 # glibc keeps large blocks instead of asking the kernel for zeroed pages at every use: an update takes a sixth to a quarter
-# less time (docs/performance.md).
+# less time (tests/evidence/performance.md).
 export MALLOC_MMAP_MAX_ := 0
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 export MALLOC_TOP_PAD_ := 67108864

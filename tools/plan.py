@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="8", help="GPUs of a machine, or GPUSxMACHINES (default 8)")
     parser.add_argument("--gpu-gb", type=float, default=80.0, help="memory of a GPU, as in its name (default 80)")
     parser.add_argument("--table", action="store_true", help="the table of docs/gpus.md")
-    parser.add_argument("--large-table", action="store_true", help="its table of large models")
+    parser.add_argument("--large-table", action="store_true", help="the table of tests/evidence/memory.md")
     options, flags = parser.parse_known_args()
     if options.table or options.large_table:
         print(table() if options.table else large_table())

@@ -1,4 +1,4 @@
-"""Runs measurements of this folder and keeps the line that each prints in docs/bench.jsonl: `make bench`, or
+"""Runs measurements of this folder and keeps the line that each prints in tests/evidence/bench.jsonl: `make bench`, or
 
     python -m tests.bench                              # all, 1 hour; nothing else should run on the machine
     python -m tests.bench update step
@@ -11,7 +11,7 @@ import sys
 
 from tests.bench.record import ROOT
 
-LINES = ROOT / "docs/bench.jsonl"
+LINES = ROOT / "tests/evidence/bench.jsonl"
 FLAGS = {
     "packing": [], "kernels": [], "divergence": [], "logging": [], "data": ["--rows", "200000"],
     "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],

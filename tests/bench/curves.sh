@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# The quickstart's task, whose flags are in TASK, with every script or with three seeds: curves and tables in docs/.
+# The quickstart's task, whose flags are in TASK, with every script or with three seeds: curves and tables in
+# tests/evidence/, which each line names without its folder.
 #
-#   make learn        all of `policies` and `lessons`: docs/learn.png, docs/learn.md, docs/lessons.png, docs/lessons.md
-#   make seeds        docs/quickstart.png and docs/quickstart.md
-#   make adapters     LoRA at three ranks and full training, three seeds each: docs/adapters.png and docs/adapters.md
-#   make optimizers   AdamW and Muon, three seeds each: docs/optimizers.png and docs/optimizers.md
-#   make reward-model a reward model of pairs of responses, then ppo.py with it alone: docs/reward_model.png and .md
-#   make agent        a task of several turns: docs/agent.png and docs/agent.md
-#   TASK=... tests/bench/curves.sh in_flight      the numbers of docs/asynchronous.md; async: those of docs/async_grpo.md
-#   TASK=... tests/bench/curves.sh distill        the numbers of docs/distillation.md, in 45 minutes
-#   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and docs/long_tail.png
+#   make learn        all of `policies` and `lessons`: learn.png, learn.md, lessons.png, lessons.md
+#   make seeds        quickstart.png and quickstart.md
+#   make adapters     LoRA at three ranks and full training, three seeds each: adapters.png and adapters.md
+#   make optimizers   AdamW and Muon, three seeds each: optimizers.png and optimizers.md
+#   make reward-model a reward model of pairs of responses, then ppo.py with it alone: reward_model.png and .md
+#   make agent        a task of several turns: agent.png and agent.md
+#   TASK=... tests/bench/curves.sh in_flight      numbers of tests/evidence/asynchronous.md; async: too
+#   TASK=... tests/bench/curves.sh distill        the numbers of tests/evidence/distillation.md, in 45 minutes
+#   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and long_tail.png
 #
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
 # SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`, and all of `reward-model`.
@@ -106,7 +107,7 @@ lessons() {
     seeds=(${seeds[0]})
     draw lessons runs/learn/grpo "${seeds[@]/#/runs/learn/after_sft}" runs/learn/{online_dpo,distilled}
     .venv/bin/python -m tests.bench.lessons_table "${seeds[@]/#/runs/learn/sft}" runs/learn/{dpo,online_dpo,distilled} |
-        tee -a docs/lessons.md
+        tee -a tests/evidence/lessons.md
 }
 
 learn() {
@@ -145,7 +146,7 @@ reward-model() {
         runs+=("$out/ppo$seed")
     done
     draw reward_model "${runs[@]}"
-    .venv/bin/python -m tests.bench.lessons_table "$out"/{rm,ppo}[0-9]* | tee -a docs/reward_model.md
+    .venv/bin/python -m tests.bench.lessons_table "$out"/{rm,ppo}[0-9]* | tee -a tests/evidence/reward_model.md
 }
 
 # adapters of three ranks, and all weights
@@ -209,7 +210,7 @@ long_tail() {
     SHORT="--total-steps 8 --eval-every 4 ${SHORT:-}"
     in_flight
     async
-    .venv/bin/python -m tests.bench.over_seconds docs/long_tail.png $OUT/in_flight/*.seed* $OUT/async/*.seed*
+    .venv/bin/python -m tests.bench.over_seconds tests/evidence/long_tail.png $OUT/in_flight/*.seed* $OUT/async/*.seed*
 }
 
 # The model learns the form of a conversation with the calculator from conversations half of which are wrong; then it is
@@ -237,8 +238,12 @@ agent() {
 
 # draw NAME RUNS...
 draw() {
-    .venv/bin/python -m tools.report "${@:2}" --out "docs/$1.png"
-    .venv/bin/python -m tests.bench.quickstart_table "${@:2}" | tee "docs/$1.md"
+    .venv/bin/python -m tools.report "${@:2}" --out "tests/evidence/$1.png"
+    {
+        printf '# Runs: %s\n\ntests/bench/curves.sh writes this page: validation before and after training, ' "$1"
+        printf 'the training reward, and the time of each phase.\n\n![curves](%s.png)\n\n' "$1"
+        .venv/bin/python -m tests.bench.quickstart_table "${@:2}"
+    } | tee "tests/evidence/$1.md"
 }
 
 "$1"

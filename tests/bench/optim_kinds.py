@@ -4,7 +4,8 @@ that rounds to nearest.
 
     python -m tests.bench.optim_kinds [--steps 14] [--lr 3e-6] [--out runs/optim]
 
-It prints docs/gpus.md's table. The kinds differ in their rounding alone: same seed, rows and order.
+It prints the table of tests/evidence/optimizer_kinds.md. The kinds differ in their rounding alone: same seed, rows and
+order.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What variants of a run learned over steps and over seconds, means over their seeds: a table, and a picture.
-`python -m tests.bench.over_seconds docs/long_tail.png OUT/*/*.seed*`: runs FOLDER/NAME.seed1, FOLDER/NAME.seed2 ... are
-the variant FOLDER NAME."""
+`python -m tests.bench.over_seconds tests/evidence/long_tail.png OUT/*/*.seed*`: runs FOLDER/NAME.seed1,
+FOLDER/NAME.seed2 ... are the variant FOLDER NAME."""
 
 import statistics
 import sys

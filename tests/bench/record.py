@@ -1,6 +1,6 @@
 """The JSON line that every measurement prints: what was measured, by which command, at which commit, on which machine.
 
-`make bench` keeps one such line a file of this folder in docs/bench.jsonl.
+`make bench` keeps one such line a file of this folder in tests/evidence/bench.jsonl.
 """
 
 import json
@@ -32,11 +32,11 @@ def command() -> str:
 
 
 def commit() -> str:
-    """Of HEAD; `+changes` where tracked files outside docs/ differ from it."""
+    """Of HEAD; `+changes` where tracked files outside docs/ and tests/evidence/ differ from it."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!tests/evidence")
     return git("rev-parse", "HEAD").strip() + ("+changes" if changed else "")
 
 

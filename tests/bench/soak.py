@@ -1,7 +1,9 @@
 """2,000 steps of a tiny run with episodes, reward workers and checkpoints in the background: memory, open files,
 threads, processes and seconds of each step. Prints their slopes, and draws them.
 
-    python -m tests.bench.soak --samples soak.jsonl --picture docs/soak.png [--steps 2000] [--ranks 1] [--engine hf]
+    python -m tests.bench.soak --samples soak.jsonl --picture soak.png [--steps 2000] [--ranks 1] [--engine hf]
+
+tests/evidence/soak.png is the picture of 2,000 steps.
 """
 
 import contextlib

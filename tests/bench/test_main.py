@@ -7,8 +7,7 @@ from tests.bench import __main__ as bench
 
 def test_names_and_flags():
     assert bench.parse([]) == bench.FLAGS
-    assert set(bench.FLAGS) == {file.stem.removeprefix("bench_") for file in bench.LINES.parents[1].glob(
-        "tests/bench/bench_*.py")}
+    assert set(bench.FLAGS) == {file.stem.removeprefix("bench_") for file in bench.ROOT.glob("tests/bench/bench_*.py")}
     assert bench.parse(["step", "data"]) == {"step": [], "data": ["--rows", "200000"]}
     assert bench.parse(["data", "--rows", "5"]) == {"data": ["--rows", "5"]}
     with pytest.raises(ValueError, match="there is no measurement steps; there are packing"):

@@ -1,4 +1,4 @@
-"""How many of the keys in verl's own scripts tools.from_verl maps: the tables of docs/from_verl.md.
+"""How many of the keys in verl's own scripts tools.from_verl maps: the tables of tests/evidence/from_verl.md.
 
     git clone https://github.com/verl-project/verl && git -C verl checkout 1dda039b
     python -m tests.bench.verl_examples verl/examples

@@ -1,6 +1,6 @@
-"""Bad inputs tried, and what each gave. The table is the parametrisation; as markdown (docs/bad_inputs.md):
+"""Bad inputs tried, and what each gave. The table is the parametrisation; as markdown (tests/evidence/bad_inputs.md):
 
-    python -m tests.common.test_bad_inputs > docs/bad_inputs.md
+    python -m tests.common.test_bad_inputs > tests/evidence/bad_inputs.md
 """
 
 import json
@@ -280,8 +280,8 @@ def markdown() -> str:
 
 
 def test_the_document_has_every_case():
-    shown = [line.split(" | ")[0].removeprefix("| ") for line in (ROOT / "docs/bad_inputs.md").read_text().splitlines()
-             if line.startswith("| ")]
+    lines = (ROOT / "tests/evidence/bad_inputs.md").read_text().splitlines()
+    shown = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
     assert [name for name in shown if name not in ("input", "---")] == list(CASES)
 
 

@@ -1,4 +1,5 @@
-"""Conversations through published chat templates: python -m tests.engine.template_table writes docs/templates.md.
+"""Conversations through published chat templates: `python -m tests.engine.template_table` writes
+tests/evidence/templates.md.
 
 The oracle is the template itself: it renders each conversation whole, with `tool_calls` and reasoning in fields of
 their own, and what it writes between two generation prompts is what the model would have sampled. An episode's
@@ -20,7 +21,7 @@ from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.runtime.tool_calls import after_thinking
 
 FOLDER = Path(__file__).parent / "templates"
-PAGE = Path(__file__).parent.parent.parent / "docs/templates.md"
+PAGE = Path(__file__).parent.parent.parent / "tests/evidence/templates.md"
 BAR = "[|\uff5c]"  # DeepSeek's is a wide one
 SPECIAL = (rf"<{BAR}[^<>\s'\"{{}}]{{1,40}}{BAR}>|<[a-z_]+\|>|<\|[a-z_]+>|</?s>|<(?:bos|eos)>|<(?:start|end)_of_\w+>"
            r"|\[/?INST\]")

@@ -1,4 +1,5 @@
-"""Conversations through published chat templates: docs/templates.md is what happens, and nothing new goes wrong."""
+"""Conversations through published chat templates: tests/evidence/templates.md says what happens, and nothing new
+goes wrong."""
 
 import re
 

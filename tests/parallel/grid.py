@@ -1,6 +1,6 @@
 """The gradient on 1 to 8 ranks, by sequence parallel and copies of the model, against one rank: a markdown table.
 
-    python -m tests.parallel.grid               # 80 seconds on two cores; docs/accuracy.md has its output
+    python -m tests.parallel.grid               # 80 seconds on two cores; tests/evidence/accuracy.md has its output
 
 Real gloo ranks and FSDP2 in float64, through the lines of grpo.py. The oracle is one rank that runs every response
 alone, without groups (tests/parallel/test_sequence_parallel.py, which runs some of these cells in every test run).

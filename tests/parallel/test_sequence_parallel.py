@@ -135,7 +135,7 @@ def test_the_gradient_is_that_of_one_rank(ranks, case, found, expected):
 
 def test_the_documents_have_the_whole_grid():
     """As tests/parallel/grid.py prints it: every cell is below the tolerance, and every missing reduction is seen."""
-    text = (ROOT / "docs/accuracy.md").read_text()
+    text = (ROOT / "tests/evidence/accuracy.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     cells = {(int(row[0]), int(row[1]), int(row[2])): row[3:] for row in rows if len(row) == 9 and row[0].isdigit()}
     divides = {(r, n, c) for r in (1, 2, 4, 8) for n in (1, 2, 4) for c in (1, 2) if r % n == 0 and r % c == 0}

@@ -1,9 +1,14 @@
-"""Commands that users copy from README.md and docs/*.md: their flags exist and fit together, and each file or folder
-that a training command reads is made by a command above it on the same page, or on the README's.
+"""Commands that users copy from README.md and docs/*.md: their flags parse and fit together, and each file or folder
+that a training command reads is made by a command above it on the same page, or on the README's. Links, paths and
+flags in the text: test_pages.py.
 """
 
+import argparse
+import functools
 import importlib
+import inspect
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -15,11 +20,12 @@ import pytest
 import tyro
 
 from tests.conftest import ROOT
-from tests.scripts.test_style import EVALUATE, SCRIPTS, commands
+from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS, commands
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 OURS = re.compile(r"(^|\s)(make|sbatch|hf download|apptainer build|\S*python3?|\S*torchrun) ")
 SBATCH_GPUS = 8
+OF_MAKE = ("models/SmolLM2-135M-Instruct", "data/word_problems/train.parquet", "data/word_problems/test.parquet")
 WANDB = types.ModuleType("wandb")               # --log.to wandb is refused where the package is missing, as it is here
 WANDB.__spec__ = ModuleSpec("wandb", None)
 
@@ -30,6 +36,66 @@ def shown(text: str) -> list[list[str]]:
     lines = re.sub(r"\\+\n\s*", " ", "".join(blocks)).splitlines()
     return [shlex.split(part, comments=True) for line in lines if OURS.search(line)
             for part in re.split(r" && (?=[^'\"]*$)", line)]
+
+
+class Parsed(BaseException):
+    """The program has read its flags; it goes no further."""
+
+
+def read_flags(program: str, flags: list[str]) -> str:
+    """Run a program of this repository, `data/gsm8k.py` or `tools.plan`, until its flags are read: what it then says
+    against them, or nothing."""
+    known, cli, said = argparse.ArgumentParser.parse_known_args, tyro.cli, []
+
+    def parse_args(parser, args=None, namespace=None):
+        _, unknown = known(parser, args, namespace)
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        raise Parsed
+
+    def parse_known_args(parser, args=None, namespace=None):
+        found, unknown = known(parser, args, namespace)
+        if unknown and program == "tools.plan":                         # flags of the script, which tyro reads
+            return found, unknown
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        raise Parsed
+
+    def parse_by_tyro(of, **options):
+        cli(of, **options | {"console_outputs": False})
+        raise Parsed
+
+    def parse_subcommands(functions):
+        def without_effect(function):
+            stand_in = functools.wraps(function)(lambda **_: None)
+            stand_in.__signature__ = inspect.signature(function)
+            return stand_in
+
+        subcommands({name: without_effect(function) for name, function in functions.items()})
+        raise Parsed
+
+    subcommands = tyro.extras.subcommand_cli_from_dict
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+        patch.setattr(argparse.ArgumentParser, "error", lambda parser, message: (said.append(message), sys.exit(2)))
+        patch.setattr(tyro, "cli", parse_by_tyro)
+        patch.setattr(tyro.extras, "subcommand_cli_from_dict", parse_subcommands)
+        patch.setattr(sys, "argv", [program, *flags])
+        patch.delitem(sys.modules, program, raising=False)
+        patch.setenv("WORLD_SIZE", "1")                                 # tools.plan sets it
+        patch.chdir(ROOT)
+        try:
+            if program.endswith(".py"):
+                patch.syspath_prepend(str((ROOT / program).parent))
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__")
+        except Parsed:
+            return ""
+        except SystemExit as error:
+            return f"{program} {shlex.join(flags)}: the flags do not parse ({' '.join(said) or error.code})"
+    return f"{program} reads no flags"
 
 
 def value_of(words: list[str], flag: str, default: str) -> str:
@@ -54,6 +120,7 @@ class Page:
         if program == "make":
             targets = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
             self.expect(words[1] in " ".join(targets).split(), f"make {words[1]}: no such target")
+            self.made |= set(OF_MAKE)                                   # all that trains makes both first
         elif words[:2] == ["hf", "download"] and "--local-dir" in words:
             self.made.add(value_of(words, "--local-dir", ""))
         elif words[:2] == ["apptainer", "build"]:
@@ -61,12 +128,10 @@ class Page:
         elif program == "sbatch":
             self.submitted(words, variables)
         elif "-m" in words and program.startswith("python"):
-            module = value_of(words, "-m", "").replace(".", "/")
-            self.expect((ROOT / f"{module}.py").is_file() or (ROOT / module / "__init__.py").is_file(),
-                        f"{module} does not exist")
+            self.module(value_of(words, "-m", ""), words[words.index("-m") + 2:])
         elif script.startswith("data/"):
             self.data(script, words[words.index(script) + 1:])
-        elif script in (*SCRIPTS, EVALUATE):
+        elif script in (*SCRIPTS, *OFFLINE, *ALONE):
             self.run(script, words[words.index(script) + 1:], int(value_of(words, "--nproc-per-node", "1")))
 
     def expect(self, holds: bool, problem: str) -> None:
@@ -74,13 +139,22 @@ class Page:
             self.problems.append(problem)
 
     def data(self, script: str, flags: list[str]) -> None:
-        done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
-        self.expect(done.returncode == 0, f"{script} --help ends with {done.returncode}")
-        for flag in flags:
-            if flag.startswith("--"):
-                self.expect(f" {flag} " in done.stdout, f"{script} has no flag {flag}")
+        if not (ROOT / script).is_file():
+            self.problems.append(f"{script} does not exist")
+            return
+        problem = read_flags(script, flags)
+        self.expect(not problem, problem)
         out = value_of(flags, "--out", "data/" + Path(script).stem)
-        self.made |= {f"{out}/train.parquet", f"{out}/test.parquet"}
+        folders = [out, f"{out}/solved"] if "--solved" in flags else [out]
+        self.made |= {f"{folder}/{split}.parquet" for folder in folders for split in ("train", "test")}
+
+    def module(self, name: str, flags: list[str]) -> None:
+        file = ROOT / f"{name.replace('.', '/')}.py"
+        if not file.is_file():
+            self.problems.append(f"{name} does not exist")
+        elif re.search(r"tyro|argparse|run_script", file.read_text()):
+            problem = read_flags(name, flags)
+            self.expect(not problem, problem)
 
     def submitted(self, words: list[str], variables: dict[str, str]) -> None:
         file = next(word for word in words if word.endswith(".sbatch"))
@@ -106,7 +180,8 @@ class Page:
             patch.setitem(sys.modules, "wandb", WANDB)
             try:
                 args = tyro.cli(module.Args, args=flags, console_outputs=False)
-                module.check(args)
+                if hasattr(module, "check"):                                # those that only read text have none
+                    module.check(args)
             except SystemExit:
                 self.problems.append(f"{command}: the flags do not parse")
                 return
@@ -116,6 +191,7 @@ class Page:
             self.expect(file in self.made, f"{command}: nothing above makes {file}")
         if args.model.startswith(("models/", "/", ".")):
             self.expect(args.model in self.made, f"{command}: nothing above makes {args.model}")
+        self.made.add(f"{args.run_dir}/model")
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +208,9 @@ def test_every_command_of_a_page_works_after_those_above_it(page, readme):
 def test_the_pages_for_gpus_show_training_runs(readme):
     """Guard: commands are found at all."""
     assert readme.num_runs >= 1 and "data/gsm8k/train.parquet" in readme.made
-    gpus, recipes = (Page((ROOT / f"docs/{name}.md").read_text()) for name in ("gpus", "recipes"))
-    assert gpus.num_runs >= 5 and recipes.num_runs >= 7
+    names = ("gpus", "recipes", "checkpoints", "supervised")
+    gpus, recipes, slurm, supervised = (Page((ROOT / f"docs/{name}.md").read_text()) for name in names)
+    assert gpus.num_runs >= 2 and recipes.num_runs >= 7 and slurm.num_runs >= 3 and supervised.num_runs >= 6
     assert "data/countdown/test.parquet" in recipes.made and gpus.problems == recipes.problems == []
 
 
@@ -141,10 +218,18 @@ def test_what_is_wrong_with_a_command_is_found():
     """Guard: one page, one mistake each; the commands without one are accepted."""
     good = ("```\npython data/countdown.py --out c  # makes c\ntorchrun --nproc-per-node 2 grpo.py --model Q/Q \\\n"
             "    --train-data c/train.parquet\nMODEL=Q/Q TRAIN_DATA=c/train.parquet VAL_DATA=c/test.parquet sbatch "
-            "--nodes 2 slurm/many_nodes.sbatch --seed 1\n```\n")
-    assert Page(good).problems == [] and Page(good).num_runs == 2
+            "--nodes 2 slurm/many_nodes.sbatch --seed 1\npython -m tools.plan grpo.py --model Q/Q --gpus 8 "
+            "--train-data c/t\npython -m tools.report runs/a --out a.png\n"
+            "python -m tools.checkpoints export runs/a OUT --adapter\npython -m tools.doctor --gpus 1\n"
+            "make try SCRIPT=mine.py\n"
+            "torchrun sft.py --model Q/Q --rows-per-step 8 --train-data c/train.parquet\n```\n")
+    assert Page(good).problems == [] and Page(good).num_runs == 3
     for before, after, problem in (
-            ("--out c", "--outt c", "has no flag --outt"), ("countdown", "count", "--help ends with 2"),
+            ("--out c", "--outt c", "unrecognized arguments: --outt"), ("countdown", "count", "count.py does not"),
+            ("Q --gpus 8", "Q --gpu 8", "the flags do not parse"), ("--out a.png", "--ot a.png", "do not parse"),
+            ("--adapter", "--adaptor", "the flags do not parse"), ("tor --gpus 1", "tor --gpus a", "invalid int value"),
+            ("make try", "make tri", "no such target"), ("tools.rep", "tools.rap", "tools.raport does not exist"),
+            ("--rows-per", "--row-per", "the flags do not parse"),
             ("--out c ", "--out d ", "nothing above makes c/train.parquet"), ("--seed 1", "--sed 1", "do not parse"),
             ("--seed 1", "--prompts-per-step 9", "must be a multiple of the"), ("L_DATA=c", "L_DATA=e", "makes e/test"),
             ("--model Q/Q", "--model models/Q", "nothing above makes models/Q"), ("many_", "no_", "does not exist")):
