@@ -25,7 +25,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: str = "",
              code: dict[str, str] = CODE) -> list[list[str]]:
     """Those that the cells start on a machine with this GPU, in a folder that has the scripts and nothing else."""
     shown, started = types.ModuleType("IPython.display"), []
-    shown.HTML = shown.Image = shown.display = lambda *_: None
+    shown.IFrame = shown.Image = shown.display = lambda *_: None
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     (folder / "grpo.py").touch()
@@ -34,7 +34,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: str = "",
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpu}'\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder if gpu else ''}:/usr/bin:/bin")
-    for variable in ("STEPS", "ENGINE", "REPOSITORY"):
+    for variable in ("STEPS", "ENGINE", "REPOSITORY", "MODEL"):
         monkeypatch.delenv(variable, raising=False)
     (folder / "notebooks").mkdir()
     monkeypatch.chdir(folder / "notebooks")
