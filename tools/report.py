@@ -9,6 +9,7 @@
 import base64
 import hashlib
 import http.server
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ class Args:
 
 def draw(runs: list[str], out: Path) -> None:
     """Four panels with all runs in them: reward, validation, policy, and the seconds of the first run's phases."""
+    os.environ["MPLBACKEND"] = "Agg"                        # a notebook names its own there, which may be missing here
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,15 @@
 """The picture of a run."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import tyro
 from matplotlib import image
 
+from tests.conftest import ROOT
 from tools import report
 
 
@@ -40,6 +44,16 @@ def test_curves_of_a_run(tmp_path, capsys):
     assert (width, height) == (1210, 770)
     assert len(file.read_bytes()) > 20_000
     assert len(colours(file)) > 20                                      # lines, areas and text, not a white sheet
+
+
+def test_curves_from_a_notebook(tmp_path):
+    """Its kernel names a backend of its own to all programs that it starts, which their packages may lack."""
+    run = write_run(tmp_path / "a")
+    command = [sys.executable, "-m", "tools.report", run, "--out", str(tmp_path / "a/curves.png")]
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a/curves.png").stat().st_size > 20_000
 
 
 def test_two_runs_in_one_picture(tmp_path):
