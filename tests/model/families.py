@@ -7,8 +7,9 @@ policy as `load_policy` makes it: log-probs of the sampled tokens, and the gradi
 """
 
 import argparse
+import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,13 +19,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common.batch import Batch
 from common.engine.base import SamplingConfig
-from common.model.loading import Weights, load_policy
+from common.model.loading import ALL_TRAINED, Weights, load_policy
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig, Policy, saved_buffers
-from common.model.router_replay import routers_of
 from common.parallel import ranks
 from common.parallel.ranks import World
-from tests.engine.engine_models import PROMPTS, SEEDS, logps, start
+from tests.engine.engine_models import PROMPTS, SEEDS, start
 from tests.generate import generate
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -65,23 +65,27 @@ LAYERS_OF_THEIR_OWN = {"nemotron_h"}                                    # its li
 
 @dataclass
 class Found:
-    """What was found for a family. Differences are the largest of all log-probs, gradients relative (see `relative`)."""
+    """What was found for a family. Of log-probs the largest difference from one by one, of gradients see `relative`."""
 
     refused: str = ""
-    logp: float = float("nan")
-    """packed against one by one"""
-    gradient: float = float("nan")
-    shared_logp: float = float("nan")
-    """with `share_prompt`"""
-    shared_gradient: float = float("nan")
-    checkpointed_gradient: float = float("nan")
-    """with gradient checkpointing"""
-    spread: float = float("nan")
-    """Standard deviation of the log-probs: not near 0, or differences would show nothing."""
-    engines: str = ""
-    """of the Hugging Face engine and, if asked for, of vLLM: the sampled tokens' log-probs against the trainer's"""
-    adapters: str = ""
-    experts: str = ""
+    spread: float = 0.0
+    """Standard deviation of the log-probs: near 0, differences would show nothing."""
+    logp: float = math.nan
+    gradient: float = math.nan
+    shared_logp: float = math.nan
+    """With `share_prompt`; the gradient with checkpointing too."""
+    shared_gradient: float = math.nan
+    checkpointed_gradient: float = math.nan
+    """With gradient checkpointing."""
+    adapted_logp: float = math.nan
+    """With LoRA's adapters, which change nothing before the first step; `num_adapters` of them have a gradient."""
+    num_adapters: int = 0
+    bfloat16: float = math.nan
+    """The mean difference of a log-prob in bfloat16."""
+    experts: str = "-"
+    """Whether transformers can divide the experts over ranks."""
+    engines: dict[str, float] = field(default_factory=dict)
+    """The largest difference of a sampled token's log-prob between an engine and the trainer."""
 
 
 def config_of(family: str) -> PretrainedConfig:
@@ -153,48 +157,44 @@ def largest(got: Tensor, want: Tensor) -> float:
 
 
 def measure(family: str, folder: Path, world: World, engines: tuple[str, ...] = ("hf",)) -> Found:
-    config, batch = config_of(family), make_batch()
-    path, found = save(config, folder), Found()
+    batch, path = make_batch(), save(config_of(family), folder)
+
+    def load(compute_dtype: str = "float32", weights: Weights = ALL_TRAINED, **flags) -> Policy:
+        return load_policy(path, ModelConfig(compute_dtype=compute_dtype, **flags), world, weights)
+
     try:
-        policy = load_policy(path, ModelConfig(compute_dtype="float32"), world)
+        policy = load()
     except ValueError as error:
-        return Found(refused=str(error).replace(path, "").strip(" :"))
+        return Found(refused=str(error).replace(path, "it"))
     upstream = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(2))
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     want_logp, want = one_by_one(oracle, batch, upstream)
-    found.spread = float(want_logp[batch.mask].std())
+    found = Found(spread=float(want_logp[batch.mask].std()))
     logp, gradient = packed(policy, batch, upstream)
     found.logp, found.gradient = largest(logp, want_logp), relative(gradient, want)
-
-    shared = ModelConfig(compute_dtype="float32", share_prompt=True, gradient_checkpointing=True)
-    logp, gradient = packed(load_policy(path, shared, world), batch, upstream)
+    logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
     found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
-    again = ModelConfig(compute_dtype="float32", gradient_checkpointing=True)
-    found.checkpointed_gradient = relative(packed(load_policy(path, again, world), batch, upstream)[1], want)
-
-    adapted = load_policy(path, shared, world, Weights(lora=LoRAConfig(rank=4)))
-    logp, gradient = packed(adapted, batch, upstream)
-    found.adapters = f"{largest(logp, want_logp):.0e}, {len(gradient) // 2} adapters"
-    if any("num_experts" in name or "n_routed" in name or "num_local" in name for name in config.to_dict()):
-        found.experts = "replay" if len(routers_of(oracle)) else ""
-        found.experts += ", parallel" if "ep_dispatch_experts" in oracle.ep_plan.values() else ", not parallel"
-    found.engines = ", ".join(compare_engine(kind, path, world) for kind in engines)
+    found.checkpointed_gradient = relative(packed(load(gradient_checkpointing=True), batch, upstream)[1], want)
+    logp, gradient = packed(load(weights=Weights(lora=LoRAConfig(rank=4))), batch, upstream)
+    found.adapted_logp = largest(logp, want_logp)
+    found.num_adapters = sum(bool(x.any()) for name, x in gradient.items() if name.endswith("lora_B"))
+    found.bfloat16 = float((load("bfloat16").score(batch, 1.0) - want_logp)[batch.mask].abs().mean())
+    if any(parameter.ndim == 3 and "expert" in name for name, parameter in oracle.named_parameters()):
+        found.experts = "yes" if "ep_dispatch_experts" in oracle.ep_plan.values() else "no"
+    found.engines = {kind: compare_engine(kind, path, world) for kind in engines}
     return found
 
 
-def compare_engine(kind: str, path: str, world: World) -> str:
-    """The largest difference of a sampled token's log-prob between an engine and the trainer's own on the sequence."""
+def compare_engine(kind: str, path: str, world: World) -> float:
+    """The engine samples with the trainer's weights, and the trainer scores what was sampled, packed."""
     engine, policy = start(path, world, kind)
     engine.wake(policy)
     sampled = generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 12))
     engine.sleep()
     engine.close()
     batch = Batch.build(PROMPTS, [response.tokens for response in sampled])
-    logp = policy.score(batch, 1.0)[batch.mask]
     told = torch.tensor([x for response in sampled for x in response.logp])
-    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    alone = torch.cat([logps(lm, prompt, response.tokens) for prompt, response in zip(PROMPTS, sampled)])
-    return f"{kind} {largest(told, logp):.0e} (transformers {largest(told, alone):.0e})"
+    return largest(told, policy.score(batch, 1.0)[batch.mask])
 
 
 def main() -> None:
@@ -203,10 +203,20 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true")
     args = parser.parse_args()
     world = ranks.init()
+    kinds = ("hf", "vllm") if args.vllm else ("hf",)
+    print(f"| family | packed: log-prob | gradient | shared prompts | checkpointing | LoRA | bfloat16 | experts divided "
+          f"| {' | '.join(kinds)} |")
     for family in args.families:
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(family, Path(folder), world, ("hf", "vllm") if args.vllm else ("hf",))
-        print(f"| {family} | {found} |", flush=True)
+            found = measure(family, Path(folder), world, kinds)
+        if found.refused:
+            print(f"| {family} | refused: {found.refused} |", flush=True)
+            continue
+        shared = f"{found.shared_logp:.0e}, {found.shared_gradient:.0e}"
+        adapters = f"{found.num_adapters}, {found.adapted_logp:.0e}"
+        cells = [family, f"{found.logp:.0e}", f"{found.gradient:.0e}", shared, f"{found.checkpointed_gradient:.0e}",
+                 adapters, f"{found.bfloat16:.0e}", found.experts, *(f"{x:.0e}" for x in found.engines.values())]
+        print(f"| {' | '.join(cells)} |", flush=True)
     ranks.shutdown()
 
 
