@@ -204,8 +204,8 @@ def main() -> None:
     args = parser.parse_args()
     world = ranks.init()
     kinds = ("hf", "vllm") if args.vllm else ("hf",)
-    print(f"| family | packed: log-prob | gradient | shared prompts | checkpointing | LoRA | bfloat16 | experts divided "
-          f"| {' | '.join(kinds)} |")
+    print(f"| family | packed: log-prob | gradient | shared prompts | checkpointing | LoRA | bfloat16 | "
+          f"experts divided | {' | '.join(kinds)} |")
     for family in args.families:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(family, Path(folder), world, kinds)
