@@ -237,8 +237,9 @@ def covariance(adv, logp, mask):
 
 # --------------------------------------------------------------------------- attention
 
-def attention(q, k, v, scale, window=None, softcap=None):
-    """Causal attention of one head over one sequence: q, k, v [L][D] -> [L][D]."""
+def attention(q, k, v, scale, window=None, softcap=None, sink=None):
+    """Causal attention of one head over one sequence: q, k, v [L][D] -> [L][D]. A sink adds its exponential to the
+    softmax's sum and nothing to the values."""
     out = []
     for i, row in enumerate(q):
         first = 0 if window is None else max(0, i - window + 1)
@@ -246,6 +247,6 @@ def attention(q, k, v, scale, window=None, softcap=None):
         if softcap is not None:
             scores = [softcap * math.tanh(s / softcap) for s in scores]
         weights = [math.exp(s - max(scores)) for s in scores]
-        out.append([math.fsum(w * v[first + j][c] for j, w in enumerate(weights)) / math.fsum(weights)
-                    for c in range(len(v[0]))])
+        total = math.fsum(weights) + (0.0 if sink is None else math.exp(sink - max(scores)))
+        out.append([math.fsum(w * v[first + j][c] for j, w in enumerate(weights)) / total for c in range(len(v[0]))])
     return out

@@ -18,13 +18,13 @@ CPU_UPCAST_BELOW = 160
 
 def packed_sdpa(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None, **kwargs,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **layout,
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
-    `kwargs`: where its keys are, see `_take_keys`."""
-    key, value = _take_keys(key, value, **kwargs)
-    lengths, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in (cu_seq_lens_q, cu_seq_lens_k))
+    `s_aux` [heads]: attention sinks (gpt-oss, arXiv 2508.10925), scores that only enlarge the softmax's sum.
+    `layout`: `cu_seq_lens_q`, `cu_seq_lens_k`, and where the keys are, see `_take_keys`."""
+    key, value = _take_keys(key, value, **layout)
+    lengths, lengths_k = (layout[name].diff().tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     gqa, dtype = query.shape[1] != key.shape[1], query.dtype
     low = dtype == torch.bfloat16 and query.device.type == "cpu"
     if low and max(lengths_k) < CPU_UPCAST_BELOW:               # cast all at once: thousands of small casts cost more
@@ -36,9 +36,15 @@ def packed_sdpa(
             q, k, v = q.float(), k.float(), v.float()
         window = sliding_window or length
         mask = None
-        if window < length or softcap is not None or new < length:      # True where one of the last queries sees a key
+        if window < length or softcap or s_aux is not None or new < length:     # True where a late query sees a key
             mask = torch.ones(new, length, dtype=torch.bool, device=q.device)
             mask.tril_(length - new).triu_(length - new + 1 - window)
+        if s_aux is not None:           # a first key that all queries see: its score is the sink, its value is 0
+            # D grows by 8, because kernels need a multiple of it, and the sink is in the last column
+            sinks = F.pad((s_aux.to(q.dtype) / scaling)[:, None, None].expand(-1, new, 1), (7, 0))  # [heads, new, 8]
+            q, k, v = torch.cat([q, sinks[None]], -1), F.pad(k, (0, 8, 1, 0)), F.pad(v, (0, 0, 1, 0))
+            k[:, :, 0, -1] = 1
+            mask = F.pad(mask, (1, 0), value=True)
         if softcap is None:
             out.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
                                                       enable_gqa=gqa))
@@ -55,49 +61,51 @@ def packed_sdpa(
 
 def packed_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None, **kwargs,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **layout,
 ) -> tuple[Tensor, None]:
-    """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap).
+    """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap, no
+    sinks).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
-    key, value = _take_keys(key, value, **kwargs)
-    if softcap is not None:
-        raise ValueError("packed_varlen has no soft-cap: use packed_sdpa")
+    key, value = _take_keys(key, value, **layout)
+    if softcap is not None or s_aux is not None:
+        raise ValueError("packed_varlen has no soft-cap and no attention sinks: use packed_sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [T, heads, D]
+    longest = int(layout["max_length_q"]), int(layout["max_length_k"])
     window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), scale=scaling,
+    out = varlen_attn(q, k, v, layout["cu_seq_lens_q"], layout["cu_seq_lens_k"], *longest, scale=scaling,
                       window_size=window, enable_gqa=True)
     return out[None], None
 
 
 def _take_keys(
     key: Tensor, value: Tensor, key_rows: Tensor | None = None, sequence_group: dist.ProcessGroup | None = None,
-    num_rows: int = 0, s_aux: Tensor | None = None, **kwargs,
+    num_rows: int = 0, **others,
 ) -> tuple[Tensor, Tensor]:
     """The keys and values that the queries see. With a `sequence_group`, those of all its ranks, `num_rows` of each.
 
     `key_rows` [K]: sequence i's keys are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`. Its queries are
     the last of them (a response continues after a prompt that others share)."""
-    if s_aux is not None:
-        raise ValueError("packed attention has no attention sinks: this model needs another attention function")
     if sequence_group is not None:
         key, value = gather_keys(key, value, sequence_group, num_rows)
     return (key, value) if key_rows is None else (key[:, :, key_rows], value[:, :, key_rows])
 
 
-# transformers knows both functions by these names. They register no mask function, so transformers builds no mask.
-AttentionInterface.register("packed_sdpa", packed_sdpa)
-AttentionInterface.register("packed_varlen", packed_varlen)
+# transformers knows the functions by these names. They register no mask function, so transformers builds no mask.
+# gpt-oss refuses names with `sdpa`, because transformers' own function of that name has no sinks.
+for name, function in (("packed_sdpa", packed_sdpa), ("packed_sinks", packed_sdpa), ("packed_varlen", packed_varlen)):
+    AttentionInterface.register(name, function)
 
 
 def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> str:
     """The name of the fastest attention for this device and model."""
+    # They have sinks, without which transformers would run FlashAttention-2, and would not say so.
+    if hf_config.model_type in ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"):
+        return "packed_sinks"
     if torch.device(device).type != "cuda" or config.compute_dtype == "float32":    # faster kernels take no float32
         return "packed_sdpa"
-    gathers_keys = config.share_prompt or config.sequence_parallel > 1      # they do not stand in one piece
-    if is_flash_attn_2_available() and not gathers_keys:
-        return "flash_attention_2"
+    if is_flash_attn_2_available() and not config.share_prompt and config.sequence_parallel == 1:
+        return "flash_attention_2"                              # it needs the keys in one piece
     hf_config = hf_config.get_text_config()
     has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
     width = head_dim(hf_config)

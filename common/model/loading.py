@@ -67,10 +67,8 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path} has {hf_config.num_labels} labels, must have 1: choose another {flag}")
     if not reads_images and not hasattr(hf_config, "hidden_size"):
         raise ValueError(f"{path} is a composite model ({hf_config.model_type}): point {flag} to its language model")
-    try:
+    with explain_failure(path, hf_config):
         sequence_cost(np.ones(1), hf_config)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}: choose another {flag}") from error
     return hf_config
 
 

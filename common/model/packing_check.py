@@ -42,10 +42,11 @@ def check_packing(score: Callable[[Batch], Tensor], path: str, hf_config: Pretra
 
 @contextmanager
 def explain_failure(path: str, hf_config: PretrainedConfig) -> Iterator[None]:
-    """Turn transformers' exceptions for a family that cannot run on packed sequences into a clear ValueError."""
+    """Turn an exception for a family that cannot run on packed sequences, by transformers or by what is counted here,
+    into a clear ValueError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} holds a {hf_config.model_type} model, which transformers cannot run on "
-                         f"packed sequences ({type(error).__name__}: {reason}); choose another model") from error
+        raise ValueError(f"{path} holds a {hf_config.model_type} model, which cannot be trained on packed "
+                         f"sequences ({type(error).__name__}: {reason}); choose another model") from error

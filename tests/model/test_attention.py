@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -145,6 +146,34 @@ def test_packed_sdpa_matches_the_loop(window, softcap, kv_heads):
     assert torch.autograd.gradcheck(lambda *x: packed_sdpa(None, *x, **settings)[0], (q, k, v), fast_mode=True)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_sink_takes_its_share(kv_heads, window):
+    """Also for queries that continue after keys of a shared prompt; values and gradients, of the sinks too."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, 9, 5, generator=g, dtype=torch.float64).requires_grad_()
+               for heads in (4, kv_heads, kv_heads))
+    sinks = torch.randn(4, generator=g, dtype=torch.float64).requires_grad_()
+    ends, key_ends = torch.tensor([0, 4, 6, 9]), torch.tensor([0, 4, 10, 17])
+    rows = torch.tensor([*range(4), *range(6), *range(4), *range(6, 9)])
+    settings = {"scaling": 0.7, "sliding_window": window, "cu_seq_lens_q": ends, "cu_seq_lens_k": key_ends,
+                "key_rows": rows}
+
+    def run(q, k, v, sinks):
+        return packed_sdpa(None, q, k, v, s_aux=sinks, **settings)[0]
+
+    got = run(q, k, v, sinks)
+    for first, last, before in ((0, 4, 0), (4, 6, 4), (6, 9, 4)):
+        own = [*range(before), *range(first, last)]
+        for head in range(4):
+            shared = head * kv_heads // 4
+            parts = [x[0, h, own].tolist() for x, h in ((q, head), (k, shared), (v, shared))]
+            want = oracles.attention(*parts, 0.7, window, sink=float(sinks[head]))[before:]
+            assert (got[0, first:last, head] - torch.tensor(want, dtype=torch.float64)).abs().max() < 1e-12
+    assert (got - run(q, k, v, sinks - 50)).abs().max() > 0.1
+    assert torch.autograd.gradcheck(run, (q, k, v, sinks), fast_mode=True)
+
+
 def test_cost_is_the_sum_of_squares():
     """Counted operations: 16 sequences of 16 tokens cost 1/16 of one of 256."""
     counts = []
@@ -159,12 +188,12 @@ def test_cost_is_the_sum_of_squares():
 
 def test_refusals():
     q = torch.randn(1, 2, 6, 4)
-    for function in (packed_sdpa, packed_varlen):
-        with pytest.raises(ValueError, match="sinks"):
-            function(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 6]), s_aux=torch.zeros(2))
+    for refused in ({"s_aux": torch.zeros(2)}, {"softcap": 2.0}):
+        with pytest.raises(ValueError, match="no soft-cap and no attention sinks"):
+            packed_varlen(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 6]), **refused)
     with pytest.raises(RuntimeError, match="sum exactly to 6"):
         packed_sdpa(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 2, 5]), cu_seq_lens_k=torch.tensor([0, 2, 5]))
-    with pytest.raises(AttributeError):                         # without cu_seq_lens: nothing is taken for one sequence
+    with pytest.raises(KeyError):                               # without cu_seq_lens: nothing is taken for one sequence
         model("llama", "packed_sdpa")(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
 
@@ -185,7 +214,9 @@ def test_choose_attention(monkeypatch, has_flash_attn):
     for name in ("llama", "gemma2"):
         want = "flash_attention_2" if has_flash_attn else choose_attention("cuda", config[name], gathers)
         assert choose_attention("cuda", config[name], default) == want
-    for name in ("packed_sdpa", "packed_varlen"):
+    for gathers in (default, ModelConfig(share_prompt=True)):
+        assert choose_attention("cuda", GptOssConfig(), gathers) == "packed_sinks"
+    for name in ("packed_sdpa", "packed_varlen", "packed_sinks"):
         model("llama", name)                                              # registered: transformers accepts the name
 
 

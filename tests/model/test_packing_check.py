@@ -78,14 +78,14 @@ def test_a_critic_that_leaks_is_refused(tmp_path, world):
 @pytest.mark.parametrize("family", UNSUPPORTED)
 def test_a_family_that_cannot_be_packed_is_refused_in_words(family, tmp_path, world):
     folder = save(UNSUPPORTED[family], tmp_path)
-    with pytest.raises(ValueError, match=f"holds a {family} model, which transformers cannot run on packed sequences"):
+    with pytest.raises(ValueError, match=f"holds a {family} model, which cannot be trained on packed sequences"):
         load_policy(folder, ModelConfig(compute_dtype="float32"), world)
 
 
 def test_widths_that_cannot_be_counted_are_refused_in_words(tmp_path, world):
     Gemma3nTextConfig(**SIZES | {"intermediate_size": [64, 64]}, head_dim=8, layer_types=["full_attention"] * 2,
                       architectures=["Gemma3nForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="choose another --model"):
+    with pytest.raises(ValueError, match="gemma3n_text model, which cannot be trained on packed"):
         load_policy(str(tmp_path), ModelConfig(compute_dtype="float32"), world)
 
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DogeConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteMoeConfig,
     LlamaConfig,
     MixtralConfig,
@@ -42,6 +43,7 @@ FAMILIES = {
     "glm4_moe": Glm4MoeConfig(**SIZES, **EXPERTS, n_routed_experts=6, n_shared_experts=1, first_k_dense_replace=1,
                               n_group=3, topk_group=2, norm_topk_prob=True),
     "granitemoe": GraniteMoeConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
+    "gpt_oss": GptOssConfig(**SIZES, head_dim=8, num_local_experts=6, num_experts_per_tok=2, sliding_window=4),
 }
 TOLERANCE = 2e-6
 
@@ -60,7 +62,8 @@ def sigmoid_then_choose(module, logits, chosen):
     return weights / weights.sum(-1, keepdim=True) * module.routed_scaling_factor
 
 
-FORMULAS = {"glm4_moe": sigmoid_then_choose, "granitemoe": choose_then_softmax}
+FORMULAS = {"glm4_moe": sigmoid_then_choose, "granitemoe": choose_then_softmax,
+            "gpt_oss": choose_then_softmax}
 
 
 def by_hand(folder: str, formula, batch: Batch, table: torch.Tensor, weights: dict[str, torch.Tensor] | None = None,
