@@ -250,6 +250,12 @@ def _check_nccl(device: "Device", func, args: tuple) -> None:
             raise KernelRefuses(f"{name}: tensors on {sorted(kinds)} in one collective")
 
 
+def _check_generator(func, first, generator) -> None:
+    """A kernel draws with a generator of its own device (aten/src/ATen/core/Generator.h, check_generator)."""
+    if isinstance(first, FakeTensor) and getattr(generator, "made_for", "cuda") != "cuda":
+        raise KernelRefuses(f"{func}: Expected a 'cuda' device type for generator but found 'cpu'")
+
+
 CONTRACTS = (_check_varlen_attention, _check_matrix_products, _check_fp8, _check_nccl)
 
 
@@ -505,6 +511,10 @@ class Device(TorchDispatchMode):
         _current_stream().synchronize()
         return self.numbers(tensor)
 
+    def keep(self, tensor: FakeTensor, stream: Stream) -> None:
+        """`record_stream`: the memory is not taken again before this stream is done with it."""
+        self.hold(tensor.untyped_storage(), is_known=not self.only_shapes).uses.kept_for.add(stream.stream_id)
+
     def copy_of(self, what: str, tensor: FakeTensor) -> Use:
         """A copy of a tensor is put into the stream."""
         uses = self.hold(tensor.untyped_storage(), is_known=not self.only_shapes).uses
@@ -541,14 +551,12 @@ class Device(TorchDispatchMode):
         made = [x for x in pytree.tree_leaves(out) if isinstance(x, FakeTensor)]
         of_given, of_made, of_written = ({x.untyped_storage()._cdata for x in xs} for xs in (given, made, written))
         of_written |= of_made - of_given
-        reads, writes = (
-            [self.memory[key].uses for key in keys if key in self.memory] for keys in (of_given - of_written, of_written)
-        )
-        ORDER.launch(_current_stream().stream_id, str(func), reads, writes)
-        for host in args[1:2] if func is aten.copy_.default and len(args) > 2 and args[2] else ():
-            if not isinstance(host, FakeTensor) and self.is_pinned(host):
-                stream = _current_stream().stream_id
-                ORDER.depart(Use(stream, ORDER.seen[stream][stream], str(func)), host)
+        touched = of_given - of_written, of_written
+        reads, writes = ([self.memory[key].uses for key in keys if key in self.memory] for keys in touched)
+        use = ORDER.launch(_current_stream().stream_id, str(func), reads, writes)
+        is_async = func is aten.copy_.default and len(args) > 2 and args[2]
+        if is_async and not isinstance(args[1], FakeTensor) and self.is_pinned(args[1]):
+            ORDER.depart(use, args[1])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -651,8 +659,8 @@ class Device(TorchDispatchMode):
         return False
 
 
-NO_KERNEL = ("empty", "new_empty", "lift", "resize", "set_", "record_stream", "is_pinned", "wait_tensor", "_unsafe_view",
-             "alias", "detach")
+NO_KERNEL = ("empty", "new_empty", "lift", "resize", "set_", "record_stream", "is_pinned", "wait_tensor", "alias",
+             "_unsafe_view", "detach")
 
 
 @functools.cache
@@ -667,8 +675,8 @@ def _written(func, args: tuple, kwargs: dict) -> list[FakeTensor]:
     if func._schema.name.startswith("c10d::"):
         found = args[:1]
     else:
-        named = itertools.zip_longest(func._schema.arguments, args, fillvalue=None)
-        found = [value if number < len(args) else kwargs.get(argument.name) for number, (argument, value) in enumerate(named)
+        values = kwargs | {argument.name: x for argument, x in zip(func._schema.arguments, args)}
+        found = [values.get(argument.name) for argument in func._schema.arguments
                  if argument.alias_info is not None and argument.alias_info.is_write]
     return [x for x in pytree.tree_leaves(found) if isinstance(x, FakeTensor)]
 
@@ -710,15 +718,13 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         first = args[0] if args else None
+        _check_generator(func, first, (kwargs or {}).get("generator"))  # the dispatcher makes another object of it
         if func in (torch.as_tensor, torch.tensor) and isinstance(first, list | tuple):
             items = [self.device.read(x).item() if isinstance(x, FakeTensor) else x for x in first]
             return func(items, *args[1:], **(kwargs or {}))
         is_asked = func in (torch.isfinite, torch.Tensor.isfinite) and isinstance(first, FakeTensor)
         if is_asked and self.device.only_shapes:                        # a loss that is not finite ends the step
             return torch.ones(first.shape, dtype=torch.bool, device="cuda")
-        if func is torch.Tensor.record_stream and isinstance(first, FakeTensor):
-            self.device.hold(first.untyped_storage()).uses.kept_for.add(args[1].stream_id)
-            return None
         if func is torch.Tensor.numpy and isinstance(first, FakeTensor):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
                             "host memory first.")
@@ -757,6 +763,7 @@ def install(
     _register_kernels()
     FakeTensorMode.avoid_device_init = property(lambda self: True)
     FakeTensor.tolist = lambda tensor: device.read(tensor).tolist()
+    FakeTensor.record_stream = lambda tensor, stream: device.keep(tensor, stream)
     from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of c10d's operations
     from torch.nn.attention import varlen  # noqa: F401  makes its operators known
 
@@ -769,7 +776,12 @@ def install(
         device.reads[_place()] += 1
         ORDER.host_waits()
 
-    new_generator = torch.Generator.__new__                             # of the CPU, which draws the numbers
+    new_generator = torch.Generator.__new__
+
+    def make_generator(kind, device="cpu"):
+        generator = new_generator(kind)                                 # of the CPU, which draws the numbers
+        generator.made_for = torch.device(device).type
+        return generator
 
     def reset_peak(_=None):
         device.allocator.reset_peaks()
@@ -792,7 +804,7 @@ def install(
     }
     for attribute, stand_in in stand_ins.items():
         setattr(torch.cuda, attribute, stand_in)
-    torch.Generator = type("Generator", (torch.Generator,), {"__new__": lambda kind, _=None: new_generator(kind)})
+    torch.Generator = type("Generator", (torch.Generator,), {"__new__": make_generator})
     torch.accelerator.synchronize = synchronize
     torch.accelerator.current_stream = _current_stream
     resize, device_of = torch.UntypedStorage.resize_, torch.UntypedStorage.device

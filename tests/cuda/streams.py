@@ -1,5 +1,5 @@
-"""The order that streams, events and waits give to what the device does, with vector clocks (Lamport 1978, Mattern 1989)
-as race detectors have them. Nothing is delayed: an access that a GPU could make too early or too late is an error.
+"""The order that streams, events and waits give to what the device does, with vector clocks (Lamport 1978, Mattern
+1989) as race detectors have them. Nothing is delayed: what a GPU could do too early or too late is an error.
 
 Found: two streams on one memory, one of them writing, without a wait between; memory that its own stream takes again
 while another one may still use it (a missing `record_stream`); a copy to the host that is read before it has arrived

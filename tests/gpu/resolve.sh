@@ -32,11 +32,12 @@ resolve() {
         --use-feature=fast-deps -r requirements.txt -c "$work/cuda.txt" --report "$work/report.json" || return
     "python$1" - "$work/report.json" > "$2" << 'CODE'
 import json
+import re
 import sys
 
 with open(sys.argv[1]) as report:
     found = [item["metadata"] for item in json.load(report)["install"]]
-print("\n".join(sorted(f"{package['name']}=={package['version']}" for package in found)))
+print("\n".join(sorted(re.sub(r"[-_.]+", "-", x["name"]).lower() + "==" + x["version"] for x in found)))
 CODE
 }
 
