@@ -26,6 +26,12 @@ BESIDE = ".venv", "models", "data"                                      # git do
 
 STEP, MEMORY, MEMORY_PLAN = (f"tests/cuda/test_{name}.py" for name in ("step_on_cuda", "memory", "memory_plan"))
 ORDER = "tests/cuda/test_order_on_cuda.py"
+ROLLOUTS, REPORTS, OPTIMIZERS, SAVES, RULES = (
+    f"CUDA_PARTS={part} {ORDER} -k '{tests}'" for part, tests in (
+        ("rollouts", "offloaded"), ("reports", "host_waits or seconds or most_memory"), ("optimizers", "a_step_takes"),
+        ("saves", "checkpoint or export"), ("rules", "refused or taken"),
+    )
+)
 ENGINE, OFFLOAD = "tests/engine/test_engine_cuda.py", "tests/model/test_offload.py"
 RANKS, ATTENTION = "tests/parallel/test_ranks.py", "tests/model/test_attention.py"
 CHECKPOINT, PLAN = "tests/checkpoint/test_checkpoint.py", "tests/model/test_memory_plan.py"
@@ -62,20 +68,20 @@ BREAKS = [
     *of(
         "common/model/offload.py",
         ("pinned host memory", "pin = torch.cuda.is_available()", "pin = False",
-         "copies are several times slower, and the host waits for each", OFFLOAD, ORDER),
+         "copies are several times slower, and the host waits for each", OFFLOAD, ROLLOUTS),
         ("freed before it is copied", "            buffer.copy_(_bytes(storage))\n            storage.resize_(0)\n",
          "            old = _bytes(storage)\n            storage.resize_(0)\n            buffer.copy_(old)\n",
          "weights are lost", OFFLOAD, SAME),
         ("copy to the host not waited for", "buffer.copy_(_bytes(storage))",
          "buffer.copy_(_bytes(storage), non_blocking=True)",
          "nothing: the storage is freed, and filled again, in the stream of the copy, and the host reads no buffer",
-         OFFLOAD, ORDER),
+         OFFLOAD, ROLLOUTS),
         ("nothing copied back", "            _bytes(storage).copy_(buffer, non_blocking=True)\n", "",
          "weights are whatever was in the memory", OFFLOAD),
         ("copy back in a stream of its own", "            _bytes(storage).copy_(buffer, non_blocking=True)\n",
          "            with torch.cuda.stream(torch.cuda.Stream()):\n"
          "                _bytes(storage).copy_(buffer, non_blocking=True)\n",
-         "the next forward pass reads half of the weights", OFFLOAD, ORDER),
+         "the next forward pass reads half of the weights", OFFLOAD, ROLLOUTS),
         ("moments stay after a step",
          "            optimizer.register_step_post_hook(lambda *_, away=moments: away.to_host())\n", "",
          "moments and activations together: out of memory", OFFLOAD),
@@ -91,14 +97,14 @@ BREAKS = [
         ("moments leave after the engine's weights came",
          "        for moments in self.offload.moments:\n            moments.to_host()\n        self._wake_weights()\n",
          "        self._wake_weights()\n        for moments in self.offload.moments:\n            moments.to_host()\n",
-         "out of memory after a save", OFFLOAD, ORDER),
+         "out of memory after a save", OFFLOAD, ROLLOUTS),
         ("weights leave after the cache came",
          "        self.offload.params.to_host()\n        self._wake_cache()\n",
-         "        self._wake_cache()\n        self.offload.params.to_host()\n", "out of memory", OFFLOAD, ORDER),
+         "        self._wake_cache()\n        self.offload.params.to_host()\n", "out of memory", OFFLOAD, ROLLOUTS),
         ("weights return before the engine sleeps",
          "        metrics = self._sleep()\n        self.awake = False\n        self.offload.params.to_device()\n",
          "        self.offload.params.to_device()\n        metrics = self._sleep()\n        self.awake = False\n",
-         "out of memory", OFFLOAD, ORDER),
+         "out of memory", OFFLOAD, ROLLOUTS),
     ),
     *of(
         "common/engine/vllm.py",
@@ -176,20 +182,20 @@ BREAKS = [
         "common/batch.py",
         ("offsets of 64 bits", "(1, 0)).int()", "(1, 0))", "the kernel refuses", STEP),
         ("copy of a batch to the host not waited for", "non_blocking=not to_host", "non_blocking=True",
-         "the host reads what was in its memory", STEP, ORDER),
+         "the host reads what was in its memory", STEP, REPORTS),
         ("lengths asked of the GPU", '{"host_lengths": self.host_lengths, ', "{", "the host waits at every micro-batch",
          READS),
     ),
     *of(
         "common/metrics.py",
         ("seconds without kernels", "            torch.cuda.synchronize()", "            pass",
-         "times of phases are those of launches", READS, ORDER),
+         "times of phases are those of launches", READS, REPORTS),
         ("means with a mask", "torch.where(mask, values, other)", "values[mask]", "the host waits", READS),
     ),
     *of(
         "common/tracking/step.py",
         ("memory of now", "torch.cuda.max_memory_allocated()", "torch.cuda.memory_allocated()",
-         "perf/max_memory_allocated_gb says too little", CYCLE, ORDER),
+         "perf/max_memory_allocated_gb says too little", CYCLE, REPORTS),
     ),
     *of(
         "common/model/memory_plan.py",
@@ -203,23 +209,23 @@ BREAKS = [
          "shards that have not arrived are written", CHECKPOINT + " -k thread"),
         ("copies for a save not waited for", "                    self.host[name].copy_(tensor)\n",
          "                    self.host[name] = tensor.to('cpu', non_blocking=True)\n",
-         "a checkpoint of whatever was in the memory", CHECKPOINT + " -k round_trip", ORDER),
+         "a checkpoint of whatever was in the memory", CHECKPOINT + " -k round_trip", SAVES),
         ("a save reads the trainer's tensors", "                tensors = self.host\n", "",
-         "a checkpoint of the next step's weights", CHECKPOINT + " -k round_trip", ORDER),
+         "a checkpoint of the next step's weights", CHECKPOINT + " -k round_trip", SAVES),
         ("the save before", "            self.wait()\n            tensors = tensors_of(self.parts)\n",
          "            tensors = tensors_of(self.parts)\n", "two saves in one memory", CHECKPOINT + " -k round_trip",
-         ORDER),
+         SAVES),
     ),
     *of(
         "common/model/optimizers.py",
         ("AdamW without its kernel", "fused=True", "foreach=True", "copies of all weights in each step",
-         "tests/model/test_bf16_adamw.py -k 'not ranks'", ORDER),
+         "tests/model/test_bf16_adamw.py -k 'not ranks'", OPTIMIZERS),
         ("generator of the host", "torch.Generator(weight.device)", "torch.Generator()", "the kernel refuses",
-         "tests/model/test_bf16_adamw.py -k 'not ranks'", ORDER),
+         "tests/model/test_bf16_adamw.py -k 'not ranks'", OPTIMIZERS),
         ("table of codes on the host", "torch.cat([sizes, torch.ones(1)]).float().to(device)",
-         "torch.cat([sizes, torch.ones(1)]).float()", "the kernel refuses", ORDER),
+         "torch.cat([sizes, torch.ones(1)]).float()", "the kernel refuses", OPTIMIZERS),
         ("a step of whole weights", "PIECE = 2**20", "PIECE = 2**40", "float32 copies of the largest weight",
-         "tests/model/test_bf16_adamw.py -k 'not ranks'", ORDER),
+         "tests/model/test_bf16_adamw.py -k 'not ranks'", OPTIMIZERS),
     ),
     *of(
         "common/optim.py",
@@ -238,7 +244,7 @@ BREAKS = [
         "tests/cuda/fake_cuda.py",
         ("the stand-in: attention", "(_check_varlen_attention, ", "(", "accepts what kernels refuse", STEP),
         ("the stand-in: products", "_check_matrix_products, _check_fp8", "_check_fp8", "the same", STEP),
-        ("the stand-in: order", "        self.follow(func, args, kwargs, out)\n", "", "accepts races", ORDER),
+        ("the stand-in: order", "        self.follow(func, args, kwargs, out)\n", "", "accepts races", RULES),
         ("the stand-in: waits", "        ORDER.wait((stream or _current_stream()).stream_id, self.clock)\n",
          "        pass\n", "refuses what is right", STEP),
     ),
@@ -293,13 +299,14 @@ def caught_by(folder: Path, tests: tuple[str, ...]) -> str:
     """The first test that fails; "nobody"."""
     for arguments in tests:
         words = shlex.split(arguments)
-        os.environ.pop("CUDA_JOBS", None)
-        if words[0].startswith("CUDA_JOBS="):
-            os.environ["CUDA_JOBS"] = words.pop(0).removeprefix("CUDA_JOBS=")
+        for name in ("CUDA_JOBS", "CUDA_PARTS"):
+            os.environ.pop(name, None)
+            if words[0].startswith(f"{name}="):
+                os.environ[name] = words.pop(0).partition("=")[2]
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-o", "addopts=", "-m", "not slow"]
         code = run_pytest(folder, [*words, *options], folder.parent / "said")
         said = (folder.parent / "said").read_text()
-        found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?: - |$)", said, flags=re.MULTILINE)
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, flags=re.MULTILINE)
         if found:
             return found[1]
         if code:

@@ -242,8 +242,15 @@ def main(folder: str) -> None:
 
     world, path = ranks.init(), Path(folder)
     with device:
-        found = {"rules": rules(), "reports": reports(world, device), "rollouts": rollouts(path, world, device),
-                 "optimizers": optimizers(path, world, device), "saves": saves(path, world, device)}
+        parts = {
+            "rules": rules,
+            "reports": lambda: reports(world, device),
+            "rollouts": lambda: rollouts(path, world, device),
+            "optimizers": lambda: optimizers(path, world, device),
+            "saves": lambda: saves(path, world, device),
+        }
+        asked = os.environ.get("CUDA_PARTS", " ".join(parts)).split()
+        found = {name: parts[name]() for name in asked}
     print(json.dumps(found))
 
 
