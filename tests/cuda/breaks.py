@@ -14,14 +14,19 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_S = 900
+"""Seconds of tests, after which a break has made them hang."""
 BESIDE = ".venv", "models", "data"                                      # git does not have (all of) them: linked
 
 STEP, MEMORY, MEMORY_PLAN = (f"tests/cuda/test_{name}.py" for name in ("step_on_cuda", "memory", "memory_plan"))
@@ -276,10 +281,33 @@ def import_what_does_not_change() -> None:
     gc.freeze()
 
 
+def run_worker(_: str, module: str, model: Path) -> SimpleNamespace:
+    """In place of conftest's `launch("-m", module, model)`: a fork, which has done its imports."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(write, 1)
+        status = 1
+        with contextlib.suppress(SystemExit):
+            try:
+                importlib.import_module(module).main(str(model))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    os.close(write)
+    with os.fdopen(read) as file:
+        said = file.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return SimpleNamespace(stdout=said)
+
+
 def run_pytest(folder: Path, arguments: list[str], out: Path) -> int:
     """The exit status, of a fork in the folder."""
     child = os.fork()
     if not child:
+        signal.alarm(LIMIT_S)
         with out.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -289,6 +317,8 @@ def run_pytest(folder: Path, arguments: list[str], out: Path) -> int:
             del sys.modules[name]
         status = 3
         with contextlib.suppress(BaseException):
+            if "CUDA_PARTS" in os.environ:
+                importlib.import_module("tests.conftest").launch = run_worker
             status = int(importlib.import_module("pytest").main(arguments))
         sys.stdout.flush()
         os._exit(status)
@@ -309,6 +339,8 @@ def caught_by(folder: Path, tests: tuple[str, ...]) -> str:
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, flags=re.MULTILINE)
         if found:
             return found[1]
+        if code == -signal.SIGALRM:
+            return f"{words[0]}: hangs"
         if code:
             raise RuntimeError(f"{arguments}: pytest ended with {code}: {said[-3000:]}")
     return "nobody"

@@ -255,6 +255,7 @@ def test_gpus_get_weights_by_nccl(monkeypatch):
     options = types.SimpleNamespace(Options=lambda: "options")
     nccl = type("NCCL", (), {"Options": options.Options, "__init__": lambda self, *asked: made.append(asked[1:])})
     monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr("torch.distributed.ProcessGroupGloo", lambda *_: pytest.fail("weights would go by the host"))
     sides = [(rank, 4, True, False) for rank in range(4)] + [(rank, 2, False, True) for rank in range(2)]
     for rank, size, trains, samples in sides:
         Bridge(World(rank, size, torch.device("cuda", rank), mesh=None, trains=trains, samples=samples, num_samplers=2,
