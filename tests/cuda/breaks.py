@@ -1,10 +1,11 @@
 """Breaks lines that only GPUs run, one at a time in a copy of the repository, and says which test notices:
 
-    python -m tests.cuda.breaks                        # all, in a quarter of an hour on a free core
+    python -m tests.cuda.breaks                        # all
     python -m tests.cuda.breaks pinned "set_device"    # those with one of these texts in their names
     python -m tests.cuda.breaks --done runs/breaks.jsonl    # goes on where an earlier call with this file ended
 
-Each break is what a careless change would make of a line. Its tests run in order until one fails."""
+Each break is what a careless change would make of a line. Its tests run in order until one fails: some seconds of one
+core, and half a minute where whole scripts or steps of large shapes are run."""
 
 import argparse
 import contextlib

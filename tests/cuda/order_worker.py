@@ -118,6 +118,7 @@ def step(policy, optimizer, world) -> None:
 
 def rollouts(folder: Path, world, device) -> dict:
     """Two cycles of an engine with everything offloaded: bytes of the trainer's tensors at each moment; the weights."""
+    from common.checkpoint.state import tensors_of
     from common.engine.base import EngineSetup, RolloutConfig
     from common.model.loading import load_policy
     from common.model.offload import Offload, OffloadConfig
@@ -147,6 +148,7 @@ def rollouts(folder: Path, world, device) -> dict:
     step(policy, optimizer, world)
     before = [p.to_local().cpu() for p in policy.parameters()]
     for _ in range(2):
+        tensors_of({"policy": (policy, optimizer)})                     # of a save: moments come back
         engine.wake(policy)
         engine.sleep()
         moments.append(["end", device.allocator.requested])
