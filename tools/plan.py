@@ -40,8 +40,9 @@ VISIBLE = 0.99
 """GiB that CUDA reports for each GB in a GPU's name."""
 ENGINE_SHARE = 0.92
 """The most that vLLM is given of a GPU (`gpu_share` in common/engine/vllm.py)."""
-ENGINE_TOKENS = 16384
-"""Tokens of vLLM's largest forward pass: its max_num_batched_tokens on a GPU of 80 GB."""
+ENGINE_TOKENS = {70.0: 16384, 0.0: 8192}
+"""GiB of a GPU, at least -> tokens of vLLM's largest forward pass, its max_num_batched_tokens (of an A100 always the
+smaller number: the plan knows no names, and calculates with the larger one)."""
 AT_A_TIME = 16
 """Longest sequences that the engine's cache must hold. vLLM starts with one, and then decodes one at a time."""
 
@@ -72,9 +73,10 @@ class Command:
     def phases(self) -> dict[str, dict[str, float]]:
         """Phase -> part -> GiB."""
         plan, policy, rollout = self.plan, self.plan.policy, self.args.rollout
+        engine_tokens = next(tokens for least, tokens in ENGINE_TOKENS.items() if self.gpu_gb >= least)
         engine = {
             "engine's weights": policy.all * policy.itemsize / rollout.tp / GIB,
-            "engine's activations": ENGINE_TOKENS * in_forward(policy) / rollout.tp / GIB,
+            "engine's activations": engine_tokens * in_forward(policy) / rollout.tp / GIB,
             f"engine's cache, {AT_A_TIME} sequences": AT_A_TIME * plan.longest * self.cache_gb_per_token(),
         }
         if rollout.engine == "hf":                                      # its weights are in the reserve of all phases

@@ -186,7 +186,7 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "*.engine_kwargs.sglang.*": "vLLM is the only engine beside --rollout.engine hf",
     "*.engine_kwargs.trtllm.*": "vLLM is the only engine beside --rollout.engine hf",
     "*.rollout.*_parallel_size": "an engine has tensor parallelism alone: --rollout.tp",
-    "*.rollout.quantization": """--rollout.extra '{"quantization": "fp8"}' does it: docs/gpus.md""",
+    "*.rollout.quantization": """--rollout.extra '{"quantization": "fp8_per_tensor"}' does it: docs/gpus.md""",
     "*.rollout.ignore_eos": "the end token ends a response",
     "*.rollout.multi_turn.*": "episodes are --rollout.episode FILE, here envs/verl_tools.py: docs/environments.md",
     "*.rollout.agent.*": "episodes are --rollout.episode FILE: docs/environments.md",

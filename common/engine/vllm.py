@@ -87,7 +87,7 @@ class VLLMEngine(Engine):
             self.llm = LLM(**options, **extra)
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
         self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
-        # the layers that vLLM quantises itself, e.g. with --rollout.extra '{"quantization": "fp8"}'
+        # the layers that vLLM quantises itself, e.g. with --rollout.extra '{"quantization": "fp8_per_tensor"}'
         methods = {layer: getattr(layer, "quant_method", None) for layer in self.model.modules()}
         self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
         mapper = vars(type(self.model)).get("hf_to_vllm_mapper")

@@ -63,13 +63,19 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
     """Expert parallel: consecutive ranks hold different experts, and tokens travel to them and back, by transformers'
     functions. Ranks with the same experts shard them along another dimension."""
     shards, experts = world.experts["shard"], world.experts["expert"]
+
+    def average(grad: Tensor) -> None:
+        """An expert's gradient is of the tokens of all ranks, and FSDP2 divides by those of `shards` alone."""
+        grad.div_(experts.size())
+        if grad.is_cuda:  # FSDP2 frees it when this stream has yet to add it up, and takes its memory in another one
+            grad.record_stream(torch.cuda.current_stream())
+
     apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)  # ValueError where experts do not divide
     for module in transformer.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             fully_shard(module, mesh=shards, mp_policy=replace(precision, cast_forward_inputs=False),
                         shard_placement_fn=lambda weight: Shard(shard_dim(weight.shape, shards.size(), first=1)))
-            # an expert's gradient is of the tokens of all ranks, and FSDP2 divides by those of `shards` alone
-            module.set_all_reduce_hook(lambda grad: grad.div_(experts.size()))
+            module.set_all_reduce_hook(average)
 
 
 class ReduceInParts:

@@ -7,8 +7,9 @@ operands with a float32 result) is written down here in float64 or float32; coll
 same. For models that no host could run, `only_shapes` leaves out the numbers of floating-point tensors (memory.py).
 
 What this proves: every tensor is on the device that its operation needs, dtypes and shapes fit, no kernel is asked for
-something that it refuses (`CONTRACTS`), nothing that was never written is used, and the host waits for the device only
-where `Device.reads` says. What it cannot prove: speed, fragments of memory, the order of streams.
+something that it refuses (`CONTRACTS`), nothing that was never written is used, no stream and no copy comes before what
+it needs (streams.py), and the host waits for the device only where `Device.reads` says. What it cannot prove: speed,
+fragments of memory, streams inside collectives.
 
 It reaches into torch: it puts a device guard and a hooks object where a CUDA build has its own. So it works with one
 version of torch (`WHY_NOT` says why not here), only in a process of its own that imports it first, and only in tests.
@@ -16,6 +17,7 @@ version of torch (`WHY_NOT` says why not here), only in a process of its own tha
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import mmap
 import platform
@@ -43,6 +45,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from tests.cuda.allocator import Allocator, Block
+from tests.cuda.streams import Order, Race, Use, Uses
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WRAPPERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_dynamo", "_compile.py"))   # of every dispatch
@@ -121,27 +124,30 @@ def _build_hooks() -> None:
 
 
 class Event:
+    """Says what was asked of a stream before it was recorded."""
+
     def __init__(self, *_, **__):
-        pass
+        self.clock = {}
 
     def record(self, stream=None):
+        self.clock = ORDER.now((stream or _current_stream()).stream_id)
         return self
 
     def wait(self, stream=None):
-        pass
+        ORDER.wait((stream or _current_stream()).stream_id, self.clock)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self):
-        pass
+        ORDER.host_waits(self.clock)
 
     def elapsed_time(self, other) -> float:
         return 1.0
 
 
 class Stream:
-    """Streams have a number and no order: everything happens when it is called."""
+    """A stream is a number. Everything happens when it is called; ORDER says whether it could."""
 
     numbers = itertools.count(1)
     current = threading.local()
@@ -150,16 +156,16 @@ class Stream:
         self.stream_id, self.priority, self.device = next(Stream.numbers), priority, torch.device("cuda", 0)
 
     def wait_event(self, event):
-        pass
+        event.wait(self)
 
     def wait_stream(self, stream):
-        pass
+        self.wait_event(stream.record_event())
 
     def record_event(self, event=None) -> Event:
-        return event or Event()
+        return (event or Event()).record(self)
 
     def synchronize(self):
-        pass
+        ORDER.host_waits(ORDER.now(self.stream_id))
 
     def query(self) -> bool:
         return True
@@ -168,6 +174,7 @@ class Stream:
         return False
 
 
+ORDER = Order()
 DEFAULT_STREAM = Stream()
 
 
@@ -241,6 +248,12 @@ def _check_nccl(device: "Device", func, args: tuple) -> None:
         kinds = {x.device.type for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)}
         if len(kinds) > 1:
             raise KernelRefuses(f"{name}: tensors on {sorted(kinds)} in one collective")
+
+
+def _check_generator(func, first, generator) -> None:
+    """A kernel draws with a generator of its own device (aten/src/ATen/core/Generator.h, check_generator)."""
+    if isinstance(first, FakeTensor) and getattr(generator, "made_for", "cuda") != "cuda":
+        raise KernelRefuses(f"{func}: Expected a 'cuda' device type for generator but found 'cpu'")
 
 
 CONTRACTS = (_check_varlen_attention, _check_matrix_products, _check_fp8, _check_nccl)
@@ -366,6 +379,8 @@ class Held:
     block: Block | None
     numbers: torch.UntypedStorage | None
     """In memory of the host. None: nobody knows them."""
+    uses: Uses
+    """Which streams have read and written it."""
 
 
 class Device(TorchDispatchMode):
@@ -393,6 +408,7 @@ class Device(TorchDispatchMode):
         """Is told of every operation that ran on the device."""
         self.kernels = _kernels()
         self.memory: dict[int, Held] = {}                               # by the address of a storage
+        self.pinned: dict[int, weakref.ref] = {}                        # the same of storages of the host
 
     def __enter__(self):
         self.functions.__enter__()
@@ -419,6 +435,7 @@ class Device(TorchDispatchMode):
 
         def freed(_):
             self.allocator.give_back(held.block)
+            ORDER.free(held.uses)
             if self.memory.get(key) is held:
                 del self.memory[key]
 
@@ -427,7 +444,8 @@ class Device(TorchDispatchMode):
             numbers = torch.full([storage.nbytes()], 255, dtype=torch.uint8).untyped_storage()
         block, self.next_block = self.next_block, None
         block = block or self.allocator.take(storage.nbytes(), _current_stream().stream_id)
-        held = self.memory[key] = Held(weakref.ref(storage, freed), block, numbers)
+        uses = ORDER.allocate(_current_stream().stream_id)
+        held = self.memory[key] = Held(weakref.ref(storage, freed), block, numbers, uses)
         return held
 
     def pass_on(self, func, args: tuple, out) -> None:
@@ -453,6 +471,8 @@ class Device(TorchDispatchMode):
         held = self.hold(storage)
         self.allocator.give_back(held.block)
         held.block = self.allocator.take(size, _current_stream().stream_id)
+        ORDER.free(held.uses)
+        held.uses = ORDER.allocate(_current_stream().stream_id)
         if held.numbers is not None:
             held.numbers.resize_(0)                                     # what was in it is lost
             held.numbers.resize_(size)
@@ -485,9 +505,58 @@ class Device(TorchDispatchMode):
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     def read(self, tensor: FakeTensor) -> torch.Tensor:
-        """What the host gets when it reads a tensor of the device."""
+        """What the host gets when it reads a tensor of the device: it waits for the stream."""
         self.reads[_place()] += 1
+        self.copy_of("a read by the host", tensor)
+        _current_stream().synchronize()
         return self.numbers(tensor)
+
+    def keep(self, tensor: FakeTensor, stream: Stream) -> None:
+        """`record_stream`: the memory is not taken again before this stream is done with it."""
+        self.hold(tensor.untyped_storage(), is_known=not self.only_shapes).uses.kept_for.add(stream.stream_id)
+
+    def copy_of(self, what: str, tensor: FakeTensor) -> Use:
+        """A copy of a tensor is put into the stream."""
+        uses = self.hold(tensor.untyped_storage(), is_known=not self.only_shapes).uses
+        return ORDER.launch(_current_stream().stream_id, what, [uses])
+
+    def to_host(self, tensor: FakeTensor, host: torch.Tensor) -> torch.Tensor:
+        """A copy into pinned memory that the host does not wait for."""
+        ORDER.arrive(self.copy_of("a copy to the host", tensor), host, self.numbers(tensor).to(host.dtype))
+        return host
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        found = self.pinned.get(storage._cdata)
+        return found is not None and found() is storage
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self.pinned[storage._cdata] = weakref.ref(storage)
+        return tensor
+
+    def check_arrived(self, func, flat: list) -> None:
+        """The host does not read what a copy to it may still write."""
+        if ORDER.copies and _starts_a_kernel(func):
+            read = {x.untyped_storage()._cdata for x in flat if isinstance(x, torch.Tensor)}
+            if any(copy.is_arriving and copy.host.untyped_storage()._cdata in read for copy in ORDER.copies):
+                raise Race(f"the host uses memory in {func} before a copy from the device has arrived there")
+
+    def follow(self, func, args: tuple, kwargs: dict, out) -> None:
+        """An operation of the device comes after those that it needs."""
+        if not _starts_a_kernel(func):
+            return
+        written = _written(func, args, kwargs)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        made = [x for x in pytree.tree_leaves(out) if isinstance(x, FakeTensor)]
+        of_given, of_made, of_written = ({x.untyped_storage()._cdata for x in xs} for xs in (given, made, written))
+        of_written |= of_made - of_given
+        touched = of_given - of_written, of_written
+        reads, writes = ([self.memory[key].uses for key in keys if key in self.memory] for keys in touched)
+        use = ORDER.launch(_current_stream().stream_id, str(func), reads, writes)
+        is_async = func is aten.copy_.default and len(args) > 2 and args[2]
+        if is_async and not isinstance(args[1], FakeTensor) and self.is_pinned(args[1]):
+            ORDER.depart(use, args[1])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -501,8 +570,12 @@ class Device(TorchDispatchMode):
         pinned = kwargs.pop("pin_memory", None)
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if func is aten.is_pinned.default:
+            return not fakes and self.is_pinned(args[0])
         if not fakes and not any(isinstance(x, torch.device) and x.type == "cuda" for x in flat):
-            return func(*args, **kwargs)                                # on the CPU
+            self.check_arrived(func, flat)
+            out = func(*args, **kwargs)                                 # on the CPU
+            return self.pin(out) if pinned else out
         assert not pinned, f"{func}: only memory of the host can be pinned"
         self.num_operations += 1
         for check in CONTRACTS:
@@ -511,25 +584,27 @@ class Device(TorchDispatchMode):
             self.count_bytes(func, args)
         if func is aten._local_scalar_dense.default:
             return self.read(args[0]).item()
-        if func is aten.is_pinned.default:
-            return False
         to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
         if func is aten._to_copy.default and to_host:
             kept = {name: x for name, x in kwargs.items() if name in ("dtype", "memory_format")}
             if not self.is_known(args[0]):
                 return torch.zeros((), dtype=kept.get("dtype") or args[0].dtype).expand(args[0].shape)
+            if kwargs.get("non_blocking"):                              # torch makes it in pinned memory
+                return self.to_host(args[0], self.pin(torch.empty_like(self.numbers(args[0]), **kept)))
             return func(self.read(args[0]), **kept)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             if not self.is_known(args[1]):
                 return args[0]
-            is_async = len(args) > 2 and args[2]                        # the host does not wait
-            return func(args[0], self.numbers(args[1]) if is_async else self.read(args[1]), *args[2:])
+            if len(args) > 2 and args[2] and self.is_pinned(args[0]):   # into other memory the host waits anyway
+                return self.to_host(args[1], args[0])
+            return func(args[0], self.read(args[1]), *args[2:])
         is_masked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
         if func is aten.nonzero.default or is_masked:
             self.reads[_place()] += 1                                   # the size of the result is read
         if to_host:                                                     # empty_like(x, device="cpu"): real memory
             return func(*pytree.tree_map(self.numbers, args), **kwargs)
         out = self._run(func, args, kwargs)
+        self.follow(func, args, kwargs, out)
         self.heard(func, args, out)
         return out
 
@@ -584,6 +659,28 @@ class Device(TorchDispatchMode):
         return False
 
 
+NO_KERNEL = ("empty", "new_empty", "lift", "resize", "set_", "record_stream", "is_pinned", "wait_tensor", "alias",
+             "_unsafe_view", "detach")
+
+
+@functools.cache
+def _starts_a_kernel(func) -> bool:
+    """Views and allocations do not."""
+    is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.arguments)
+    return not is_view and not func._schema.name.partition("::")[2].startswith(NO_KERNEL)
+
+
+def _written(func, args: tuple, kwargs: dict) -> list[FakeTensor]:
+    """The arguments that an operation writes. Schemas of collectives do not say which: the first one."""
+    if func._schema.name.startswith("c10d::"):
+        found = args[:1]
+    else:
+        values = kwargs | {argument.name: x for argument, x in zip(func._schema.arguments, args)}
+        found = [values.get(argument.name) for argument in func._schema.arguments
+                 if argument.alias_info is not None and argument.alias_info.is_write]
+    return [x for x in pytree.tree_leaves(found) if isinstance(x, FakeTensor)]
+
+
 @contextlib.contextmanager
 def _pushed(device: Device):
     _push_mode(device)
@@ -621,6 +718,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         first = args[0] if args else None
+        _check_generator(func, first, (kwargs or {}).get("generator"))  # the dispatcher makes another object of it
         if func in (torch.as_tensor, torch.tensor) and isinstance(first, list | tuple):
             items = [self.device.read(x).item() if isinstance(x, FakeTensor) else x for x in first]
             return func(items, *args[1:], **(kwargs or {}))
@@ -665,6 +763,7 @@ def install(
     _register_kernels()
     FakeTensorMode.avoid_device_init = property(lambda self: True)
     FakeTensor.tolist = lambda tensor: device.read(tensor).tolist()
+    FakeTensor.record_stream = lambda tensor, stream: device.keep(tensor, stream)
     from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of c10d's operations
     from torch.nn.attention import varlen  # noqa: F401  makes its operators known
 
@@ -675,8 +774,14 @@ def install(
 
     def synchronize(_=None):
         device.reads[_place()] += 1
+        ORDER.host_waits()
 
-    new_generator = torch.Generator.__new__                             # of the CPU, which draws the numbers
+    new_generator = torch.Generator.__new__
+
+    def make_generator(kind, device="cpu"):
+        generator = new_generator(kind)                                 # of the CPU, which draws the numbers
+        generator.made_for = torch.device(device).type
+        return generator
 
     def reset_peak(_=None):
         device.allocator.reset_peaks()
@@ -699,7 +804,7 @@ def install(
     }
     for attribute, stand_in in stand_ins.items():
         setattr(torch.cuda, attribute, stand_in)
-    torch.Generator = type("Generator", (torch.Generator,), {"__new__": lambda kind, _=None: new_generator(kind)})
+    torch.Generator = type("Generator", (torch.Generator,), {"__new__": make_generator})
     torch.accelerator.synchronize = synchronize
     torch.accelerator.current_stream = _current_stream
     resize, device_of = torch.UntypedStorage.resize_, torch.UntypedStorage.device

@@ -8,10 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.engine import vllm
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
+from common.engine.remote import Bridge
 from common.engine.vllm import VLLMEngine
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
+from common.parallel.ranks import World
 from tests.engine.engine_models import PROMPTS, make_model
 from tests.generate import generate
 
@@ -224,3 +227,37 @@ def test_a_weight_that_nobody_sends_is_an_error(start):
         engine.wake(policy)
 
 
+def test_what_others_hold_is_not_the_engines(start, monkeypatch):
+    """A share is one of the whole GPU, of which 9 GiB are taken."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (71 * 2**30, 80 * 2**30))
+    assert vllm.gpu_share(40.0, 4.0) == (71 - 40 - 4) / 80
+
+
+def test_ranks_of_one_engine_have_one_seed(start, monkeypatch):
+    """They sample the same, and other engines something else."""
+    seeds = []
+    monkeypatch.setattr(StandIn, "__init__", lambda self, **options: seeds.append(options["seed"]) or exit_start())
+
+    def exit_start():
+        raise KeyboardInterrupt
+
+    for rank in range(4):
+        config, model_config = RolloutConfig(tp=2), ModelConfig(compute_dtype="float32")
+        world = World(rank, 4, torch.device("cuda", rank), mesh=None)
+        with pytest.raises(KeyboardInterrupt):
+            VLLMEngine(EngineSetup("", None, config, model_config, world, PROMPTS[:2], [2], 128, 0))
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_gpus_get_weights_by_nccl(monkeypatch):
+    """Of a job with 4 trainers and 2 samplers: who is in the group between them, and as what."""
+    made = []
+    options = types.SimpleNamespace(Options=lambda: "options")
+    nccl = type("NCCL", (), {"Options": options.Options, "__init__": lambda self, *asked: made.append(asked[1:])})
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr("torch.distributed.ProcessGroupGloo", lambda *_: pytest.fail("weights would go by the host"))
+    sides = [(rank, 4, True, False) for rank in range(4)] + [(rank, 2, False, True) for rank in range(2)]
+    for rank, size, trains, samples in sides:
+        Bridge(World(rank, size, torch.device("cuda", rank), mesh=None, trains=trains, samples=samples, num_samplers=2,
+                     job_store=torch.distributed.HashStore()))
+    assert made == [(0, 3, "options"), (1, 3, "options"), (2, 3, "options")]

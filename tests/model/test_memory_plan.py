@@ -155,6 +155,14 @@ def test_the_budget_is_the_largest_that_fits(llama, gpu):
     assert plan_of(llama, longest=50_000).choose_budget(0, CUDA)[0] == 50_000  # a longest sequence always runs
 
 
+def test_the_smallest_gpu_decides_for_all_ranks(llama, gpu, monkeypatch):
+    """Another rank has half of this one's memory; with another number of tokens each would run another number of
+    micro-batches."""
+    gpu(80)
+    monkeypatch.setattr(memory_plan, "all_max", lambda mine: torch.tensor([max(mine[0], mine[0] / 2)]))
+    assert "of 40.0 GiB" in plan_of(llama).choose_budget(0, CUDA)[1]
+
+
 def test_a_longest_sequence_that_does_not_fit_is_refused(llama, gpu):
     gpu(5)
     with pytest.raises(ValueError, match=r"96 tokens, needs 5\.\d GiB, by calculation, and a GPU has 5\.0: use more"):

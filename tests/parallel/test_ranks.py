@@ -66,3 +66,49 @@ def test_copies_that_the_ranks_cannot_hold_are_refused_before_ranks_meet(replica
     rule = f"--policy.replicas {replicas} must be at least 1 and divide the 4 ranks evenly"
     with pytest.raises(ValueError, match=re.escape(rule)):
         ranks.init(60, replicas)
+
+
+@pytest.fixture
+def gpus(machine, monkeypatch):
+    """A machine with 8 GPUs; what torch is asked for."""
+    asked = {}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: asked.update(device=str(device)))
+    monkeypatch.setattr("torch.distributed.init_process_group",
+                        lambda backend, **options: asked.update(options, backend=backend))
+    monkeypatch.setattr("torch.distributed.rendezvous", lambda *_, **__: iter([(ranks.dist.HashStore(), 0, 1)]))
+    return asked
+
+
+def test_a_rank_has_the_gpu_of_its_place_on_the_machine(gpus, monkeypatch):
+    """Rank 11 of 16 is the fourth of the second machine."""
+    for name, value in {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    world = ranks.init(60.0)
+    assert (str(world.device), world.rank, gpus["device"], gpus["rank"]) == ("cuda:3", 11, "cuda:3", 11)
+    assert gpus["backend"] == "cpu:gloo,cuda:nccl" and gpus["timeout"].total_seconds() == 360
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(ValueError, match=r"local rank 8 needs a GPU of its own, this machine has 8: set torchrun"):
+        ranks.init(60.0)
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 3600.0, 0])
+def test_time_limits_are_numbers_that_nccl_takes(timeout_s):
+    """Milliseconds of 32 bits, and more than the phase may take."""
+    limit = ranks.collective_timeout(timeout_s)
+    assert timeout_s < limit.total_seconds() < 2**31 / 1000
+    assert timeout_s or limit.days > 20
+
+
+def test_every_group_has_the_time_limit(monkeypatch):
+    """torch's own default of 10 minutes with NCCL would end a rollout."""
+    limits = []
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(ranks.dist, "new_subgroups_by_enumeration",
+                        lambda parts, timeout=None: limits.append(timeout) or (None, []))
+    monkeypatch.setattr(ranks.dist, "new_subgroups", lambda size, timeout=None: limits.append(timeout) or (None, []))
+    monkeypatch.setattr(ranks.DeviceMesh, "from_group", lambda *_, **__: None)
+    limit = ranks.collective_timeout(7.0)
+    ranks.make_groups("cuda", limit, replicas=2, sequence_parallel=2, expert_parallel=4)
+    assert limits == [limit] * 5

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,6 +125,23 @@ def test_sizes_that_no_model_has_are_one_line(sizes, message, model, run):
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
     said, code = run(str(ROOT / "grpo.py"))
     assert code == 2 and message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("gb", [24, 40, 48, 80, 96, 141, 192])
+def test_the_engine_has_the_batch_that_vllm_takes_by_itself(gb, monkeypatch):
+    """vLLM's own function is the oracle, on a stand-in for the card."""
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    from vllm.usage.usage_lib import UsageContext
+
+    card = SimpleNamespace(get_device_total_memory=lambda: int(plan.VISIBLE * gb * 2**30), is_tpu=lambda: False,
+                           get_device_name=lambda: "NVIDIA H100", is_cpu=lambda: False)
+    monkeypatch.setattr(arg_utils, "current_platform", card)
+    tokens = arg_utils.EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
+    config = plan.SHAPES[SHAPE]
+    args = plan.RunArgs(model="", train_data=(), policy=plan.ModelConfig(), rollout=plan.RolloutConfig())
+    found = plan.Command(args, config, 8, plan.VISIBLE * gb, 8192).phases()["rollout"]["engine's activations"]
+    a_token = 2 * (2 * config.hidden_size + 3 * config.intermediate_size)       # gate, up and product, in bfloat16
+    assert found == pytest.approx(tokens * a_token / 2**30)
 
 
 def test_the_tables_are_those_in_the_documents():
