@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a new GPU machine shall tell first, in at most 25 minutes: tests/gpu/first_hour.py, which has the flags.
 #
-#   tests/gpu/first_hour.sh pack FOLDER     on a machine with an index: wheels that a bare machine with torch lacks (1 MB)
+#   tests/gpu/first_hour.sh pack FOLDER     on a machine with an index: wheels that a bare machine with torch lacks (2 MB)
 #   tests/gpu/first_hour.sh [FLAGS]         on the GPU machine: all parts; with a folder of wheels in WHEELS, with these
 #
 # Variables: PYTHON names the Python to use, OUT the folder of the results (first_hour.json, .md, .log, profile.txt).

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tests.cuda.fake_cuda import WHY_NOT
 from tests.gpu import first_hour
 from tests.gpu.first_hour import Part
 
@@ -71,3 +72,31 @@ def test_it_needs_nothing_but_python():
     """-S: without site-packages."""
     done = subprocess.run([sys.executable, "-S", "-m", "tests.gpu.first_hour", "--help"], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_parts_measure_on_a_gpu(tmp_path):
+    """On the stand-in for CUDA, whose memory is counted: the branches for GPUs run, and a phase takes no more than is
+    planned."""
+    code = f"""
+import argparse, json
+from pathlib import Path
+from tests.cuda import fake_cuda
+device = fake_cuda.install(num_gpus=1)
+from tests.gpu import first_parts
+args = argparse.Namespace(tiny=True, work=Path({str(tmp_path)!r}), model="tiny")
+with device:
+    print(json.dumps([first_parts.environment(args), first_parts.attention(args), first_parts.speed(args)]))
+"""
+    make = ["-m", "tests.gpu.first_parts", "models", "--tiny", "--work", str(tmp_path)]
+    subprocess.run([sys.executable, *make], cwd=ROOT, check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    environment, attention, speed = json.loads(done.stdout.splitlines()[-1])
+    assert "H100" in environment["GPU 0"] and "H100" in speed["device"]
+    assert {row["function"] for row in attention["rows"]} == {"packed_sdpa", "packed_varlen"}
+    assert [(row["tokens"], row["phase"]) for row in speed["rows"]] == [
+        (256, "log-probs"), (256, "update"), (512, "log-probs"), (512, "update")]
+    for row in speed["rows"]:
+        assert 0.5 * row["allocated, planned"] < row["allocated, measured"] <= row["allocated, planned"]
+        assert ("MFU" in row) == (row["phase"] == "update")
