@@ -20,6 +20,7 @@ from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
 from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
+from common.model.vision import FAMILIES
 from common.parallel.ranks import all_names, seed_of
 from envs.pictures import decode
 from envs.runtime.response import Response
@@ -52,10 +53,11 @@ class VLLMEngine(Engine):
             "logprobs_mode": "processed_logprobs",
             "seed": seed_of(setup.seed, self.engine_rank),
             "limit_mm_per_prompt": {"video": 0},
-            "mm_hasher_algorithm": "sha256",  # part of Python
             "enable_return_routed_experts": model_config.router_replay == "rollout",
-            "mm_device_do_normalize": False,  # a tower's buffers for it would be random: the load format is dummy
         }
+        if setup.hf_config.model_type in FAMILIES:  # vLLM 0.26 has neither, and reads text alone here
+            # sha256 is part of Python; a tower's buffers for normalizing would be random: the load format is dummy
+            options |= {"mm_hasher_algorithm": "sha256", "mm_device_do_normalize": False}
         if self.on_cpu:
             options |= {
                 "enforce_eager": True,
@@ -92,7 +94,7 @@ class VLLMEngine(Engine):
         self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
         mapper = vars(type(self.model)).get("hf_to_vllm_mapper")
         if mapper is not None:
-            self.name_of = replace(mapper, orig_to_new_stacked={}).map_name  # what is fused is compared in parts
+            self.name_of = replace(mapper, orig_to_new_stacked={})._map_name  # what is fused is compared in parts
         self._sleep()
 
     def _wake_weights(self) -> None:

@@ -14,6 +14,8 @@ from common.model.sequence_parallel import gather_keys
 
 # Tokens. For shorter sequences the backward of sdpa on CPUs takes up to 4x as long in bfloat16 as in float32 (measured)
 CPU_UPCAST_BELOW = 160
+FEWER_KEY_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
+"""Lets keys have fewer heads than queries; torch 2.11 needs no argument for it."""
 
 
 def packed_sdpa(
@@ -74,7 +76,7 @@ def packed_varlen(
     longest = int(layout["max_length_q"]), int(layout["max_length_k"])
     window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
     out = varlen_attn(q, k, v, layout["cu_seq_lens_q"], layout["cu_seq_lens_k"], *longest, scale=scaling,
-                      window_size=window, enable_gqa=True)
+                      window_size=window, **FEWER_KEY_HEADS)
     return out[None], None
 
 

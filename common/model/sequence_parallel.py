@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single, wait_tensor
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.nn.functional import all_reduce
 
 from common.batch import Batch, offsets
-from common.parallel.ranks import all_gather_objects
+from common.parallel.ranks import all_gather_objects, all_gather_single
 
 
 @dataclass
@@ -109,5 +109,6 @@ def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup, num_rows: 
     """The keys and values of all ranks of the group, `num_rows` each: [1, kv_heads, t, D] -> [1, kv_heads, K, D]."""
     both = torch.cat([key[0], value[0]]).transpose(0, 1)                                # [t, 2 kv_heads, D]
     both = F.pad(both, (0, 0, 0, 0, 0, num_rows - len(both))).contiguous()
-    both = wait_tensor(all_gather_single(both, 0, group))               # its gradient is summed over the ranks
-    return both.transpose(0, 1)[None].chunk(2, dim=1)
+    # its gradient is summed over the ranks; it must be contiguous, as the gradient of chunk is
+    key, value = wait_tensor(all_gather_single(both, 0, group)).chunk(2, dim=1)
+    return key.transpose(0, 1)[None], value.transpose(0, 1)[None]

@@ -14,10 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
 from common.model.policy import Critic, ModelConfig, PackedModel, saved_buffers
-from common.parallel.ranks import World
+from common.parallel.ranks import World, reduce_scatter_single
 
 PART = 2**26
 """Bytes of gradients that are float32 at a time while ranks sum them: 256 MiB."""
@@ -62,6 +61,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPrecisionPolicy) -> None:
     """Expert parallel: consecutive ranks hold different experts, and tokens travel to them and back, by transformers'
     functions. Ranks with the same experts shard them along another dimension."""
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism  # since transformers 5.19
+
     shards, experts = world.experts["shard"], world.experts["expert"]
 
     def average(grad: Tensor) -> None:
@@ -92,7 +93,7 @@ class ReduceInParts:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp):
         parts = input_tensor.view(group.size(), -1).split(PART // group.size(), dim=1)
         for sums, part in zip(output_tensor.split(PART // group.size()), parts):
-            dist.reduce_scatter_single(sums, part.to(sums.dtype).flatten(), op, group)
+            reduce_scatter_single(sums, part.to(sums.dtype).flatten(), op, group)
 
 
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
@@ -107,11 +108,11 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     if frozen:
         model.requires_grad_(False)
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
-    if world.experts is not None and "ep_dispatch_experts" in transformer.ep_plan.values():
+    if world.experts is not None and "ep_dispatch_experts" in getattr(transformer, "ep_plan", {}).values():
         shard_experts(transformer, world, precision)
     elif world.experts is not None and not frozen:              # a teacher or reward model may have no experts
         raise ValueError(f"--policy.expert-parallel {config.expert_parallel}: transformers cannot divide the experts "
-                         f"of a {transformer.config.model_type}, if it has any: set it to 1")
+                         f"of a {transformer.config.model_type}, if it has any, or is below 5.19: set it to 1")
     num_shards = world.mesh.size(-1)
     is_divided = num_shards > 1
     for module in transformer.modules():

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEVICES = Path("/dev")
 SAMPLERS = "RL_SAMPLERS"
+
+# torch 2.11 has other names for them
+all_gather_single = getattr(functional, "all_gather_single", functional.all_gather_tensor_autograd)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def attend(device, dtype="bfloat16", key_dtype=None, head_dim=16, kv_heads=2, of
            offsets_device="cuda", is_strided=False, capability=(9, 0)) -> list[float]:
     """Two sequences through the kernel that `packed_varlen` calls, each setting as given."""
     import torch
-    from torch.nn.attention.varlen import varlen_attn
+
+    from common.model.attention import FEWER_KEY_HEADS, varlen_attn
 
     device.capability = capability
     query = torch.ones(5, 4, head_dim, dtype=getattr(torch, dtype), device="cuda")
@@ -36,7 +37,7 @@ def attend(device, dtype="bfloat16", key_dtype=None, head_dim=16, kv_heads=2, of
     if is_strided:
         query = torch.ones(5, head_dim, 4, dtype=query.dtype, device="cuda").transpose(1, 2)
     offsets = torch.tensor([0, 2, 5], dtype=getattr(torch, offsets_dtype), device=offsets_device)
-    out = varlen_attn(query, key, value, offsets, offsets, 3, 3, window_size=(-1, 0), enable_gqa=True)
+    out = varlen_attn(query, key, value, offsets, offsets, 3, 3, window_size=(-1, 0), **FEWER_KEY_HEADS)
     device.capability = (9, 0)
     return out.double().cpu().flatten().tolist()
 

@@ -18,8 +18,9 @@ from common.optim import OptimConfig
 from common.parallel import ranks
 from common.parallel.ranks import make_groups
 from tests.model.adamw_oracle import before_step, bytes_of_moments, check_step, whole
+from tests.parallel import DIVIDES_EXPERTS
 
-LAYOUTS = {"copies": {"replicas": 2}, "shards": {}, "experts": {"expert_parallel": 2}}
+LAYOUTS = {"copies": {"replicas": 2}, "shards": {}, **({"experts": {"expert_parallel": 2}} if DIVIDES_EXPERTS else {})}
 
 
 def start(folder: str, world: ranks.World, kind: str, **layout: int):

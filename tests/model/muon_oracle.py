@@ -17,6 +17,7 @@ from common.model.sharding import shard_slice
 from common.optim import OptimConfig
 from common.parallel import ranks
 from common.parallel.ranks import make_groups
+from tests.parallel import DIVIDES_EXPERTS
 
 LR, DECAY = 0.01, 0.1
 ADAPTERS = Weights(lora=LoRAConfig(rank=4))
@@ -26,7 +27,8 @@ MODELS: dict[str, tuple[str, Callable, Weights]] = {                    # folder
 }
 
 LAYOUTS = {2: {"2 shards": {}},
-           4: {"4 shards": {}, "2 copies": {"replicas": 2}, "other experts": {"expert_parallel": 2}}}
+           4: {"4 shards": {}, "2 copies": {"replicas": 2},
+               **({"other experts": {"expert_parallel": 2}} if DIVIDES_EXPERTS else {})}}
 """Number of ranks -> how they may divide a model."""
 CASES = [(ranks, layout, name) for ranks, layouts in LAYOUTS.items() for layout, flags in layouts.items()
          for name in MODELS if name == "mixture" or "expert_parallel" not in flags]

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from common.batch import Batch
-from common.model.attention import choose_attention, packed_sdpa, packed_varlen
+from common.model.attention import FEWER_KEY_HEADS, choose_attention, packed_sdpa, packed_varlen
 from common.model.policy import ModelConfig, Policy
 from tests import oracles
 
@@ -306,8 +306,8 @@ def test_a_prefix_that_is_not_seen_is_noticed():
 def test_packed_varlen_hands_the_kernel_the_keys_of_a_shared_prompt(window, monkeypatch):
     """The kernel itself needs a GPU: here a loop stands in for it, with its documented mask (the last query sees the
     last key). What is tested is what it is given."""
-    def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert enable_gqa and window_size == (-1 if window is None else window - 1, 0)
+    def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **others):
+        assert others == FEWER_KEY_HEADS and window_size == (-1 if window is None else window - 1, 0)
         assert max_q >= cu_q.diff().max() and max_k >= cu_k.diff().max()
         out = []
         for (a, b), (c, d) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist())):

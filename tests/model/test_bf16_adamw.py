@@ -263,7 +263,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_and_experts(kind, ranks_found
         plan = Model(MIXTURE, ModelConfig(**shape), 2 if layout == "copies" else 4, kind=kind)
         assert max(of_rank[layout]["bytes"] for of_rank in found) == plan.moment_bytes
     policy, optimizer = start(mixture, world, kind)
-    load_parts({"policy": (policy, optimizer)}, ranks_found / f"{kind} experts")
+    load_parts({"policy": (policy, optimizer)}, ranks_found / f"{kind} {layout}")
     last = whole(policy, optimizer)
     assert last.keys() == saved.keys() and all(torch.equal(last[name], x) for name, x in saved.items())
     assert {x.dtype for x in last.values()} == {torch.bfloat16, torch.float32} | (

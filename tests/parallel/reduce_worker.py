@@ -30,7 +30,7 @@ def run(case: Case, folder: str, world: ranks.World) -> dict:
     world = replace(world, **ranks.make_groups("cpu", ranks.collective_timeout(60), case.replicas, 1,
                                                case.expert_parallel))
     sums, sent = [], []
-    in_parts, reduce_scatter = sharding.ReduceInParts.__call__, dist.reduce_scatter_single
+    in_parts, reduce_scatter = sharding.ReduceInParts.__call__, sharding.reduce_scatter_single
 
     def record(comm, output_tensor, input_tensor, group, op):
         brought = input_tensor.new_empty(group.size(), len(input_tensor))
@@ -44,7 +44,7 @@ def run(case: Case, folder: str, world: ranks.World) -> dict:
 
     with mock.patch.object(sharding, "PART", case.part), \
             mock.patch.object(sharding.ReduceInParts, "__call__", record), \
-            mock.patch.object(dist, "reduce_scatter_single", count):
+            mock.patch.object(sharding, "reduce_scatter_single", count):
         gradient = gradient_of(case, folder, world)
     with mock.patch.object(sharding.FSDPModule, "set_custom_reduce_scatter"):
         plain = gradient_of(case, folder, world)

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_single
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from common.batch import Batch
@@ -18,7 +17,7 @@ from common.model import loading, sequence_parallel, sharding
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
-from common.parallel.ranks import make_groups
+from common.parallel.ranks import all_gather_single, make_groups
 from tests.parallel.layout_worker import Step, gradient
 
 
@@ -98,7 +97,7 @@ def without(reduction: str, world: ranks.World) -> contextlib.AbstractContextMan
         "": contextlib.nullcontext,
         "keys": lambda: mock.patch.object(sequence_parallel, "all_gather_single", unreduced),
         "log-probs": lambda: mock.patch.object(sequence_parallel, "all_reduce", lambda numbers, group: numbers),
-        "shards": lambda: mock.patch.object(dist, "reduce_scatter_single", own_chunk),
+        "shards": lambda: mock.patch.object(sharding, "reduce_scatter_single", own_chunk),
         "copies": lambda: mock.patch.object(dist, "all_reduce", but_for_copies),
     }[reduction]()
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from tests.conftest import launch
+from tests.parallel import DIVIDES_EXPERTS
 from tests.parallel.reduce_worker import Case
 from tests.parallel.test_sequence_parallel import save_models
 
 RANKS = 4
 CASES = [Case("llama", 100), Case("llama", 2**26), Case("llama", 100, replicas=2), Case("mixture", 1000),
-         Case("mixture", 100, expert_parallel=2)]
+         *[Case("mixture", 100, expert_parallel=2)] * DIVIDES_EXPERTS]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,102 @@
+"""The first hour's report: complete, whatever fails. The parts themselves run with `tests/gpu/first_hour.sh --tiny`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.cuda.fake_cuda import WHY_NOT
+from tests.gpu import first_hour
+from tests.gpu.first_hour import Part
+
+FAILS = "print('before'); print('{\"rows\": [{\"a\": 1.5}]}'); raise ValueError('broken')"
+HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77)']); " \
+        "print('begun', flush=True); time.sleep(60)"
+GOOD = "print('{\"rows\": [{\"a\": 1.5}, {\"b\": 2}], \"c\": 3}')"
+PARTS = [
+    Part("fails", "what fails", 60, (["-c", FAILS], ["-c", "raise SystemExit('not reached')"])),
+    Part("dies", "what is killed", 60, (["-c", "import os; os.kill(os.getpid(), 9)"],)),
+    Part("hangs", "what takes too long", 2.0, (["-c", HANGS],)),
+    Part("lacks", "what needs a package", 60, (["-c", "raise SystemExit(1)"],), "no_such_package"),
+    Part("good", "what works", 60, (["-c", "print(1)"], ["-c", GOOD])),
+]
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch) -> tuple[int, dict, str]:
+    """Exit status, JSON and table of five parts."""
+    monkeypatch.setattr(first_hour, "SHORTEST", 0.5)
+    code = first_hour.main(["--out", str(tmp_path)], PARTS)
+    return code, json.loads((tmp_path / "first_hour.json").read_text()), (tmp_path / "first_hour.md").read_text()
+
+
+def test_a_part_that_fails_stops_no_other(report):
+    code, found, table = report
+    assert code == 1
+    assert {name: part["status"] for name, part in found["parts"].items()} == {
+        "fails": "failed", "dies": "failed", "hangs": "out of time", "lacks": "not run", "good": "ok"}
+    assert found["parts"]["good"]["result"] == {"rows": [{"a": 1.5}, {"b": 2}], "c": 3}
+    assert "ValueError: broken" in found["parts"]["fails"]["last_lines"]
+    assert "not reached" not in json.dumps(found)
+    assert found["parts"]["fails"]["result"] == {"rows": [{"a": 1.5}]}
+    assert found["parts"]["dies"]["last_lines"] == ["ended with -9"]
+    assert found["parts"]["hangs"]["last_lines"][0] == "begun"
+    assert found["parts"]["lacks"]["last_lines"] == ["no_such_package is not installed"]
+    assert "| hangs | out of time |" in table and "    ValueError: broken" in table and "| 1.5 |  |" in table
+
+
+def test_what_a_part_started_ends_with_it(report):
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "time.sleep(77)" not in listed
+
+
+def test_parts_for_which_no_time_is_left_are_in_the_report(tmp_path):
+    code = first_hour.main(["--out", str(tmp_path), "--minutes", "0.1"], PARTS)
+    found = json.loads((tmp_path / "first_hour.json").read_text())["parts"]
+    assert code == 0 and found.keys() == {part.name for part in PARTS}
+    assert all(part["status"] == "not run" and part["last_lines"] for part in found.values())
+
+
+@pytest.mark.parametrize("is_tiny", [True, False])
+def test_the_limits_are_25_minutes_and_names_are_unique(tmp_path, is_tiny):
+    found = first_hour.parts(tmp_path, is_tiny)
+    assert sum(part.seconds for part in found) <= 25 * 60
+    assert len({part.name for part in found}) == len(found)
+    files = {command[0] for part in found for command in part.commands if command[0] != "-m"}
+    assert all((ROOT / file).is_file() for file in files) and files == {"grpo.py", "data/word_problems.py"}
+
+
+def test_it_needs_nothing_but_python():
+    """-S: without site-packages."""
+    done = subprocess.run([sys.executable, "-S", "-m", "tests.gpu.first_hour", "--help"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_parts_measure_on_a_gpu(tmp_path):
+    """On the stand-in for CUDA, whose memory is counted: the branches for GPUs run, and a phase takes no more than is
+    planned."""
+    code = f"""
+import argparse, json
+from pathlib import Path
+from tests.cuda import fake_cuda
+device = fake_cuda.install(num_gpus=1)
+from tests.gpu import first_parts
+args = argparse.Namespace(tiny=True, work=Path({str(tmp_path)!r}), model="tiny")
+with device:
+    print(json.dumps([first_parts.environment(args), first_parts.attention(args), first_parts.speed(args)]))
+"""
+    make = ["-m", "tests.gpu.first_parts", "models", "--tiny", "--work", str(tmp_path)]
+    subprocess.run([sys.executable, *make], cwd=ROOT, check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    environment, attention, speed = json.loads(done.stdout.splitlines()[-1])
+    assert "H100" in environment["GPU 0"] and "H100" in speed["device"]
+    assert {row["function"] for row in attention["rows"]} == {"packed_sdpa", "packed_varlen"}
+    assert [(row["tokens"], row["phase"]) for row in speed["rows"]] == [
+        (256, "log-probs"), (256, "update"), (512, "log-probs"), (512, "update")]
+    for row in speed["rows"]:
+        assert 0.5 * row["allocated, planned"] < row["allocated, measured"] <= row["allocated, planned"]
+        assert ("MFU" in row) == (row["phase"] == "update")
