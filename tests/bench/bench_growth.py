@@ -184,7 +184,11 @@ def checkpoint_plan(num_ranks: int, num_tensors: int = TENSORS_70B) -> tuple[flo
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, whole)
         return WriteItem(MetadataIndex(f"policy.model.layers.{number}", offsets), WriteItemType.SHARD, tensor_data=data)
 
-    sent = [pickle.dumps(SavePlan([item(number, rank) for number in range(num_tensors)])) for rank in range(num_ranks)]
+    def local_plan(rank: int) -> SavePlan:
+        items = [item(number, rank) for number in range(num_tensors)]
+        return SavePlan(items, planner_data={item.index.fqn: (item.index.fqn,) for item in items})
+
+    sent = [pickle.dumps(local_plan(rank)) for rank in range(num_ranks)]
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, None, True)
     start = time.process_time()
