@@ -130,8 +130,8 @@ def sample(run: Run, bridge: Bridge) -> None:
         if all_max([bridge.has_message()]).item():
             continue                                            # the trainers have ended: nobody wants this rollout
         meter = Meter()
-        samples = responses_to_state(pending.collect(meter))
-        made = {"samples": samples, "metrics": meter.reduce(), "gen_s": gen_s}
+        bridge.send_share(responses_to_state(pending.collect(meter)))
+        made = {"metrics": meter.reduce(), "gen_s": gen_s}
         bridge.send((made, run.watchdog.signal))
 
 
@@ -141,7 +141,8 @@ def wait(run: Run, step: int, rollouts: list[RemoteRollout]) -> None:
         for pending in rollouts:
             if pending.made is None:
                 pending.made, signal = pending.bridge.receive(run.checkpoints.check)
-                pending.made["version"] = step                      # they are made in the step that asks for them
+                # they are made in the step that asks for them
+                pending.made |= {"version": step, "samples": pending.bridge.receive_share()}
                 run.watchdog.signal = run.watchdog.signal or signal
 
 

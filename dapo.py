@@ -138,7 +138,7 @@ def main(args: Args) -> None:
             f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step,
         )
-        surplus = responses_from_state(run.resume().get("surplus", []), run.train_set, run.world)
+        surplus = responses_from_state(run.resume().get("surplus") or b"", run.train_set)
         for step in run.steps():
             # 1 rollout: until P groups have unequal rewards, or max_gen_batches are spent
             run.metrics |= engine.wake(policy)
@@ -215,7 +215,7 @@ def main(args: Args) -> None:
                 "rollout/surplus_groups": len(trainable) - num_groups,
                 "rollout/score_all_groups": float(sampled.scores.nanmean()),
             }
-            run.script_state["surplus"] = responses_to_state(surplus)
+            run.script_state["surplus"] = responses_to_state(surplus) if len(surplus) else None
             run.finish(step, rollout, minibatches, rewards, metrics, sampled)
 
 

@@ -1,8 +1,9 @@
 """The checkpoints of a run: when they are written, what a stop signal does. choice.py: which one a run starts from.
 
-RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), `hf/` (config, tokenizer, chat
-template) and manifest.json, which names every file with its size and CRC-32. It is written as .step_N.partial, the
-manifest last, and then renamed: a folder called step_N was complete when it got this name.
+RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), what each rank carries over of its
+responses (in files of its own), `hf/` (config, tokenizer, chat template) and manifest.json, which names every file with
+its size and CRC-32. It is written as .step_N.partial, the manifest last, and then renamed: a folder called step_N was
+complete when it got this name.
 """
 
 import json
@@ -29,6 +30,7 @@ from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import Parts, ShardWriter, differences, flags_of, load_parts, tensors_of
 from common.metrics import Timer
 from common.parallel.ranks import World, all_max, check_at_least, collective_timeout, on_main, print_on_main, together
+from envs.stored import join, split, write_parts
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
@@ -100,6 +102,7 @@ class Checkpoints:
             self.model["--model"] = Path(self.flags["--model"]).name
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
+        self.of_rank: list[bytes] = []                          # what belongs into it on this rank alone
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
@@ -153,7 +156,7 @@ class Checkpoints:
             self.state["script"] = {}                           # it would be used, long after, when that script resumes
         self.starts_from_own = folder.parent == self.root
         self._resume_best(self.state.pop("best", {}))
-        return json.loads(json.dumps(self.state))
+        return join(self.state, folder, range(self.world.rank, manifest["world_size"], self.world.size))
 
     def after_validation(self, results: dict[str, float]) -> None:
         """The state that this run starts from is validated. If that is a step that a stop signal kept from its
@@ -165,10 +168,11 @@ class Checkpoints:
             together(lambda: self.world.is_main and self._keep(best), OSError)
 
     def after_step(self, state: dict[str, Any], results: dict[str, float] | None = None) -> None:
-        """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, plain JSON
-        with "step" and "total_steps"; `results`: of its validation, if it had one. Saves when it is time to, also the
-        best step so far with --save.keep-best; obeys signals."""
-        self.state = json.loads(json.dumps(state))
+        """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, JSON with
+        "step" and "total_steps"; bytes in it are of this rank alone, in the same places on all ranks. `results`: of its
+        validation, if it had one. Saves when it is time to, also the best step so far with --save.keep-best; obeys
+        signals."""
+        self.state, self.of_rank = split(state)
         self.dirty = False
         self.timer = Timer(self.watchdog.phase)
         try:
@@ -259,18 +263,17 @@ class Checkpoints:
                     self.host[name].copy_(tensor)
                 tensors = self.host
             self.saved_step = self.state["step"]
-            best = {"best": self.best} if self.best else {}
-            self.writing = self.thread.submit(self._write, tensors, self.state | best)
+            self.writing = self.thread.submit(self._write, tensors, self.state | {"best": self.best}, self.of_rank)
             if not self.config.async_:
                 self.wait()
 
-    def _write(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def _write(self, tensors: dict[str, Tensor], state: dict[str, Any], of_rank: list[bytes]) -> None:
         """Writes one checkpoint, with all ranks' threads together. Raises OSError on all ranks."""
         final = self._folder(state["step"])
         partial = final.with_name(f".{final.name}.partial")
         try:
             dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
-            files = together(lambda: self._finish(partial), OSError, self.group)
+            files = together(lambda: self._finish(partial, of_rank), OSError, self.group)
             manifest = {
                 "state": state, "world_size": self.world.size, "model": self.model, "flags": self.flags,
                 "files": {name: entry for part in files for name, entry in part.items()},
@@ -285,8 +288,10 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"{final} could not be written: {'; '.join(reasons)}")
 
-    def _finish(self, partial: Path) -> dict[str, dict[str, int]]:
-        """Writes `hf/` on rank 0. Returns size and checksum of all files of this rank, now on disk."""
+    def _finish(self, partial: Path, of_rank: list[bytes]) -> dict[str, dict[str, int]]:
+        """Writes this rank's bytes, and `hf/` on rank 0. Returns size and checksum of all files of this rank, now on
+        disk."""
+        write_parts(partial, self.world.rank, of_rank)
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
             write_files(partial / "hf", self.files)

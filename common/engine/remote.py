@@ -38,11 +38,26 @@ class Bridge:
                 self.group = dist.ProcessGroupNCCL(self.store, *member, dist.ProcessGroupNCCL.Options())
 
     def send(self, message: Any) -> None:
-        """The first rank sends, and does not wait. An empty part ends the message."""
+        """The first rank sends, and does not wait."""
         if self.world.rank == 0:
-            data = pickle.dumps(message)
-            for start in range(0, len(data) + PART, PART):
-                self.store.queue_push(self.outbox, data[start : start + PART])
+            self._push(self.outbox, pickle.dumps(message))
+
+    def send_share(self, share: bytes) -> None:
+        """Each sampler sends its own samples, of a rollout whose message follows."""
+        self._push(f"share_{self.world.rank}", share)
+
+    def receive_share(self) -> bytes:
+        """Each trainer receives the samples of some samplers, after the rollout's message."""
+        samplers = range(self.world.rank, self.world.num_samplers, self.world.size)
+        return b"".join(self._pop(f"share_{sampler}") for sampler in samplers)
+
+    def _push(self, queue: str, data: bytes) -> None:
+        """An empty part ends the data."""
+        for start in range(0, len(data) + PART, PART):
+            self.store.queue_push(queue, data[start : start + PART])
+
+    def _pop(self, queue: str) -> bytes:
+        return b"".join(iter(lambda: self.store.queue_pop(queue), b""))
 
     def has_message(self) -> bool:
         """Whether a message has arrived. While samplers sample, it means that the trainers have ended."""
@@ -55,8 +70,7 @@ class Bridge:
             if on_wait():
                 return None
             time.sleep(0.005)
-        parts = iter(lambda: self.store.queue_pop(self.inbox), b"")
-        return on_main(self.world, lambda: pickle.loads(b"".join(parts)))
+        return on_main(self.world, lambda: pickle.loads(self._pop(self.inbox)))
 
     def end(self) -> None:
         """The trainers end the samplers, which answer with `ended`. Without torchrun the first trainer has the store:

@@ -14,21 +14,22 @@ import torch
 
 from common.engine.base import Request, SamplingConfig
 from common.metrics import Meter
+from common.parallel.exchange import deliver
 from common.parallel.ranks import all_gather_objects, seed_of
 from common.prompts import PromptSampler
 from common.rollout import Sample
 from common.rollouts.scoring import PendingRollout, RolloutRequest, RolloutSource
 from envs.runtime.response import Response
+from envs.stored import pack, unpack
 
 
 @dataclass
 class Group:
-    """The responses to a prompt, as far as they were sampled. It can be stored as plain JSON."""
+    """The responses to a prompt, as far as they were sampled."""
 
     row: int  # of the prompt in the data set
     step: int  # in which it began
     seeds: list[int]
-    engine: int  # that samples it, whose episodes go on between two steps
     responses: list[Response]
     outcomes: list[dict[str, Any] | None]  # of episodes that have ended, what they sent last
     flags: str  # with which it is sampled
@@ -37,11 +38,11 @@ class Group:
 def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict[str, Any], sampler: PromptSampler,
                      meter: Meter) -> PendingRollout:
     """Like `start_rollout`, but the groups returned may come from earlier steps; extra prompts are drawn from
-    `sampler`. A group is scored when it is complete. `state` holds the groups in flight between two rollouts, the
-    oldest first, as plain JSON for checkpoints. A group stays on its engine, where its episodes go on between two
-    steps; after a resume they restart, and with another number of engines all groups are distributed anew. If
-    --rollout.in-flight is lower after a resume, groups without room are dropped, and groups that were sampled with
-    other flags. All ranks call this together."""
+    `sampler`. A group is scored when it is complete. Between two rollouts `state` says on all ranks which groups are in
+    flight, the oldest first, and holds the responses of this engine's groups, both as checkpoints store them. A group
+    stays on its engine, where its episodes go on between two steps; after a resume they restart, and groups that do not
+    fit the engines are distributed anew. If --rollout.in-flight is lower after a resume, groups without room are
+    dropped, and groups that were sampled with other flags. All ranks call this together."""
     engine, scoring, data = source.engine, source.scoring, source.data
     rows, num_samples, sampling, seed = request.rows, request.num_samples, request.sampling, request.seed
     step = int(seed[1])
@@ -53,19 +54,21 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     saved = [old for old in carried if old["flags"] == flags and old["step"] + sampling.max_staleness >= step][:room]
     # as many places on each engine as it must have complete groups at most, if all of them are due
     places = [place % engine.num_engines for place in range(room)]
-    if state.get("num_engines") != engine.num_engines or Counter(old["engine"] for old in saved) - Counter(places):
+    if Counter(old["engine"] for old in saved) - Counter(places):
         saved = [old | {"engine": places[i]} for i, old in enumerate(saved)]
     for old in saved:
         places.remove(old["engine"])
     new_rows = [*rows, *sampler.take(len(places))]
     engines = [*(i % engine.num_engines for i in range(len(rows))), *places]
-    groups = [Group(**old | {"responses": [Response.from_dict(r) for r in old["responses"]]})
-              for old in saved if old["engine"] == engine.engine_rank]
+    mine = [old["number"] for old in saved if old["engine"] == engine.engine_rank]
+    held = dict(unpack(state.get("in_flight_responses", b"")))
+    num_carried = sum(len(response.all_versions) for group in held.values() for response in group["responses"])
+    held |= deliver(held, [number for number in mine if number not in held])
+    groups = [Group(**held[number]) for number in mine]
     for number, (row, owner) in enumerate(zip(new_rows, engines)):
         if owner == engine.engine_rank:
             seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-            responses = [Response() for _ in seeds]
-            groups.append(Group(row, step, seeds, owner, responses, [None] * num_samples, flags))
+            groups.append(Group(row, step, seeds, [Response() for _ in seeds], [None] * num_samples, flags))
     # tokens of groups that are due would be too old in the next step
     due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step > group.step}
     samples = [Sample(k, 0, group.row, data[group.row]) for group in groups for k in range(num_samples)]
@@ -103,25 +106,22 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
         for sample in samples[number * num_samples : (number + 1) * num_samples]:
             sample.group = engine.engine_rank + engine.num_engines * place
             sample.index += sample.group * num_samples
-    held = [*chain.from_iterable(response.parts for group in groups for response in group.responses)]
-    num_kept = sum(len(part.versions) for part in held)
-    num_carried = sum(len(part["versions"]) for old in carried for r in old["responses"] for part in [r, *r["earlier"]])
-    num_dropped = (0 if engine.engine_rank else num_carried) - num_kept
-    meter.total("rollout/dropped_tokens", num_dropped if engine.tp_rank == 0 else 0)
-    for part in held:
+    num_kept = sum(len(response.all_versions) for group in groups for response in group.responses)
+    meter.total("rollout/dropped_tokens", num_carried - (num_kept if engine.tp_rank == 0 else 0))
+    for part in chain.from_iterable(response.parts for group in groups for response in group.responses):
         part.versions = [*part.versions, *[step] * (part.num_sampled - len(part.versions))]
 
     left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
-    mine = [vars(group) | {"responses": [response.to_dict() for response in group.responses]} for group in left]
-    state["in_flight"] = sorted(chain(*all_gather_objects(mine)), key=lambda group: group["step"])
-    state["num_engines"] = engine.num_engines
-    versions = [[*chain.from_iterable(part.versions for part in response.parts)]
-                for number in taken for response in groups[number].responses]
+    # all ranks know these of each, and the engine that samples it, whose episodes go on between two steps
+    known = [{"number": engine.engine_rank + engine.num_engines * place, "engine": engine.engine_rank,
+              "row": group.row, "step": group.step, "flags": group.flags} for place, group in enumerate(left)]
+    state["in_flight"] = sorted(chain(*all_gather_objects(known)), key=lambda group: group["step"])
+    state["in_flight_responses"] = pack([[told["number"], vars(group)] for told, group in zip(known, left)])
+    versions = [response.all_versions for number in taken for response in groups[number].responses]
     ages = [step - version for version in chain(*versions)]
     spans = torch.tensor([max(found) - min(found) for found in versions if found], dtype=torch.float64)
     meter.spread("rollout/staleness", torch.tensor(ages, dtype=torch.float64))
     meter.mean("fully_async/partial/partial_ratio", spans > 0)  # verl's names and meanings
     meter.max("fully_async/partial/max_partial_span", spans)
-    carried_parts = chain.from_iterable(response.parts for group in left for response in group.responses)
-    meter.total("rollout/carried_tokens", sum(len(part.versions) for part in carried_parts))
+    meter.total("rollout/carried_tokens", sum(len(r.all_versions) for group in left for r in group.responses))
     return pending

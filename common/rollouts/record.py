@@ -2,6 +2,7 @@
 validations."""
 
 import json
+from functools import cache
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +105,7 @@ def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> No
     config = recorder.config
     if not config.rollouts_every:
         return
-    first = [sample for sample in samples if sample.index < config.rollouts_max]
-    rows = [row_of(recorder.tokenizer, sample, step, sample.score) for sample in first]
+    rows = [row_of(recorder.tokenizer, s, step, s.score) for s in samples if s.index < config.rollouts_max]
     write_rows(recorder.run_dir / f"rollouts/val_{step:06d}.parquet", [*chain(*all_gather_objects(rows))])
 
 
@@ -157,11 +157,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]], schema: pa.Schema = SCHEM
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> list[str]:
     """The text that each response token adds. A character that spans several tokens belongs to the last of them."""
-    plain = {"clean_up_tokenization_spaces": False}
+    decode = cache(lambda *tokens: tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
     texts, before, pending = [], prompt[-1:], []        # with what stands before: some drop a first token's space
     for token in response:
         pending.append(token)
-        text = tokenizer.decode(before + pending, **plain)[len(tokenizer.decode(before, **plain)) :]
+        text = decode(*before, *pending)[len(decode(*before)) :]
         is_part = text.endswith("\ufffd") and len(pending) < 4          # UTF-8 has at most 4 bytes a character
         texts.append("" if is_part else text)
         if not is_part:

@@ -6,7 +6,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import World, all_gather_objects, all_max, all_names, all_sum, seed_of
+from common.parallel.ranks import all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes, measure_episodes
 from envs.runtime.response import Response
+from envs.stored import pack, unpack
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
 from rewards.runtime.worker import MAX_NAMES, MAX_SCORE
@@ -81,17 +81,16 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "Pending":
     rows, num_samples, sampling = request.rows, request.num_samples, request.sampling
     if isinstance(engine, RemoteEngine):
         engine.bridge.send(("rollout", request))
-        made = engine.bridge.receive(lambda: all_max([source.stop()]).item()) if request.with_greedy else None
-        return RemoteRollout(engine.bridge, data, made and made[0])
+        answer = engine.bridge.receive(lambda: all_max([source.stop()]).item()) if request.with_greedy else None
+        return RemoteRollout(engine.bridge, data, answer and answer[0] | {"samples": engine.bridge.receive_share()})
     samples, asked = [], []
     for group in engine.local_prompts(len(rows)):
         prompt = data[rows[group]]
+        seeds = {group * num_samples + k: seed_of(*request.seed, request.first + group, k) for k in range(num_samples)}
         if request.with_greedy:
-            samples.append(Sample(len(rows) * num_samples + group, group, rows[group], prompt))
-            asked.append(Request(prompt, None))
-        for number in range(num_samples):
-            samples.append(Sample(group * num_samples + number, group, rows[group], prompt))
-            asked.append(Request(prompt, seed_of(*request.seed, request.first + group, number)))
+            seeds = {len(rows) * num_samples + group: None} | seeds
+        samples += [Sample(index, group, rows[group], prompt) for index in seeds]
+        asked += [Request(prompt, seed) for seed in seeds.values()]
     pending = PendingRollout(engine, scoring, samples, sampling)
     if scoring.episodes is not None:
         scoring.episodes.run(engine, asked, sampling, pending.score, source.stop)
@@ -177,7 +176,8 @@ class PendingRollout:
 
 
 class RemoteRollout:
-    """A rollout requested from samplers on other ranks. `made`: their answer, as checkpoints store it."""
+    """A rollout requested from samplers on other ranks. `made`: their answer, with this rank's share of the samples as
+    checkpoints store it."""
 
     def __init__(self, bridge: Bridge, data: PromptSet, made: dict[str, Any] | None = None):
         self.bridge = bridge
@@ -187,23 +187,21 @@ class RemoteRollout:
     def collect(self, meter: Meter) -> Rollout:
         for name, value in self.made["metrics"].items():
             meter.mean(name, torch.tensor([value], dtype=torch.float64))
-        return responses_from_state(self.made["samples"], self.data, self.bridge.world)
+        return responses_from_state(self.made["samples"], self.data)
 
 
 Pending = PendingRollout | RemoteRollout
 
 
-def responses_to_state(rollout: Rollout) -> list[list]:
-    """The samples of all ranks, for a checkpoint's JSON. All ranks call this together."""
-    mine = [[s.index, s.group, s.row, s.response.to_dict(), s.score, s.extras, s.step] for s in rollout.samples]
-    return sorted(chain(*all_gather_objects(mine)), key=lambda saved: saved[0])
+def responses_to_state(rollout: Rollout) -> bytes:
+    """This rank's samples, for a checkpoint or for another rank."""
+    return pack([[s.index, s.group, s.row, s.response, s.score, s.extras, s.step] for s in rollout.samples])
 
 
-def responses_from_state(state: list[list], data: PromptSet, world: World) -> Rollout:
-    """The responses that `responses_to_state` stored, their groups distributed over the ranks. All ranks call it."""
+def responses_from_state(state: bytes, data: PromptSet) -> Rollout:
+    """The samples that `responses_to_state` stored, of one rank or of several. All ranks call it, each with others."""
     samples = [
-        Sample(index, group, row, data[row], Response.from_dict(response), score=score, extras=extras, step=step)
-        for index, group, row, response, score, extras, step in state
-        if group % world.size == world.rank
+        Sample(index, group, row, data[row], response, score=score, extras=extras, step=step)
+        for index, group, row, response, score, extras, step in unpack(state)
     ]
     return gather_rollout(samples)

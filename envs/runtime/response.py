@@ -60,13 +60,10 @@ class Response:
         """All sequences of the episode, or its replies so far."""
         return [*self.earlier, self]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it."""
-        return vars(self) | {"earlier": [sequence.to_dict() for sequence in self.earlier]}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "Response":
-        return cls(**saved | {"earlier": [cls.from_dict(sequence) for sequence in saved["earlier"]]})
+    @property
+    def all_versions(self) -> list[int]:
+        """`versions` of all parts."""
+        return [*chain.from_iterable(part.versions for part in self.parts)]
 
     def extend(self, part: "Response", finish_reason: str) -> None:
         """Append tokens that were sampled later."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from common.checkpoint import files
 from common.rollout import Response
 from common.rollouts.in_flight import Group
+from envs.stored import pack, split, write_parts
 from tests.checkpoint.faulty import server
 from tests.conftest import VLLM, VOCAB, launch, make_tiny_llama
 from tests.engine.episode_runs import FILE
@@ -260,10 +261,12 @@ def test_without_in_flight_what_a_checkpoint_has_in_flight_is_dropped_and_counte
     shutil.copytree(in_one_go / "rollouts", tmp_path / "run/rollouts")
     shutil.copy(in_one_go / "metrics.jsonl", tmp_path / "run")
     manifest = files.read_manifest(saved)
-    responses = [Response([5] * n, [0.0] * n, "", versions=[1] * n).to_dict() for n in range(SAMPLES)]
-    seeds, outcomes = [0] * SAMPLES, [None] * SAMPLES
-    group = Group(row=0, step=1, seeds=seeds, engine=0, responses=responses, outcomes=outcomes, flags="")
-    manifest["state"]["script"]["in_flight"] = [vars(group), vars(group)]
+    responses = [Response([5] * n, [0.0] * n, "", versions=[1] * n) for n in range(SAMPLES)]
+    group = vars(Group(0, 1, [0] * SAMPLES, responses, [None] * SAMPLES, flags=""))
+    known = [{"number": number, "engine": 0, "row": 0, "step": 1, "flags": ""} for number in range(2)]
+    in_flight = {"in_flight": known, "in_flight_responses": pack([[0, group], [1, group]])}
+    manifest["state"]["script"], parts = split(in_flight)
+    write_parts(saved, 0, parts)
     manifest["flags"]["--rollout.in-flight"] = 2.0
     files.write_manifest(saved, manifest)
     flags, log = [*flags, "--run-dir", tmp_path / "run", "--save.allow-changes"], tmp_path / "log"

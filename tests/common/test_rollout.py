@@ -1,10 +1,10 @@
 """Rollouts between engine, reward workers and trainer; group statistics; validation metrics against enumeration."""
 
 import itertools
-import json
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +25,7 @@ from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_fro
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
 from common.segments import group_count, group_lead, group_log_mean_exp, group_mean, group_std, group_sum, is_constant
 from common.tracking.step import rollout_metrics
+from envs.stored import join, split, write_parts
 from rewards.runtime.pool import RewardConfig, Scores
 
 LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
@@ -216,15 +217,24 @@ def test_groups_may_differ_in_size(world):
     assert taken.scores.tolist() == [5, 1, 2, 3] and taken.group.tolist() == [0, 1, 1, 1]
 
 
-def test_a_rollout_survives_a_checkpoint_on_any_number_of_ranks(world, monkeypatch):
+def test_a_rollout_survives_a_checkpoint_on_any_number_of_ranks(world, tmp_path, monkeypatch):
     samples = make_samples([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], rows=[4, 2, 5],
                            extras=[{"acc": i, "per_token": [i / 7] * 5000} for i in range(6)])
-    state = json.loads(json.dumps(responses_to_state(gather_rollout(samples))))
-    assert responses_from_state(state, DATA, world).samples == samples
+    assert responses_from_state(responses_to_state(gather_rollout(samples)), DATA).samples == samples
     monkeypatch.setattr("common.rollouts.scoring.gather_rollout", lambda samples: samples)
-    shares = [responses_from_state(state, DATA, replace(world, rank=rank, size=2)) for rank in range(2)]
-    assert [[s.index for s in share] for share in shares] == [[0, 1, 4, 5], [2, 3]]
-    assert shares[1] == samples[2:4]
+    for rank, share in enumerate([samples[:3], samples[3:4], samples[4:]]):
+        state = {"step": 4, "script": {"made": [{"share": responses_to_state(SimpleNamespace(samples=share))}]}}
+        plain, parts = split(state)
+        assert plain["step"] == 4 and "per_token" not in str(plain)
+        write_parts(tmp_path, rank, parts)
+    found = {}
+    for size in (1, 2, 3, 5):
+        joined = [join(plain, tmp_path, range(rank, 3, size)) for rank in range(size)]
+        shares = [responses_from_state(state["script"]["made"][0]["share"], DATA) for state in joined]
+        assert sorted(chain(*shares), key=lambda s: s.index) == samples
+        found[size] = [[s.index for s in share] for share in shares]
+    assert found == {1: [[*range(6)]], 2: [[0, 1, 2, 4, 5], [3]], 3: [[0, 1, 2], [3], [4, 5]],
+                     5: [[0, 1, 2], [3], [4, 5], [], []]}
 
 
 def test_group_statistics_by_hand():

@@ -1,9 +1,10 @@
 """Steps with --rollout.in-flight on an engine of engine_models.py, whose weights change before each one."""
 
 import copy
-import json
+import tempfile
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,8 @@ from common.prompts import Prompt, PromptSampler
 from common.rollout import Rollout
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.scoring import RolloutRequest, RolloutSource
+from envs.runtime.response import Response
+from envs.stored import join, split, unpack, write_parts
 from rewards.runtime.pool import RewardConfig
 from tests.engine import engine_models
 
@@ -25,7 +28,7 @@ ENDS = tuple(range(0, 512, 16))  # a response ends after 15 tokens or so
 
 
 class Steps:
-    """`self(engine, step)` samples one step on an engine that is awake. What is in flight goes through JSON."""
+    """`self(engine, step)` samples one step on an engine that is awake. What is in flight goes through files."""
 
     def __init__(self, engine, in_flight: float = 2.0, num_groups: int = 4, num_samples: int = 2, scoring=NO_SCORERS,
                  data=DATA, **flags):
@@ -36,7 +39,7 @@ class Steps:
         self.state, self.sampler, self.metrics = {}, PromptSampler(len(data), "", 0), {}
 
     def __call__(self, engine, step: int) -> Rollout:
-        self.state = json.loads(json.dumps(self.state))
+        self.state = stored(self.state)
         meter = Meter()
         source = RolloutSource(engine, self.scoring, self.data)
         request = RolloutRequest(self.sampler.take(self.num_groups), self.num_samples, self.sampling, (0, step))
@@ -44,6 +47,18 @@ class Steps:
         rollout = pending.collect(meter)
         self.metrics = meter.reduce()
         return rollout
+
+    def left(self) -> list[Response]:
+        """The responses that are in flight."""
+        return [r for _, group in unpack(self.state["in_flight_responses"]) for r in group["responses"]]
+
+
+def stored(state: dict) -> dict:
+    """As a checkpoint of one rank brings it back."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain, parts = split(state)
+        write_parts(Path(folder), 0, parts)
+        return join(plain, Path(folder), [0])
 
 
 def saved_copy(model: str, policy) -> torch.nn.Module:

@@ -95,7 +95,7 @@ def test_an_agent_of_the_sdk_is_trained_like_a_coroutine(run, policy, tokenizer,
         assert agent.extras.pop("endpoint/requests") == 3.0 and agent.extras.pop("endpoint/conversations") == 2.0
         assert set(agent.extras.values()) >= {0.0} and agent.extras["endpoint/errors"] == 0.0
         assert agent.score == coroutine.score and agent.extras["length"] == coroutine.extras["length"]
-        found, expected = [sample.response.to_dict() | {"tools": None} for sample in (agent, coroutine)]
+        found, expected = [vars(sample.response) | {"tools": None} for sample in (agent, coroutine)]
         assert found == expected  # but for the seconds that the code took
         critic, main = agent.response.parts
         assert (critic.role, main.role, agent.response.num_turns) == ("critic", "", 3)

@@ -32,6 +32,7 @@ from common.rollouts.scoring import (
 )
 from envs.runtime.conversation import Conversation, FlagError
 from envs.runtime.response import Episode
+from envs.stored import pack, unpack
 from rewards.runtime.pool import RewardConfig
 from tests.engine.episode_runs import FILE, Runs, make_prompt, runs_of, with_tools
 from tests.generate import generate
@@ -305,7 +306,7 @@ def test_a_rewritten_history_makes_sequences_of_one_response(run, tokenizer, pol
         assert ((numbers == 0) | (numbers == rollout.num_sequences)).all()
     difference = (policy.score(whole, 1.0) - whole.rollout_logp)[whole.mask].abs()
     assert difference.max() < 2e-5
-    again = responses_from_state(responses_to_state(rollout), prompts, world)
+    again = responses_from_state(responses_to_state(rollout), prompts)
     assert again.num_sequences.tolist() == rollout.num_sequences.tolist()
     assert again.samples[0].response == rollout.samples[0].response
 
@@ -353,7 +354,7 @@ def test_flags_that_cannot_work_are_refused(flags, message, tokenizer, world):
 
 def test_a_response_survives_a_checkpoint():
     response = Response([1], [0.0], "stop", [True], [2], [Response([3], [0.5], "stop")], 2, "done", [{"role": "user"}])
-    assert Response.from_dict(json.loads(json.dumps(response.to_dict()))) == response
+    assert unpack(pack([response])) == [response]
 
 
 # --------------------------------------------------------------------------- several conversations
@@ -386,7 +387,7 @@ def test_conversations_of_one_episode_are_its_sequences(run, tokenizer, policy):
     again = run("with_critics", [make_prompt(tokenizer, n) for n in range(3)], num_samples=2, episodes_at_once=1)
     tokens = [{s.index: [p.tokens for p in s.response.parts] for s in found} for found in (samples, again)]
     assert tokens[0] == tokens[1]  # whichever critic's reply ended first
-    assert Response.from_dict(json.loads(json.dumps(samples[0].response.to_dict()))) == samples[0].response
+    assert unpack(pack([samples[0].response])) == [samples[0].response]
 
 
 def test_conversations_draw_other_random_numbers(run, tokenizer):

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -17,10 +16,11 @@ from common.prompts import PromptSampler, TemplateConfig
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring
+from envs.stored import split, unpack
 from rewards.runtime.pool import RewardConfig
 from tests.engine.engine_models import make_model, start
 from tests.engine.episode_runs import FILE, make_prompt
-from tests.engine.in_flight_runs import DATA, ENDS, NO_SCORERS, Steps, carry
+from tests.engine.in_flight_runs import DATA, ENDS, NO_SCORERS, Steps, carry, stored
 from tests.engine.test_conversation import make_tokenizer
 from tests.generate import generate
 
@@ -112,9 +112,8 @@ def test_staleness_is_bounded_and_measured(vllm):
             assert steps.metrics["fully_async/partial/partial_ratio"] == sum(s > 0 for s in spans) / len(spans)
             assert steps.metrics["fully_async/partial/max_partial_span"] == max(spans)
             oldest[bound] = max(oldest[bound], max(ages))
-            left = [response for group in steps.state["in_flight"] for response in group["responses"]]
-            tokens = sum(len(response["tokens"]) for response in left)
-            assert steps.metrics["rollout/carried_tokens"] == tokens == sum(len(r["versions"]) for r in left)
+            tokens = sum(len(response.tokens) for response in steps.left())
+            assert steps.metrics["rollout/carried_tokens"] == tokens == sum(len(r.versions) for r in steps.left())
             assert len(steps.state["in_flight"]) == 2
     assert oldest[1] == 1 < oldest[4]
 
@@ -142,15 +141,17 @@ def test_a_lower_in_flight_drops_the_youngest_groups_and_counts_them(awake):
     steps = Steps(awake, in_flight=2.0, max_staleness=9)
     for step in range(3):
         steps(awake, step)
-    before = copy.deepcopy(steps.state["in_flight"])
+    saved, before = copy.deepcopy(steps.state), steps.state["in_flight"]
+    tokens_of = {number: sum(len(r.tokens) for r in group["responses"])
+                 for number, group in unpack(saved["in_flight_responses"])}
     assert before[0]["step"] <= before[3]["step"]
     for in_flight, room in ((1.5, 2), (1.0, 0)):
-        steps.state, steps.sampling = {"in_flight": copy.deepcopy(before)}, replace(steps.sampling, in_flight=in_flight)
+        steps.state, steps.sampling = copy.deepcopy(saved), replace(steps.sampling, in_flight=in_flight)
         rows = copy.deepcopy(steps.sampler).take(4)
         rollout = steps(awake, 3)
         seen = {sample.row for sample in rollout.samples} | {group["row"] for group in steps.state["in_flight"]}
         assert seen == {*rows, *(group["row"] for group in before[:room])} and len(rollout.samples) == 8
-        num_tokens = sum(len(response["tokens"]) for group in before[room:] for response in group["responses"])
+        num_tokens = sum(tokens_of[group["number"]] for group in before[room:])
         assert steps.metrics["rollout/dropped_tokens"] == num_tokens > 0
     assert [sample.row for sample in sorted(rollout.samples, key=lambda s: s.index)[::2]] == rows
     assert steps.state["in_flight"] == [] and steps.metrics["rollout/staleness/max"] == 0
@@ -162,7 +163,7 @@ def test_groups_that_were_sampled_with_other_flags_are_dropped_and_counted(flags
     before, after = Steps(awake, in_flight=2.0), Steps(awake, in_flight=2.0, **flags)
     before(awake, 0)
     left, after.state, after.sampler = before.state["in_flight"], before.state, before.sampler
-    num_tokens = sum(len(response["tokens"]) for group in left for response in group["responses"])
+    num_tokens = sum(len(response.tokens) for response in before.left())
     rows = copy.deepcopy(after.sampler).take(8)
     rollout = after(awake, 1)
     assert after.metrics["rollout/dropped_tokens"] == num_tokens > 4 * len(left)
@@ -183,12 +184,12 @@ def test_other_engines_share_what_is_in_flight(awake):
     """Four groups of one engine go to two, or to three: each one once, with its tokens; then new prompts."""
     steps = Steps(awake, in_flight=2.0)
     steps(awake, 0)
-    saved = copy.deepcopy(steps.state["in_flight"])
+    saved = copy.deepcopy(steps.state)
     for num_engines in (2, 4):
         seen, left = [], []
         for rank in range(num_engines):
             awake.num_engines, awake.engine_rank = num_engines, rank
-            steps.state, sampler = {"in_flight": copy.deepcopy(saved)}, PromptSampler(len(DATA), "", 0)
+            steps.state, sampler = copy.deepcopy(saved), PromptSampler(len(DATA), "", 0)
             sampler.take(8)
             request = RolloutRequest(sampler.take(4), 2, steps.sampling, (0, 1))
             pending = continue_rollout(
@@ -199,15 +200,16 @@ def test_other_engines_share_what_is_in_flight(awake):
             left += [group["row"] for group in steps.state["in_flight"]]
             assert len(scored) == 8 // num_engines
         new = PromptSampler(len(DATA), "", 0).take(12)[8:]
-        assert sorted(seen + left) == sorted([group["row"] for group in saved] + new)
+        assert sorted(seen + left) == sorted([group["row"] for group in saved["in_flight"]] + new)
     awake.num_engines, awake.engine_rank = 1, 0
 
 
-def test_what_is_in_flight_is_plain_json_and_exact(awake):
+def test_what_is_in_flight_is_exact(awake):
+    """The tokens themselves, through a checkpoint, and what is sampled after them. They are nowhere in the JSON."""
     steps = Steps(awake)
     steps(awake, 0)
-    again = json.loads(json.dumps(steps.state))
-    assert again == steps.state
+    assert stored(steps.state) == steps.state and steps.left()
+    assert len(split(steps.state)[0]["in_flight"]) == 4 and len(str(split(steps.state)[0])) < 2000
     one, other = Steps(awake), Steps(awake)
     for step in range(3):
         first, second = one(awake, step), other(awake, step)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import async_grpo
 from common.checkpoint import files
+from envs.stored import join, unpack
 from tests.checkpoint.faulty import LIKE_TORCHRUN, server
 from tests.checkpoint.test_resume import assert_same_run, final_state, metrics, steps_on_disk, tiny_run
 from tests.conftest import STOPS, VLLM, launch, make_tiny_llama
@@ -182,7 +183,7 @@ def test_what_cannot_work_is_refused(change, message, flags, tmp_path):
 
 
 def test_the_checkpoint_has_the_rollouts_that_were_made_ahead(in_one_go):
-    state = files.read_manifest(in_one_go / "checkpoints/step_000002")["state"]
-    (ahead,) = state["script"]["ahead"]
-    assert ahead["version"] == 1 and len(ahead["samples"]) == 8
+    folder = in_one_go / "checkpoints/step_000002"
+    (ahead,) = join(files.read_manifest(folder)["state"], folder, [0])["script"]["ahead"]
+    assert ahead["version"] == 1 and len(unpack(ahead["samples"])) == 8
     assert async_grpo.Args.max_staleness == 1

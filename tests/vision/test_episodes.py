@@ -4,7 +4,6 @@ against the model's own processor, transport between ranks, in flight."""
 import base64
 import io
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from common.model.policy import ModelConfig
 from common.prompts import DataConfig, TemplateConfig
 from common.rollout import Sample, gather_rollout
 from common.rollouts.episodes import start_episodes
-from envs.runtime.response import Response
+from envs.stored import pack, unpack
 from tests.engine.episode_runs import Runs, runs_of, with_tools
 from tests.vision.episodes_with_pictures import random_picture
 from tests.vision.stand_in import without_torchvision
@@ -184,7 +183,7 @@ def test_a_text_model_says_that_it_reads_no_images(smollm):
 
 
 def test_an_episode_that_restarts_is_told_its_replies_after_the_same_pictures_alone(engine, model, world, tmp_path):
-    """As --rollout.in-flight stores it, in JSON: all pictures have one size, so tokens do not tell them apart."""
+    """As --rollout.in-flight stores it: all pictures have one size, so tokens do not tell them apart."""
     if "qwen2_5" not in model or engine.config.engine == "hf":
         pytest.skip("what is stored depends on no model, and needs vLLM")
     data = load(model, tmp_path, [row | {"extra_info": {"first": 2 + n}} for n, row in enumerate(ROWS[:2])])
@@ -199,12 +198,12 @@ def test_an_episode_that_restarts_is_told_its_replies_after_the_same_pictures_al
 
     try:
         assert run(requests, lambda: next(steps) > 9) == [None, None]
-        saved = json.dumps([request.response.to_dict() for request in requests])
-        replies = [reply for response in json.loads(saved) for reply in response["earlier"]]
-        assert len(replies) >= 4 and {len(reply["images"]) for reply in replies[1:2]} == {1} and len(saved) < 20_000
+        saved = pack([request.response for request in requests])
+        replies = [reply for response in unpack(saved) for reply in response.earlier]
+        assert len(replies) >= 4 and {len(reply.images) for reply in replies[1:2]} == {1} and len(saved) < 20_000
         for is_same in (True, False):
-            restored = [Response.from_dict(response) for response in json.loads(saved)]
-            assert json.dumps([response.to_dict() for response in restored]) == saved
+            restored = unpack(saved)
+            assert pack(restored) == saved
             for response in restored:                                       # what no model would sample twice
                 second = response.earlier[1]
                 second.tokens, second.logp, second.finish_reason = [77, 78, 77], [0.0] * 3, "length"
