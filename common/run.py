@@ -28,7 +28,7 @@ from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.record import Recorder, write_step, write_validation
-from common.rollouts.scoring import Pending, RolloutRequest, RolloutSource, Scoring, start_rollout
+from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutRequest, RolloutSource, Scoring, start_rollout
 from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.phase import Phase
 from common.tracking.step import rollout_metrics
@@ -134,7 +134,7 @@ class Run(Training):
 
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: RolloutConfig, *seed: int | str
-    ) -> Pending:
+    ) -> PendingRollout | RemoteRollout:
         """Sample responses to these rows; scoring of each one starts as it ends. With --rollout.in-flight, the same
         number of responses; those begun in earlier steps come first. `seed`: the step's number, and perhaps more."""
         if not self.engine.awake:
@@ -151,7 +151,7 @@ class Run(Training):
         pending.step = self.step
         return pending
 
-    def collect(self, pending: Pending, meter: Meter | None = None) -> Rollout:
+    def collect(self, pending: PendingRollout | RemoteRollout, meter: Meter | None = None) -> Rollout:
         """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step."""
         self.checkpoints.check()
         with self.timer("reward"):

@@ -9,6 +9,7 @@ A checkpoint's state is JSON in its manifest. Bytes in it are of one rank alone,
 import json
 import struct
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def unpack(data: bytes) -> list[Any]:
         size, num_bytes = SIZES.unpack_from(rest)
         text, rest = rest[SIZES.size :][:size], rest[SIZES.size + size :]
         numbers, rest = rest[:num_bytes], rest[num_bytes:]
-        items += json.loads(bytes(text), object_hook=lambda found, numbers=numbers: load(found, numbers))
+        items += json.loads(bytes(text), object_hook=partial(load, numbers=numbers))
     return items
 
 

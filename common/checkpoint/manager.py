@@ -109,7 +109,6 @@ class Checkpoints:
         self.best: dict[str, Any] = {}                          # step, as {step, metric, value}; {}: none is known
         self.metric = ""                                        # what ranks, known at the first validation
         self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
-        self.timer = Timer(watchdog.phase)                      # of the saves after the last step
         self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
         # A new thread's device is GPU 0, and DCP waits for its copies on the stream of the thread's device.
         self.thread = ThreadPoolExecutor(1, "checkpoint", get_device_module(world.device).set_device, (world.device,))
@@ -119,7 +118,7 @@ class Checkpoints:
             for leftover in self.root.glob(".step_*"):          # A killed process leaves such folders.
                 remove(leftover)
         for _, optimizer in parts.values():
-            optimizer.register_step_post_hook(self._mark_dirty)
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "dirty", True))
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
@@ -174,7 +173,7 @@ class Checkpoints:
         signals."""
         self.state, self.of_rank = split(state)
         self.dirty = False
-        self.timer = Timer(self.watchdog.phase)
+        self.timer = Timer(self.watchdog.phase)                 # of the save, and of the step that follows it
         try:
             best = self._better(results)
         except ValueError:                                      # the steps since the last save would be lost
@@ -249,9 +248,6 @@ class Checkpoints:
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step_{step:06d}"
-
-    def _mark_dirty(self, *_) -> None:
-        self.dirty = True
 
     def _save(self) -> None:
         with self.timer("save_checkpoint"):

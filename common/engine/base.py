@@ -130,8 +130,7 @@ class Engine:
         self._loaded: int | None = None
         """Version of the weights that the engine holds; None if it holds none."""
         # where filters change the distribution, or older weights sampled some tokens, a step's own tokens are no probe
-        is_filtered = config.top_p < 1 or config.top_k
-        self.probe_every = 1 if is_filtered or config.in_flight > 1 or world.num_samplers else 10
+        self.probe_every = 1 if config.top_p < 1 or config.top_k or config.in_flight > 1 or world.num_samplers else 10
         self._sleeps_to_probe = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:

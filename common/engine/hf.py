@@ -43,17 +43,16 @@ class HFEngine(Engine):
 
     def __init__(self, setup: EngineSetup):
         super().__init__(setup)
-        model_config = setup.model_config
         with torch.device(self.world.device):
             self.model = auto_class(setup.hf_config).from_config(
                 copy.deepcopy(setup.hf_config),  # from_config changes it
                 dtype=self.dtype,
                 attn_implementation="eager",  # the only one that has soft caps and attention sinks in every family
-                trust_remote_code=model_config.trust_remote_code,
+                trust_remote_code=setup.model_config.trust_remote_code,
             )
         self.model.eval().requires_grad_(False)
         self.model.generation_config = GenerationConfig()  # config.json may have other end tokens
-        self.routers = routers_of(self.model) if model_config.router_replay == "rollout" else []
+        self.routers = routers_of(self.model) if setup.model_config.router_replay == "rollout" else []
         self.waiting: list[Unfinished] = []
         self.block: list[Unfinished] = []
         """The first waiting requests that can be sampled together."""

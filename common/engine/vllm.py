@@ -20,7 +20,6 @@ from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
 from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
-from common.model.vision import FAMILIES
 from common.parallel.ranks import all_names, seed_of
 from envs.pictures import decode
 from envs.runtime.response import Response
@@ -55,7 +54,7 @@ class VLLMEngine(Engine):
             "limit_mm_per_prompt": {"video": 0},
             "enable_return_routed_experts": model_config.router_replay == "rollout",
         }
-        if setup.hf_config.model_type in FAMILIES:  # vLLM 0.26 has neither, and reads text alone here
+        if hasattr(setup.hf_config, "vision_config"):  # vLLM 0.26 has neither, and reads text alone here
             # sha256 is part of Python; a tower's buffers for normalizing would be random: the load format is dummy
             options |= {"mm_hasher_algorithm": "sha256", "mm_device_do_normalize": False}
         if self.on_cpu:

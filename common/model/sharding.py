@@ -114,16 +114,15 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
         raise ValueError(f"--policy.expert-parallel {config.expert_parallel}: transformers cannot divide the experts "
                          f"of a {transformer.config.model_type}, if it has any, or is below 5.19: set it to 1")
     num_shards = world.mesh.size(-1)
-    is_divided = num_shards > 1
     for module in transformer.modules():
         if type(module).__name__ in transformer._no_split_modules:
             if recomputes:
                 checkpoint(module, preserve_rng_state=False)
-            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided,
+            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=num_shards > 1,
                         shard_placement_fn=lambda weight: Shard(shard_dim(weight.shape, num_shards)))
     embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32
-        fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=is_divided)
+        fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=num_shards > 1)
     if isinstance(model, Critic):
         fully_shard(model.head, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, mp_policy=precision)

@@ -71,7 +71,7 @@ class RolloutSource:
     stop: Callable[[], bool] = lambda: False
 
 
-def start_rollout(source: RolloutSource, request: RolloutRequest) -> "Pending":
+def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRollout | RemoteRollout":
     """Sample responses to each prompt `data[row]`; scoring of a response starts when it ends.
 
     Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
@@ -122,8 +122,7 @@ class PendingRollout:
         decode = self.scoring.tokenizer.decode
         sample.text = reply["text"] if reply else decode(response.tokens, skip_special_tokens=True)
         if pool is not None:
-            prompt = sample.prompt
-            pool.submit(i, prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info)
+            pool.submit(i, sample.prompt.data_source, sample.text, sample.prompt.ground_truth, sample.prompt.extra_info)
 
     def collect(self, meter: Meter) -> Rollout:
         """Wait for the scores. All ranks call this together.
@@ -132,9 +131,8 @@ class PendingRollout:
         returned besides its score. Raises RuntimeError on all ranks if too many samples have no score.
         """
         mine = [sample for sample in self.samples if sample.response is not None]
-        scores = Scores([], [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
-        if self.scoring.pool is not None:
-            scores = self.scoring.pool.results()
+        without = Scores([], [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
+        scores = without if self.scoring.pool is None else self.scoring.pool.results()
         if self.scoring.model is not None:
             self.judge(mine, scores, meter)
         num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
@@ -190,18 +188,11 @@ class RemoteRollout:
         return responses_from_state(self.made["samples"], self.data)
 
 
-Pending = PendingRollout | RemoteRollout
-
-
 def responses_to_state(rollout: Rollout) -> bytes:
     """This rank's samples, for a checkpoint or for another rank."""
-    return pack([[s.index, s.group, s.row, s.response, s.score, s.extras, s.step] for s in rollout.samples])
+    return pack([vars(s) | {"prompt": None, "text": ""} for s in rollout.samples])
 
 
 def responses_from_state(state: bytes, data: PromptSet) -> Rollout:
     """The samples that `responses_to_state` stored, of one rank or of several. All ranks call it, each with others."""
-    samples = [
-        Sample(index, group, row, data[row], response, score=score, extras=extras, step=step)
-        for index, group, row, response, score, extras, step in unpack(state)
-    ]
-    return gather_rollout(samples)
+    return gather_rollout([Sample(**saved | {"prompt": data[saved["row"]]}) for saved in unpack(state)])

@@ -82,7 +82,7 @@ def test_a_teacher_is_planned(run, model):
 
 @pytest.mark.parametrize(("flags", "home", "change"), [
     (["--max-tokens-per-gpu", "131072"], {"gpus": "4"}, "--max-tokens-per-gpu 0"),
-    (["--rollout.max-response-length", "4000"], {"gpus": "8", "gb": "36"}, "--offload.optimizer"),
+    (["--rollout.max-response-length", "4000"], {"gpus": "8", "gb": "35"}, "--offload.optimizer"),
     ([], {"gpus": "1", "gb": "141"}, "--offload.optimizer"),
     ([], {"gpus": "1", "gb": "80"}, "2 GPUs"),
 ])
