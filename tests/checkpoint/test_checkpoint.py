@@ -290,7 +290,7 @@ def test_a_restart_continues_whatever_the_flag_says(name, four, model, world, wa
 
 def test_a_manifest_says_what_made_it(four, tmp_path):
     manifest = files.read_manifest(four / "step_000003")
-    assert manifest["state"] == STATE | {"step": 3}
+    assert manifest["state"] == STATE | {"step": 3, "best": {}}             # nothing was validated
     assert manifest["flags"]["--save.keep"] == 4 and manifest["flags"]["--lr"] == 0.01
     assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "hf/config.json"}
     entry, data = manifest["files"]["__0_0.distcp"], (four / "step_000003/__0_0.distcp").read_bytes()

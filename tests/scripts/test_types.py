@@ -35,8 +35,8 @@ def test_types(tmp_path):
     (tmp_path / "fork.py").write_text(MISTAKES)
     files = ["async_grpo.py", "dapo.py", "distill.py", "dpo.py", "evaluate.py", "grpo.py", "grpo_variants.py",
              "online_dpo.py", "ppo.py", "rloo.py", "rm.py", "sft.py", "common", "rewards", "envs", "variants", "tools"]
-    done = subprocess.run([sys.executable, "-m", "mypy", *files, tmp_path / "fork.py"], cwd=ROOT, capture_output=True,
-                          text=True)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, *files, tmp_path / "fork.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert done.stderr == "" and [line for line in lines if "fork.py" not in line] == [], done.stdout
     assert [line.rpartition("[")[2].rstrip("]") for line in lines] == FOUND, done.stdout
