@@ -95,7 +95,7 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
         members = members[runs[members]]
         units = _units(members, sequences, max_tokens)                                          # what stays together
         tokens = np.array([count for count, _ in units], dtype=np.int64)
-        cost = np.array([costs[unit].sum() * count / lengths[unit].sum() for count, unit in units])
+        cost = np.array([math.fsum(costs[unit]) * count / math.fsum(lengths[unit]) for count, unit in units])
         shares = partition(cost, world_size // group_size)                                      # [group] -> units
         # at least each unit that is too long by itself, and as few as the tokens of the others allow
         count = max(1, *(math.ceil(np.minimum(tokens[share], max_tokens).sum() / max_tokens) for share in shares))
@@ -107,7 +107,8 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
         for row in zip(*packed):
             of_groups = [np.sort(np.concatenate([members[:0], *(units[number][1] for number in share[items])]))
                          for share, items in zip(shares, row)]
-            of_ranks = [group[part] for group in of_groups for part in partition(costs[group], group_size)]
+            of_ranks = of_groups if group_size == 1 else [
+                group[part] for group in of_groups for part in partition(costs[group], group_size)]
             for rank, members_of_rank in enumerate(of_ranks):
                 rank_of[members_of_rank] = rank
             minibatches[-1].append(of_ranks)
@@ -120,12 +121,10 @@ def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[t
     if groups is None:
         return [(int(lengths[i]), members[n : n + 1]) for n, i in enumerate(members)]
     units: list[tuple[int, list[int]]] = []
-    last = None
     for i in members[np.argsort(groups[members], kind="stable")]:
         own = int(lengths[i] - sequences.prompt_lengths[i])
-        if groups[i] == last and units[-1][0] + own <= max_tokens:
+        if units and groups[i] == groups[units[-1][1][-1]] and units[-1][0] + own <= max_tokens:
             units[-1] = (units[-1][0] + own, [*units[-1][1], i])
         else:
             units.append((int(lengths[i]), [i]))
-        last = groups[i]
     return [(tokens, np.array(unit, dtype=np.int64)) for tokens, unit in units]

@@ -146,13 +146,13 @@ class Rollout:
         from 0, and responses group by group. `batch` is made anew."""
         self._check_unwritten()
         new_group = {int(old): new for new, old in enumerate(groups)}
-        of_group = [(self.group == old).nonzero()[:, 0] for old in new_group]
-        order = torch.cat([self.group[:0], *of_group])                                              # [S'] old numbers
-        new_index = {int(old): new for new, old in enumerate(order)}
+        number = [new_group.get(old, -1) for old in self.group.tolist()]
+        group = torch.tensor(number, dtype=torch.int64)                                             # [S] -1: not taken
+        order = group.argsort(stable=True)[number.count(-1) :]                                      # [S'] old numbers
+        new_index = {old: new for new, old in enumerate(order.tolist())}
         samples = [replace(s, index=new_index[s.index], group=new_group[s.group])
                    for s in self.samples if s.group in new_group]
-        taken = {name: values[order] for name, values in self.tensors().items()}
-        taken["group"] = torch.tensor([new_group[int(old)] for old in taken["group"]], dtype=torch.int64)
+        taken = {name: values[order] for name, values in (self.tensors() | {"group": group}).items()}
         return Rollout(samples, **taken)
 
     def _check_unwritten(self, *others: "Rollout") -> None:
