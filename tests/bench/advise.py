@@ -4,6 +4,7 @@
 
 synchronous, carried over (--rollout.in-flight), or a split of the ranks into samplers and trainers (async_grpo.py). All
 seconds are PREDICTIONS of simulate.py for H100s (h100.py has what they stand on): nothing was measured on a GPU.
+`--published` prints what the same arithmetic says of steps and recipes that others published, instead.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import tyro
 from transformers import AutoConfig
 
+from tests.bench import published
 from tests.bench.h100 import H100, SIZES, TP
 from tests.bench.simulate import Job, Machine, Shape, memory, split_seconds, step_seconds
 
@@ -41,6 +43,8 @@ class Question:
     """Of a micro-batch."""
     max_num_seqs: int = 256
     offload: bool = False
+    published: bool = False
+    """Print the table of published.py: steps of NeMo-RL, verl and slime, beside predictions."""
 
 
 def ways(machine: Machine, shape: Shape, job: Job) -> dict[str, dict[str, float]]:
@@ -89,6 +93,8 @@ def advice(machine: Machine, shape: Shape, job: Job) -> str:
 
 
 def main(question: Question) -> None:
+    if question.published:
+        return published.main()
     config = SIZES.get(question.model) or AutoConfig.from_pretrained(question.model)
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(question.median), question.sigma, question.prompts * question.samples)

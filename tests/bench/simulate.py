@@ -64,6 +64,7 @@ class Job:
     max_num_seqs: int = 256
     checkpointing: bool = False
     offload: bool = False               # master weights and moments in host memory while the engine is awake
+    host_moments: bool = False          # moments in host memory except for the optimizer step (--offload.optimizer)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def update_seconds(machine: Machine, shape: Shape, job: Job) -> dict[str, float]
     slowest, network = compute.max(1), 2 * gather + root + scatter
     update = np.maximum(slowest, network).sum() + count * (traffic + root + gather / num_layers)
     optimizer = 32 * shape.weights / n / machine.bytes_per_s            # 4 reads for the norm, 16 reads, 12 writes
+    optimizer += job.host_moments * 16 * shape.weights / n / machine.host_bytes_per_s       # both moments, in and out
     seconds = {"update_s": update + job.minibatches * optimizer, "imbalance": slowest.sum() / compute.mean(1).sum() - 1,
                "network_bound_frac": float((slowest < network).mean()), "microbatches": count}
     forward = work["forward"] / (machine.flops * machine.update_mfu) + num_layers * machine.layer_s / 3
@@ -271,7 +273,8 @@ def memory(machine: Machine, shape: Shape, job: Job, samplers: int = 0) -> dict[
     layer = shape.layer_weights / config.num_hidden_layers
     width = 8 * config.hidden_size + 3 * config.intermediate_size       # activations of a layer that backward needs
     kept = config.num_hidden_layers * (config.hidden_size if job.checkpointing else width) + width
-    train = 16 * shape.weights / n + 8 * layer + 6 * shape.root_weights + 2 * job.max_tokens * kept
+    states = (8 if job.host_moments else 16) * shape.weights / n
+    train = states + 8 * layer + 6 * shape.root_weights + 2 * job.max_tokens * kept
     resident = 0 if job.offload or samplers else 12 * shape.weights / n
     cache = 0.9 * machine.memory_gb * 2**30 - 2 * shape.weights / job.tp - resident
     return {"train_gb": train / 2**30, "cache_gb": cache / 2**30}
