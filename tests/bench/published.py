@@ -29,7 +29,8 @@ SIGMA = 0.6                             # of the logarithm of the lengths: assum
 LLAMA_8B = shape("llama", 4096, 14336, 32, 32, 8, 128256)
 H20 = replace(H100, name="H20", flops=148e12, bytes_per_s=4.0e12, memory_gb=96)
 """148 TFLOP/s, 4.0 TB/s and 96 GB are NVIDIA's numbers; shares and networks are those assumed for H100s."""
-BATCHES = (32768, False, False), (16384, False, False), (16384, True, False), (0, True, False), (0, True, True)
+BATCHES = ((32768, False, False), (16384, False, False), (16384, True, False), (0, True, False), (16384, True, True),
+           (0, True, True))
 """Tokens of a micro-batch (0: one longest sequence), whether masters and moments are in host memory during the rollout,
 and whether moments are there always: the first with which the model fits is taken."""
 
@@ -110,7 +111,7 @@ def predict(row: Published, mean: float) -> dict[str, float]:
     tokens = float((job.prompt_lengths + lengths).sum())
     gathers = float(work["all_gather"]) * (1 + (found["old_log_prob_s"] > 0) / 2 + row.reference / 2)
     return found | {
-        "mfu": work["flops"].sum() / found["update_s"] / row.gpus / row.machine.flops,
+        "max_tokens": job.max_tokens, "mfu": work["flops"].sum() / found["update_s"] / row.gpus / row.machine.flops,
         "tokens_per_s": tokens / found["step_s"] / row.gpus, "gathered_gb": gathers / 1e9,
         "scattered_gb": float(work["reduce_scatter"]) / 1e9, "sync_gb": float(work["sync"]) / 1e9,
         "exchanged_gb": float(work["exchange"].max()) / 1e9,
@@ -135,15 +136,15 @@ def cell(found: list[dict[str, float]], name: str, scale: float = 1.0) -> str:
     return "" if set(shown) <= {"0"} else " to ".join(dict.fromkeys(shown))
 
 
-def table() -> str:
+def table(published: list[Published]) -> str:
     columns = {"mean": "mean tokens", "rollout_s": "rollout", "sync_s": "sync", "offload_s": "offload",
                "old_log_prob_s": "old log-probs", "reference_s": "reference", "update_s": "update", "mfu": "MFU",
-               "network_bound_frac": "network-bound",
-               "gathered_gb": "gathered GB", "scattered_gb": "scattered GB", "sync_gb": "sync GB",
-               "exchanged_gb": "exchanged GB", "tokens_per_s": "tokens/s/GPU"}
+               "network_bound_frac": "network-bound", "gathered_gb": "gathered GB", "scattered_gb": "scattered GB",
+               "sync_gb": "sync GB", "exchanged_gb": "exchanged GB", "tokens_per_s": "tokens/s/GPU",
+               "max_tokens": "tokens a micro-batch"}
     lines = ["| who, model, GPUs | published: layout | published: s (MFU) | predicted s | ratio | "
              + " | ".join(columns.values()) + " |", "|" + " --- |" * (5 + len(columns))]
-    for row in PUBLISHED:
+    for row in published:
         found = predictions(row)
         fits = all(f["fits"] for f in found)
         said = "none" if row.step_s is None else f"{row.step_s:g}"
@@ -158,7 +159,7 @@ def table() -> str:
 
 def main() -> None:
     print("PREDICTED, beside what others measured (seconds of a step: rollout, old log-probs, reference, update)\n")
-    print(table())
+    print(table(PUBLISHED))
 
 
 if __name__ == "__main__":

@@ -209,22 +209,6 @@ def test_groups_are_joined_taken_and_numbered_anew(world):
     assert nothing.cat(first).scores.tolist() == first.scores.tolist()
 
 
-def test_groups_are_taken_as_by_a_loop_over_responses(world):
-    """The responses of a group need not stand together, as those of greedy and sampled answers do not."""
-    rng = np.random.default_rng(0)
-    samples = make_samples(rng.normal(size=60).tolist(), rows=[0] * 30)
-    for sample, group in zip(samples, rng.permutation(np.repeat(np.arange(20), 3)).tolist()):
-        sample.group = group
-    rollout = gather_rollout(samples)
-    groups = [7, 19, 0, 3, 12]
-    taken = rollout.select(groups)
-    wanted = [(new, s.score, len(s.response.tokens)) for new, old in enumerate(groups)
-              for s in samples if s.group == old]
-    assert wanted != sorted(wanted)
-    assert [*zip(taken.group.tolist(), taken.scores.tolist(), taken.response_lengths.tolist())] == wanted
-    assert by_index(taken) == {index: (group, score) for index, (group, score, _) in enumerate(wanted)}
-
-
 def test_groups_may_differ_in_size(world):
     samples = make_samples([1, 2, 3, 4, 5], rows=[0, 1, 2])
     for sample, group in zip(samples, [0, 0, 0, 1, 2]):
