@@ -399,17 +399,20 @@ def draw(path: str, rows: dict[str, dict]) -> None:
             style = {"color": f"C{number % 10}", "marker": "osD^vPX*<>"[number % 10], "markersize": 5, "linewidth": 1.4}
             for plot, what in ((left, "ranks"), (right, "tokens")):
                 if what in row:
-                    plot.loglog(*zip(*row[what]), label=name, **style)
-        for plot in (left, right):
+                    label = f"{name}, last extrapolated" if "measured" in row else name
+                    plot.loglog(*zip(*row[what]), label=label, **style)
+        for plot, what in ((left, "ranks"), (right, "tokens")):
             plot.axhline(STEP_S * LIMIT, color="black", linestyle="--", linewidth=1)
             plot.grid(alpha=0.3)
+            sizes = [size for size, _ in next(iter(rows.values()))[what]]
+            plot.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            plot.minorticks_off()
         left.text(0.02, STEP_S * LIMIT * 1.25, f"{STEP_S * LIMIT:g} s: 2% of a step of 60 s", fontsize=8,
                   transform=left.get_yaxis_transform())
         left.set_ylabel("CPU s of one rank", fontsize=9)
         left.set_title(part, loc="left", fontsize=10, fontweight="bold")
-        known = dict(zip(*reversed(left.get_legend_handles_labels())))
-        right.legend([known[name] for name, _ in shown], [name for name, _ in shown], fontsize=8, loc="center left",
-                     bbox_to_anchor=(1.01, 0.5), frameon=False)
+        right.legend(*left.get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5),
+                     frameon=False)
     plots[-1][0].set_xlabel("ranks W, each with 32 responses of 320 tokens", fontsize=9)
     plots[-1][1].set_xlabel("tokens of a response, 1,024 ranks", fontsize=9)
     figure.tight_layout()
@@ -457,7 +460,7 @@ def main(args: Args) -> None:
     growth = exponent(args.plan_ranks, [s for s, _ in plans])
     more = args.ranks[-1] / args.plan_ranks[-1]
     at_most = plans[-1][0] * more**growth
-    rows["checkpoint: plan and index (every save)"] = {
+    rows["checkpoint: plan and index"] = {
         "part": SYNC, "ranks": [*zip(args.plan_ranks, (s for s, _ in plans)), (args.ranks[-1], at_most)],
         "ranks_exponent": growth, "tokens_exponent": 0.0, "s": at_most, "bytes": int(plans[-1][1] * more),
         "measured": plans}
