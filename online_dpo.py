@@ -94,7 +94,7 @@ def check(args: Args) -> None:
 
 def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
     """Numbers of chosen, rejected, chosen, ... [2 P]: from each group with two different rewards. NaN: no reward."""
-    members = [((group == number) & rewards.isfinite()).nonzero()[:, 0] for number in group.unique()]
+    members = [m[rewards[m].isfinite()] for m in group.argsort(stable=True).split(group.bincount().tolist())]
     pairs = [(m[rewards[m].argmax()], m[rewards[m].argmin()]) for m in members if len(rewards[m].unique()) > 1]
     return torch.tensor(pairs, dtype=torch.int64).flatten()
 
