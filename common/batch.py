@@ -120,19 +120,19 @@ class Batch:
         for rows in (rollout_logps, masks):
             assert rows is None or list(map(len, rows)) == list(map(len, responses)), "one number for each token"
 
-        def flat(of_prompts: list, of_responses: list, dtype: torch.dtype) -> Tensor:           # [T]
-            rows = (chain(*pair) for pair in zip(of_prompts, of_responses, strict=True))
-            return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+        def flat(of_prompts: list, of_responses: list, dtype: type) -> Tensor:                  # [T]
+            rows = chain.from_iterable(zip(of_prompts, of_responses, strict=True))
+            return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
 
         zeros = [[0] * len(prompt) for prompt in prompts]
-        tokens = flat(prompts, responses, torch.int64)
-        mask = flat(zeros, masks or [[True] * len(response) for response in responses], torch.bool)
+        tokens = flat(prompts, responses, np.int64)
+        mask = flat(zeros, masks or [[True] * len(response) for response in responses], np.bool_)
         lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses)], dtype=torch.int64)
         index = torch.tensor(index or range(len(responses)), dtype=torch.int64)
         number = index if number is None else torch.tensor(number, dtype=torch.int64)
         batch = cls(tokens, mask, offsets(lengths), index, number)
         if rollout_logps is not None:
-            batch.rollout_logp = flat(zeros, rollout_logps, torch.float32).where(mask, 0.0)
+            batch.rollout_logp = flat(zeros, rollout_logps, np.float32).where(mask, 0.0)
             broken = (~batch.rollout_logp.isfinite()).nonzero()[:, 0]
             if len(broken):
                 t = broken[0]
