@@ -407,8 +407,8 @@ def draw(path: str, rows: dict[str, dict]) -> None:
             sizes = [size for size, _ in next(iter(rows.values()))[what]]
             plot.set_xticks(sizes, [f"{size:,}" for size in sizes])
             plot.minorticks_off()
-        left.text(0.02, STEP_S * LIMIT * 1.25, f"{STEP_S * LIMIT:g} s: 2% of a step of 60 s", fontsize=8,
-                  transform=left.get_yaxis_transform())
+        right.text(0.02, STEP_S * LIMIT * 1.25, f"{STEP_S * LIMIT:g} s: 2% of a step of 60 s", fontsize=8,
+                   transform=right.get_yaxis_transform())
         left.set_ylabel("CPU s of one rank", fontsize=9)
         left.set_title(part, loc="left", fontsize=10, fontweight="bold")
         right.legend(*left.get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5),
