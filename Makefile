@@ -16,7 +16,7 @@ TASK = --model $(MODEL) --train-data $(DATA)/train.parquet --val-data $(DATA)/te
 	--data.max-prompt-length 160 --rollout.max-response-length 40 --rollout.max-num-seqs 64 \
 	--prompts-per-step 8 --samples-per-prompt 8 --max-tokens-per-gpu 4096 --policy.share-prompt \
 	--optim.lr 3e-5 --optim.warmup-steps 2 --optim.schedule linear --optim.min-lr-frac 0.1 --eval-every 13 --eval-n 2 \
-	--reward.num-workers 1 --save.every 13 --save.keep 1 $(if $(NO_VLLM),--rollout.engine hf)
+	--reward.num-workers 1 --save.every 13 --save.keep 1 $(if $(NO_VLLM),--rollout.engine hf) $(DTYPE)
 
 help: ## show this list
 	@grep -hE '^[a-z -]+:.*## ' Makefile | sed -E 's/^([a-z -]+):[^#]*## /  make \1\t/' | expand -t 20

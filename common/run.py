@@ -186,15 +186,14 @@ class Run(Training):
         """End a step: validate when it is time to, log, save. `rewards` [S]: what the update was made from; `metrics`:
         the script's own; `sampled`: all that was sampled for the step, if that is more than `rollout`."""
         self.check_unfinished(step)
-        args = self.args
         results: dict[str, float] | None = {}
         if self.is_validation_due(step):
             with self.timer("testing"):
                 results = self._validate(step + 1)
         write_step(self.recorder, step + 1, rollout, minibatches, rewards)
         metrics = rollout_metrics(
-            sampled or rollout, self.num_sampled_tokens, self.timer.seconds["gen"], args.data.max_prompt_length,
-            args.rollout.max_response_length,
+            sampled or rollout, self.num_sampled_tokens, self.timer.seconds["gen"], self.args.data.max_prompt_length,
+            self.args.rollout.max_response_length,
         ) | metrics
         self.num_sampled_tokens = 0.0
         self.end_step(step, minibatches, rollout.lengths, metrics, results)

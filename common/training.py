@@ -180,11 +180,15 @@ class Training:
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
         samples a step, mini-batches, epochs."""
-        args, kernels = self.args, (self.world.device, self.hf_config, self.args.policy)
+        args, where = self.args, self.world.device.type
+        kernels = (self.world.device, self.hf_config, args.policy)
+        is_fast = where != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if args.policy.compute_dtype == "bfloat16" and not is_fast:
+            where = "cpu, which emulates it (--policy.compute-dtype float32 is several times as fast)"
         line = batch_line(sizes, self.max_tokens, self.max_sequence_length, self.world.size)
         ranks.print_on_main(
             self.world, f"batch  {line}\ntrain  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
-            f"runs   {args.policy.compute_dtype} on {self.world.device.type}, attention {choose_attention(*kernels)}, "
+            f"runs   {args.policy.compute_dtype} on {where}, attention {choose_attention(*kernels)}, "
             f"Liger's kernels {'on' if uses_liger(*kernels) else 'off'}"
         )
 
@@ -219,10 +223,10 @@ class Training:
         """The numbers of the steps, from 0. After the last one the trained model is written. Raises RuntimeError if the
         step before was not ended by `finish` or `end_step`."""
         self.resume()
-        args = self.args
         self.checkpoints.timer = Timer(self.watchdog.phase)
         for step in range(self.first_step, self.total_steps):
-            set_seed(ranks.seed_of(args.seed, step))  # a fork may draw from the global generators, also after a resume
+            # a fork may draw from the global generators, also after a resume
+            set_seed(ranks.seed_of(self.args.seed, step))
             self.step = step
             self.timer = self.checkpoints.timer  # it began when the step before was logged, and has timed its save
             self.meter = Meter()
@@ -233,7 +237,7 @@ class Training:
             if not self.is_finished:
                 raise RuntimeError(f"step {step + 1} was neither logged nor saved: call run.finish(...) (in "
                                    f"scripts that do not sample run.end_step(...)) at the end of each step")
-        if args.save.hf != "never":
+        if self.args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
         self.checkpoints.wait()
         if self.world.is_main:  # the other ranks may not see the last line yet
@@ -260,9 +264,8 @@ class Training:
         """Before each optimizer step of `model`."""
 
     def is_validation_due(self, step: int) -> bool:
-        args, done = self.args, step + 1
-        is_last = done == self.total_steps
-        return self.val_set is not None and (is_last or (args.eval_every > 0 and done % args.eval_every == 0))
+        done, every = step + 1, max(self.args.eval_every, 0) or self.total_steps
+        return self.val_set is not None and (done % every == 0 or done == self.total_steps)
 
     def log_validation(self, results: dict[str, float]) -> None:
         """Log the validation before step 1. After a resume, log the validation that the stop signal prevented, together

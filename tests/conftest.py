@@ -17,6 +17,8 @@ from tests.checkpoint.faulty import Server, server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
+# --policy.compute-dtype float32 on CPUs without bfloat16 instructions, for the tests that train the real model
+FAST_DTYPE = os.environ.get("DTYPE", "").split()
 TRAIN, VAL = ROOT / "data/word_problems/train.parquet", ROOT / "data/word_problems/test.parquet"
 
 # Measured, longest first; with `--dist loadfile --no-loadscope-reorder` the workers then end together.

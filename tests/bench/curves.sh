@@ -12,6 +12,7 @@
 #   TASK=... tests/bench/curves.sh distill        the numbers of tests/evidence/distillation.md, in 45 minutes
 #   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and long_tail.png
 #
+# DTYPE, of tools/environment.mk, is --policy.compute-dtype float32 on CPUs without bfloat16 instructions.
 # SHORT, flags such as "--total-steps 1 --eval-prompts 4", comes last in every command and shows that all of them run.
 # SEEDS="1 2 3" are those of sft.py and of grpo.py after it, in `after_sft` and `agent`, and all of `reward-model`.
 set -euo pipefail
@@ -33,7 +34,7 @@ supervise() {
     local model=${TASK#*--model }
     # shellcheck disable=SC2086
     .venv/bin/python "$1" --model "${model%% *}" --train-data $SOLVED/train.parquet --val-data $SOLVED/test.parquet \
-        $STEPS --max-tokens-per-gpu 2048 --save.keep 1 "${@:2}" ${SHORT:-}
+        $STEPS --max-tokens-per-gpu 2048 --save.keep 1 ${DTYPE:-} "${@:2}" ${SHORT:-}
 }
 
 # the same task with the four scripts of policy gradients
@@ -130,7 +131,7 @@ reward-model() {
     # shellcheck disable=SC2086
     .venv/bin/python evaluate.py --model models/SmolLM2-135M-Instruct --val-data $data/train.parquet --eval-prompts 640 \
         --eval-n 8 --run-dir "$out/responses" --data.max-prompt-length 160 --rollout.max-response-length 40 \
-        --rollout.max-num-seqs 64 --reward.num-workers 1 ${RESPONSES:-}
+        --rollout.max-num-seqs 64 --reward.num-workers 1 ${DTYPE:-} ${RESPONSES:-}
     .venv/bin/python data/pairs_from_responses.py --responses "$out/responses" --data $data/train.parquet \
         --out "$out/pairs" --num-test "${TEST_PROMPTS:-64}"
     for seed in ${SEEDS:-1 2 3}; do
@@ -138,7 +139,8 @@ reward-model() {
         .venv/bin/python rm.py --model models/SmolLM2-135M-Instruct --train-data "$out/pairs/train.parquet" \
             --val-data "$out/pairs/test.parquet" --run-dir "$out/rm$seed" --seed "$seed" --total-steps 40 \
             --rows-per-step 16 --max-tokens-per-gpu 1024 --optim.lr 1e-4 --optim.warmup-steps 4 \
-            --optim.schedule linear --optim.min-lr-frac 0.1 --eval-every 20 --eval-prompts 128 --save.keep 1 ${SHORT:-}
+            --optim.schedule linear --optim.min-lr-frac 0.1 --eval-every 20 --eval-prompts 128 --save.keep 1 \
+            ${DTYPE:-} ${SHORT:-}
         STEPS="--total-steps 14 --eval-every 7"
         train ppo.py --run-dir "$out/ppo$seed" --seed "$seed" --minibatches-per-step 1 --critic-optim.lr 1e-4 \
             --reward.function rewards/measured.py --reward-model.path "$out/rm$seed/model" \
@@ -221,7 +223,7 @@ agent() {
     for seed in ${SEEDS:-1}; do
         .venv/bin/python sft.py --model models/SmolLM2-135M-Instruct --train-data "$data/conversations/train.parquet" \
             --run-dir "runs/agent/sft$seed" --seed "$seed" --total-steps 14 --rows-per-step 16 --max-tokens-per-gpu 2048 \
-            --optim.lr 3e-5 --optim.warmup-steps 2
+            --optim.lr 3e-5 --optim.warmup-steps 2 ${DTYPE:-}
         # shellcheck disable=SC2086
         .venv/bin/python grpo.py --model "runs/agent/sft$seed/model" --train-data "$data/train.parquet" \
             --val-data "$data/test.parquet" --run-dir "runs/agent/grpo$seed" --seed "$seed" \
@@ -229,7 +231,7 @@ agent() {
             --rollout.episodes-at-once 96 --rollout.max-num-seqs 96 --data.max-prompt-length 120 --total-steps 16 \
             --prompts-per-step 12 --samples-per-prompt 8 --max-tokens-per-gpu 4096 --policy.share-prompt --optim.lr 2e-5 \
             --optim.warmup-steps 2 --eval-every 8 --eval-n 2 --reward.num-workers 1 --save.every 8 --save.keep 1 \
-            ${ARGS:-} ${SHORT:-}
+            ${DTYPE:-} ${ARGS:-} ${SHORT:-}
         runs+=("runs/agent/grpo$seed")
     done
     .venv/bin/python -m tools.report "${runs[@]}"

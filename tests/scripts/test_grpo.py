@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import grpo
 import grpo_variants
-from tests.conftest import ROOT, TRAIN, VAL, launch, launch_all, make_tiny_llama
+from tests.conftest import FAST_DTYPE, ROOT, TRAIN, VAL, launch, launch_all, make_tiny_llama
 
 REWARD = ROOT / "tests/scripts/reward_by_length.py"
 TINY = ("--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
@@ -71,7 +71,7 @@ def test_two_real_steps_with_vllm(request, small_val, tmp_path, script, model, f
         "--data.max-prompt-length", "200", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2",
         "--rollout.max-response-length", "24", "--rollout.max-num-seqs", "16", "--rollout.kv-cache-gb", "0.25",
         "--eval-n", "0", "--optim.lr", "1e-5", "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048",
-        *flags,
+        *FAST_DTYPE, *flags,
     )
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]

@@ -24,7 +24,7 @@ from common.prompts import PromptSampler
 from common.segments import segment_sum
 from common.tracking.logger import LogConfig
 from tests.checkpoint.faulty import server
-from tests.conftest import launch, launch_all
+from tests.conftest import FAST_DTYPE, launch, launch_all
 from tools import try_script
 
 ROWS = [
@@ -308,7 +308,8 @@ def test_two_steps_on_the_135m_model(smollm, tmp_path):
     """The same four rows twice: their loss falls, and the chosen answers gain on the rejected ones."""
     rows = [{"prompt": f"What is {n} + 2?", "response": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(4)]
     pairs = [{"prompt": x["prompt"], "chosen": x["response"], "rejected": "I do not know."} for x in rows]
-    flags = ["--model", smollm, "--total-steps", "2", "--optim.lr", "1e-5", "--save.hf", "never", "--save.every", "0"]
+    flags = ["--model", smollm, "--total-steps", "2", "--optim.lr", "1e-5", "--save.hf", "never", "--save.every", "0",
+             *FAST_DTYPE]
     launch_all(tmp_path, {
         "sft": ["sft", *flags, "--rows-per-step", "4", "--train-data", write(tmp_path / "rows.jsonl", rows)],
         "dpo": ["dpo", *flags, "--rows-per-step", "4", "--train-data", write(tmp_path / "pairs.jsonl", pairs)],
