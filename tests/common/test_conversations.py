@@ -131,7 +131,8 @@ THINKING = ("{% for m in messages %}<|im_start|>{{ m.content if loop.last else m
 
 @pytest.mark.parametrize(("row", "flags", "rule"), [
     ({"text": "hi"}, {}, "neither messages, nor a prompt and a response"),
-    ({"prompt": "hi", "response": 5}, {}, "neither messages, nor a prompt and a response that is a string"),
+    ({"prompt": "hi", "response": 5}, {}, "response is 5; it must name a column of strings or lists"),
+    ({"prompt": "hi", "answer": "5"}, {}, "neither messages, nor a prompt and a response: name the columns"),
     ({"prompt": "hi", "response": " "}, {"template": "chat"}, None),
     ({"messages": [{"role": "user", "content": "hi"}]}, {}, "there must be an answer"),
     ({"messages": [{"role": "assistant", "content": "hi"}]}, {}, "and a message before it"),
