@@ -124,6 +124,7 @@ def settings_of(tree: ast.Module) -> tuple[str, Options, list[str]]:
     """(configuration, options, what is no plain value) from `GRPOConfig(...)`, `LoraConfig(...)` and `GRPOTrainer(...)`
     in the code; "" without a configuration."""
     kind, found, notes = "", {}, []
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
             continue
@@ -146,8 +147,9 @@ def settings_of(tree: ast.Module) -> tuple[str, Options, list[str]]:
             try:
                 found[renamed[key]] = as_words(ast.literal_eval(value))
             except ValueError:
-                if renamed[key] == "reward_funcs" and isinstance(value, ast.List):
-                    found["reward_funcs"] = [ast.unparse(one) for one in value.elts]
+                listed = value.elts if isinstance(value, ast.List) else [value]
+                if key == "reward_funcs" and (isinstance(value, ast.List) or ast.unparse(value) in functions):
+                    found["reward_funcs"] = [ast.unparse(one) for one in listed]
                 elif key not in ("model", "args") and key not in NEEDLESS:
                     notes.append(f"{key}={ast.unparse(value)} is no plain value and not used")
     return kind, found, notes
@@ -195,7 +197,7 @@ def read(source: str) -> tuple[list[tuple[str, Options]], list[str]]:
 def translate(name: str, options: Options, gpus: int = 1) -> Translation:
     """Our command for one of TRL's. ValueError where there is no script for it."""
     if name in NO_SCRIPT:
-        raise ValueError(f"{name}: no script here trains with this method; README.md has a table of those that do")
+        raise ValueError(f"{name}: no script here trains so; README.md has a table of those that exist")
     new = Translation(KINDS[name], DEFAULTS.get(name, {}) | options, gpus)
     new.script = new.kind
     for option, flag in SAME.items():
@@ -209,6 +211,9 @@ def translate(name: str, options: Options, gpus: int = 1) -> Translation:
     read_data(new)
     add_sizes(new)
     add_optimizer(new)
+    if name.endswith("vlm"):
+        new.notes.append("images are in a column `images`, a list in each row, and <image> stands in the prompt: "
+                         "docs/data.md")
     if new.kind in SAMPLING:
         add_objective(new)
     else:

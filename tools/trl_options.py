@@ -108,6 +108,7 @@ NEEDLESS = {
     "gradient_checkpointing_kwargs": "--policy.gradient-checkpointing is one switch",
     "model_init_kwargs": "--policy.* has what a model is loaded with",
     "report_to": "console and metrics.jsonl always; --log.to wandb tensorboard",
+    "trackio_space_id": "metrics are in metrics.jsonl; --log.to wandb tensorboard",
     "use_vllm": "vLLM samples by default; --rollout.engine hf",
 }
 WITHOUT = {
@@ -141,6 +142,8 @@ WITHOUT = {
     "ignore_bias_buffers": "FSDP2 has no such problem", "loss_weights": "one loss a run",
     "normalize_advantages": "rloo.py --baseline reinforce++-baseline whitens advantages over the batch",
     "reward_clip_range": "clip in the reward function",
+    "activation_offloading": "--policy.gradient-checkpointing saves memory",
+    "chat_template_path": "--data.chat-template-file names a file",
     "router_aux_loss_coef": "mixtures train without an auxiliary loss",
     "use_bias_correction_kl": "the nearest is --kl-estimator k3+",
     "whiten_rewards": "advantages are whitened, rewards are not",

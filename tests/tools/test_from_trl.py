@@ -146,7 +146,7 @@ def test_what_the_tables_name_exists(tmp_path):
 @pytest.mark.parametrize(("source", "message"), [
     ("absent.py", "absent.py is neither a file nor a command"),
     ("ls -la", "neither a file nor a command"),
-    ("trl kto --model_name_or_path m", "kto: no script here trains with this method"),
+    ("trl kto --model_name_or_path m", "kto: no script here trains so"),
     ("trl grpo --loss_type vespo", "--loss_type vespo has no equivalent"),
     ("trl grpo --num_generations 3", "must be whole groups of --num_generations 3"),
     ("trl sft --learning_rate 1e-5 --per_device_train_batch_size many", "--per_device_train_batch_size many must be"),

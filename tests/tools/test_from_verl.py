@@ -352,6 +352,8 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
     ("algorithm.adv_estimator=gdpo algorithm.norm_adv_by_std_in_grpo=False", "rloo.py --baseline reinforce++-baseline"),
     ("actor_rollout_ref.rollout.n=1", "a group of one"),
     ("trainer.logger=['console','swanlab']", "metrics go to"),
+    ("reward_model.use_reward_loop=True reward_model.rollout.name=vllm reward_model.num_workers=8",     # of verl 0.7
+     "a classifier that runs in the trainer"),
     ("distillation.enabled=True distillation.teacher_key=ability", "rows have the teacher of their data_source"),
     ("distillation.enabled=True distillation.distillation_loss.loss_max_clamp=10", "needs no bounds"),
     ("distillation.enabled=True actor_rollout_ref.actor.use_kl_loss=True",
@@ -542,6 +544,7 @@ def test_the_program_prints_a_command_and_its_reasons(tmp_path, capsys):
 
 @pytest.mark.parametrize(("text", "rule"), [
     ("echo hello", "starts main_ppo or main_dapo 0 times"),
+    ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "fine-tuning: docs/supervised.md"),
     ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2", "2 times; it must be once"),
     ("python3 -m verl.trainer.main_ppo data.train_batch_size=$SIZE[x", "must be a number"),
 ])
