@@ -19,7 +19,7 @@ PAIRS_OR_TEXT = ("sft", "dpo", "rm")
 LEARNING_RATE = {"grpo": 1e-6, "rloo": 1e-6, "sft": 2e-5, "dpo": 1e-6, "rm": 1e-4, "distill": 1e-6, "online_dpo": 5e-7,
                  "ppo": 3e-6}
 # TRL's defaults that this tool does not write in its code, by script or configuration
-GKD = {"beta": ["0.5"], "lmbda": ["0.5"], "temperature": ["0.9"], "max_new_tokens": ["128"]}
+GKD = {"learning_rate": ["2e-5"], "beta": ["0.5"], "lmbda": ["0.5"], "temperature": ["0.9"], "max_new_tokens": ["128"]}
 ONLINE_DPO = {"temperature": ["0.9"], "max_new_tokens": ["64"]}
 PPO = {"temperature": ["0.7"], "response_length": ["53"]}
 DEFAULTS = {"gkd": GKD, "GKDConfig": GKD, "online_dpo": ONLINE_DPO, "OnlineDPOConfig": ONLINE_DPO, "ppo": PPO,
@@ -53,7 +53,6 @@ SAME = {
     "teacher_model_name_or_path": "--teacher",
     "reward_model_path": "--reward-model.path",
     "reward_model_name_or_path": "--reward-model.path",
-    "dataset_text_column": "--data.prompt-column",
 }
 ONLY = {  # flag -> the kinds that have it; others have all
     "--entropy-coef": ("grpo", "rloo", "online_dpo", "ppo"), "--clip-dual": ("grpo", "rloo", "online_dpo", "ppo"),

@@ -1,11 +1,13 @@
 """TRL's reward functions through rewards/trl_functions.py: TRL's own trainer calls them the same way."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from rewards.runtime.pool import RewardPool
+from rewards.trl_functions import compute_score
 
 OURS = str(Path(__file__).parents[2] / "rewards/trl_functions.py")
 THEIRS = '''
@@ -21,9 +23,6 @@ def length(completions, **kwargs):
 
 def ids(completions, completion_ids, **kwargs):
     return [0.0 for _ in completions]
-
-def short(completions, **kwargs):
-    return [1.0]
 
 def nothing(completions, **kwargs):
     return [None for _ in completions]
@@ -88,6 +87,8 @@ def test_mistakes_are_found_before_training(score, kwargs, message):
         score(["a"], [{}], **kwargs)
 
 
-def test_a_wrong_number_of_rewards_is_named(score):
-    got = score(["a", "b"], [{}, {}], num_workers=0, functions=["short"])
-    assert got.failures == [None, None] or "returned 1 numbers for 2" in got.first_failure
+def test_a_wrong_number_of_rewards_is_named(tmp_path):
+    (tmp_path / "few.py").write_text("def few(completions, **kwargs):\n    return [1.0]\n")
+    called = compute_score(["d", "d"], ["a", "b"], ["", ""], [None, None], functions=[f"{tmp_path / 'few.py'}:few"])
+    with pytest.raises(ValueError, match="few returned 1 numbers for 2 completions"):
+        asyncio.run(called)
