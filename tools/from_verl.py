@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
-from common.tracking.console import exit_with_error
 from tools.terminal import quoted, visible
 from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, SAME, SCRIPTS, SWITCHES, WITHOUT
 from tools.verl_settings import Settings, read_settings
@@ -633,4 +632,6 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
+        from common.tracking.console import exit_with_error  # with torch, which takes seconds
+
         exit_with_error(error)

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -542,6 +543,12 @@ def test_the_program_prints_a_command_and_its_reasons(tmp_path, capsys):
     assert re.search(r"not run: .*; \$\(PROGRAM\) counts as empty, or as what follows \|\| in it", printed)
 
 
+def test_a_command_is_there_without_waiting_for_torch():
+    code = "import sys, tools.from_verl, tools.from_trl; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize(("text", "rule"), [
     ("echo hello", "starts main_ppo or main_dapo 0 times"),
     ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "fine-tuning: docs/supervised.md"),
@@ -786,7 +793,7 @@ def test_the_page_has_every_mapped_key(key):
 
 @pytest.mark.parametrize("page", ["from_verl.md", "from_trl.md"])
 def test_the_pages_name_flags_that_exist(page):
-    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in (*NAMES, "rm", "distill")))
-    known |= {"--rows", "--total-epochs", "--nnodes", "--nproc-per-node", "--correction.*"}
+    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in (*NAMES, "rm", "distill", "sft")))
+    known |= {"--rows", "--gpus", "--total-epochs", "--nnodes", "--nproc-per-node", "--correction.*"}
     named = set(re.findall(r"--[a-z][a-z.*-]*", re.sub(r"\|[ -]+\|.*", "", (ROOT / "docs" / page).read_text())))
     assert len(named) > 40 and named - known == set()
