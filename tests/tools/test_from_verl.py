@@ -793,7 +793,8 @@ def test_the_page_has_every_mapped_key(key):
 
 @pytest.mark.parametrize("page", ["from_verl.md", "from_trl.md"])
 def test_the_pages_name_flags_that_exist(page):
-    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in (*NAMES, "rm", "distill", "sft")))
+    scripts = (*NAMES, "rm", "distill", "sft")
+    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in scripts))
     known |= {"--rows", "--gpus", "--total-epochs", "--nnodes", "--nproc-per-node", "--correction.*"}
     named = set(re.findall(r"--[a-z][a-z.*-]*", re.sub(r"\|[ -]+\|.*", "", (ROOT / "docs" / page).read_text())))
     assert len(named) > 40 and named - known == set()
