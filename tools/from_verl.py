@@ -109,7 +109,8 @@ def choose_script(verl: Settings, program: str) -> str:
         return "rloo"
     if estimator == "gae":
         return "ppo"
-    is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable") or verl.is_on(f"{OVERLONG}.enable")
+    is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable")
+    is_dapo |= verl.is_on(f"{OVERLONG}.enable") and find_loss(verl) == "grpo"  # another loss matters more
     if is_dapo and estimator in ("grpo", "grpo_vectorized"):
         return "dapo"
     is_plain = find_loss(verl) == "grpo" and find_aggregation(verl) == "token-mean" and not kl_reward_coef(verl)

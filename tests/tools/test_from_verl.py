@@ -344,6 +344,8 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
      "dapo.py has no such flag; ppo.py, rloo.py and grpo_variants.py have it"),
     ("algorithm.filter_groups.enable=True actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
      "dapo.py clips the ratio; grpo_variants.py has this loss"),
+    ("reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64 "
+     "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "grpo_variants.py has no such flag; dapo.py has it"),
     ("algorithm.adv_estimator=gae actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
      "ppo.py takes the mean over all tokens; dapo.py and grpo_variants.py have it"),
     ("algorithm.adv_estimator=gae actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
