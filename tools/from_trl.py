@@ -444,8 +444,13 @@ def add_grpo(new: Translation) -> None:
     elif loss == "grpo":
         new.add("--aggregation", "seq-mean-token-mean")
     if loss == "cispo":
-        new.add("--clip-low", 1.0)
-        new.add("--clip-high", new.number("epsilon_high", 0.2) - 1)
+        largest = new.number("epsilon_high", new.number("epsilon", 0.2))
+        if largest > 1:
+            new.add("--clip-low", 1.0)
+            new.add("--clip-high", largest - 1)
+        else:
+            new.without[f"--epsilon_high {largest:g}"] = ("as the largest ratio it would be below 1; the command has "
+                                                          "the bounds of --loss cispo")
     elif loss == "sapo":
         new.add("--loss-numbers", "tau_pos", new.number("sapo_temperature_pos", 1.0), "tau_neg",
                 new.number("sapo_temperature_neg", 1.05))
@@ -465,7 +470,7 @@ def add_grpo(new: Translation) -> None:
         new.add("--kl-loss-coef", beta)
         new.add("--kl-estimator", "k3+" if new.is_on("use_bias_correction_kl", True) else "k3")
     if new.is_on("use_vllm") and new.is_on("vllm_importance_sampling_correction", True):
-        level, what = new.text("vllm_importance_sampling_mode", "sequence_mask").split("_")
+        level, _, what = new.text("vllm_importance_sampling_mode", "sequence_mask").partition("_")
         new.add("--correction.weights", level)
         new.add("--correction.upper", new.number("vllm_importance_sampling_clip_max", 3.0))
         if what == "mask":

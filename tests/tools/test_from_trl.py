@@ -111,7 +111,7 @@ def test_the_configuration_in_the_code(tmp_path):
     ("trl grpo --importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4", {
         "script": "grpo_variants", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}),
     ("trl grpo --loss_type cispo --epsilon_high 5", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
-    ("trl grpo --loss_type sapo", {"loss": "sapo"}),
+    ("trl grpo --loss_type cispo", {"loss": "cispo"}), ("trl grpo --loss_type sapo", {"loss": "sapo"}),
     ("trl grpo --loss_type dr_grpo", {"loss": "dr_grpo", "norm_by_std": True}),
     ("trl grpo --num_iterations 2 --max_steps 20", {"epochs_per_step": 2, "total_steps": 10}),
     ("trl sft --max_steps 50 --warmup_steps 0.1", {"script": "sft", "total_steps": 50}),
