@@ -42,7 +42,7 @@ class SFTConfig(ConversationConfig):
     prompt_column: str = "prompt"
     """Column with the prompt: a list of {role, content}, or a string (one user message)."""
     response_column: str = "response"
-    """Column with the assistant's answer to the prompt, a string."""
+    """Column with the assistant's answer to the prompt: a string, or a list of {role, content}."""
 
 
 @dataclass
@@ -65,12 +65,13 @@ def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) 
     """The pieces of the one conversation of a row. Raises ValueError for a bad row."""
     if row.get("messages") is not None:
         return [pieces_of(parse_messages(row["messages"], "messages"), 0, tokenizer, template)]
-    if row.get("prompt") is None or not isinstance(row.get("response"), str):
-        raise ValueError("it has neither messages, nor a prompt and a response that is a string: name the columns with "
+    if row.get("prompt") is None or row.get("response") is None:
+        raise ValueError("it has neither messages, nor a prompt and a response: name the columns with "
                          "--data.messages-column, or --data.prompt-column and --data.response-column")
-    prompt = parse_messages(row["prompt"], "prompt")
-    messages = [*prompt, {"role": "assistant", "content": row["response"]}]
-    return [pieces_of(messages, len(prompt), tokenizer, template)]
+    prompt, response = parse_messages(row["prompt"], "prompt"), row["response"]
+    is_text = isinstance(response, str)
+    answer = [{"role": "assistant", "content": response}] if is_text else parse_messages(response, "response")
+    return [pieces_of([*prompt, *answer], len(prompt), tokenizer, template)]
 
 
 def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | None:

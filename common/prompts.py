@@ -75,7 +75,7 @@ def parse_messages(prompt: Any, column: str) -> list[dict[str, str]]:
     """The chat messages of a prompt, which may be one user message as a string."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{column} is {prompt!r:.80}; must be a string or a list of {{role, content}}")
+        raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
     # parquet gives every message the keys of all; templates ask whether a key is there
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for message in messages:

@@ -75,7 +75,23 @@ def prepare(functions: Iterable[Callable], kwargs: dict[str, Any]) -> list[dict[
         module = inspect.getmodule(function)
         if module and module.__name__.startswith("rewards.") and "check" in vars(module):
             module.check(**kwargs)
+        check_signature(function, kwargs)
     return taken
+
+
+def check_signature(function: Callable, kwargs: dict[str, Any]) -> None:
+    """ValueError for a function that cannot be called with verl's arguments and these further ones."""
+    parameters = inspect.signature(function).parameters
+    plural = "s" if "solution_strs" in parameters else ""
+    given = [f"{name}{plural}" for name in ("data_source", "solution_str", "ground_truth", "extra_info")]
+    lacking = [name for name in given if not takes(function, name)]
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty
+              and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+    if lacking or (unknown := [name for name in needed if name not in (*given, *kwargs)]):
+        what = f"does not take {', '.join(lacking)}" if lacking else f"also needs {', '.join(unknown)}"
+        raise ValueError(f"--reward.function: a function of {', '.join(parameters) or 'nothing'} {what}; it is called "
+                         f"with {', '.join(given)} and what --reward.kwargs has (docs/data.md). Functions of TRL's "
+                         f"signature: rewards/trl_functions.py")
 
 
 def takes(function: Callable, keyword: str) -> bool:

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
-from common.tracking.console import exit_with_error
 from tools.terminal import quoted, visible
 from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, SAME, SCRIPTS, SWITCHES, WITHOUT
 from tools.verl_settings import Settings, read_settings
@@ -110,7 +109,8 @@ def choose_script(verl: Settings, program: str) -> str:
         return "rloo"
     if estimator == "gae":
         return "ppo"
-    is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable") or verl.is_on(f"{OVERLONG}.enable")
+    is_dapo = program == "main_dapo" or verl.is_on("algorithm.filter_groups.enable")
+    is_dapo |= verl.is_on(f"{OVERLONG}.enable") and find_loss(verl) == "grpo"  # another loss matters more
     if is_dapo and estimator in ("grpo", "grpo_vectorized"):
         return "dapo"
     is_plain = find_loss(verl) == "grpo" and find_aggregation(verl) == "token-mean" and not kl_reward_coef(verl)
@@ -633,4 +633,6 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
+        from common.tracking.console import exit_with_error  # with torch, which takes seconds
+
         exit_with_error(error)

@@ -82,6 +82,7 @@ OLD_NAMES = {  # patterns of keys of earlier versions -> today's
     r"^reward_model\.model\.path$": "reward.reward_model.model_path",
     r"^reward_model\.(reward_kwargs\.)": r"reward.\1",
     r"^reward_model\.overlong_buffer\.": "reward.reward_kwargs.overlong_buffer_cfg.",
+    r"^reward_model\.": "reward.reward_model.",
     r"^(custom_reward_function|sandbox_fusion)\.": r"reward.\1.",
     r"^actor_rollout_ref\.actor\.optim\.clip_grad$": "actor_rollout_ref.actor.grad_clip",
     r"^actor_rollout_ref\.actor\.optim\.warmup_style$": "actor_rollout_ref.actor.optim.lr_scheduler_type",

@@ -152,7 +152,9 @@ def find_command(text: str, variables: dict[str, str], source: str) -> tuple[dic
     found = [words for words in commands if any(PROGRAM.search(word) for word in words)]
     if len(found) != 1:
         said = f" ({'; '.join(map(visible, notes))})" if notes else ""
-        raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once{said}")
+        is_sft = not found and any("sft_trainer" in word for words in commands for word in words)
+        hint = "; it starts supervised fine-tuning: docs/supervised.md has sft.py and its columns" if is_sft else ""
+        raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once{hint}{said}")
     start = next(i for i, word in enumerate(found[0]) if PROGRAM.search(word))
     inner = found[0][start]
     if any(character.isspace() for character in inner.strip()):

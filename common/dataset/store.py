@@ -261,7 +261,7 @@ def find_files(entries: Sequence[str]) -> list[str]:
         found = sorted(name for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
         if not found:
             raise ValueError(f"data file {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
-                             f"that has some")
+                             f"that has some; data/from_table.py converts CSV")
         files += found
     return files
 
@@ -304,5 +304,5 @@ def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
         row = {**json.loads(found)}  # TypeError: it is no object
         json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"the line must be a JSON object ({error})") from None
+        raise ValueError(f"the line must be a JSON object ({error}); data/from_table.py reads a JSON list") from None
     return row

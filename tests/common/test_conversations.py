@@ -113,6 +113,14 @@ def test_a_minibatch_has_every_row_once_and_keeps_the_budget(tokenizer, tmp_path
             assert length == data.lengths[row] and count == sum(data.mask[row].as_py()) > 1
 
 
+def test_a_response_may_be_messages(tokenizer, tmp_path):
+    """TRL's conversational prompt and completion."""
+    rows = [{"prompt": "hi", "response": "good day"},
+            {"prompt": [{"role": "user", "content": "hi"}], "response": [{"role": "assistant", "content": "good day"}]}]
+    data = load(tmp_path / "a.jsonl", rows, tokenizer)
+    assert data.tokens[0] == data.tokens[1] and data.mask[0] == data.mask[1] and sum(data.mask[0].as_py()) > 1
+
+
 def test_long_rows_are_left_out_or_cut_and_counted(tokenizer, tmp_path):
     rows = [{"prompt": "hi", "response": "a " * n} for n in (1, 30, 400)] + [{"prompt": "long " * 90, "response": "x"}]
     whole = load(tmp_path / "a.jsonl", rows, tokenizer)
@@ -131,7 +139,8 @@ THINKING = ("{% for m in messages %}<|im_start|>{{ m.content if loop.last else m
 
 @pytest.mark.parametrize(("row", "flags", "rule"), [
     ({"text": "hi"}, {}, "neither messages, nor a prompt and a response"),
-    ({"prompt": "hi", "response": 5}, {}, "neither messages, nor a prompt and a response that is a string"),
+    ({"prompt": "hi", "response": 5}, {}, "response is 5; it must name a column of strings or lists"),
+    ({"prompt": "hi", "answer": "5"}, {}, "neither messages, nor a prompt and a response: name the columns"),
     ({"prompt": "hi", "response": " "}, {"template": "chat"}, None),
     ({"messages": [{"role": "user", "content": "hi"}]}, {}, "there must be an answer"),
     ({"messages": [{"role": "assistant", "content": "hi"}]}, {}, "and a message before it"),

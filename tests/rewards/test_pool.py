@@ -39,6 +39,23 @@ def test_load_reward_takes_a_file_and_its_neighbours(tmp_path):
         load_reward(f"{tmp_path}/absent.py:f")
 
 
+@pytest.mark.parametrize(("signature", "rule"), [
+    ("response, answer", "a function of response, answer does not take data_source, solution_str, ground_truth"),
+    ("", "a function of nothing does not take data_source"), ("completions, **kwargs", "also needs completions"),
+    ("data_source, solution_str, ground_truth", "does not take extra_info; it is called with data_source,"),
+    ("solution_strs, ground_truths, extra_infos", "does not take data_sources; it is called with data_sources,"),
+    ("*, solution_strs, bonus, **more", None), ("*texts, bonus=1, **more", None), ("*texts, key, **more", "needs key"),
+])
+def test_a_function_of_another_signature_is_refused_at_the_start(tmp_path, signature, rule):
+    (tmp_path / "mine.py").write_text(f"def f({signature}):\n    return 1.0\n")
+    for num_workers in (0, 1):
+        if rule is None:
+            RewardPool(f"{tmp_path}/mine.py:f", num_workers=num_workers, kwargs='{"bonus": 2}').close()
+            continue
+        with pytest.raises(ValueError, match=rf"^--reward.function: .*{rule}"):
+            RewardPool(f"{tmp_path}/mine.py:f", num_workers=num_workers)
+
+
 def test_pool_scores_in_order_of_index():
     with RewardPool(f"{MISBEHAVE}:score", num_workers=2, timeout_s=10) as pool:
         for index in (5, 0, 3, 1, 4, 2):

@@ -21,7 +21,7 @@ FOREIGN = {                             # flags of programs that are not in this
     "torchrun": {"--standalone", "--nproc-per-node", "--nnodes", "--log-dir"},
     "sbatch": {"--nodes", "--gpus-per-node", "--time", "--job-name", "--mem"},
     "pip": {"--no-deps", "--target"}, "hf": {"--local-dir"}, "tensorboard": {"--logdir"}, "tyro": {"--help"},
-    "docker": {"--rm", "--gpus", "--shm-size", "--build-arg"},
+    "trl": {"--model_name_or_path"}, "docker": {"--rm", "--gpus", "--shm-size", "--build-arg"},
     "an example of an agent's own flags": {"--fast"},
 }
 FOLDERS = ("common", "rewards", "envs", "data", "tools", "tests", "slurm", "variants", "docs")

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -343,6 +344,8 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
      "dapo.py has no such flag; ppo.py, rloo.py and grpo_variants.py have it"),
     ("algorithm.filter_groups.enable=True actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
      "dapo.py clips the ratio; grpo_variants.py has this loss"),
+    ("reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64 "
+     "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "grpo_variants.py has no such flag; dapo.py has it"),
     ("algorithm.adv_estimator=gae actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
      "ppo.py takes the mean over all tokens; dapo.py and grpo_variants.py have it"),
     ("algorithm.adv_estimator=gae actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
@@ -352,6 +355,8 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
     ("algorithm.adv_estimator=gdpo algorithm.norm_adv_by_std_in_grpo=False", "rloo.py --baseline reinforce++-baseline"),
     ("actor_rollout_ref.rollout.n=1", "a group of one"),
     ("trainer.logger=['console','swanlab']", "metrics go to"),
+    ("reward_model.use_reward_loop=True reward_model.rollout.name=vllm reward_model.num_workers=8",     # of verl 0.7
+     "a classifier that runs in the trainer"),
     ("distillation.enabled=True distillation.teacher_key=ability", "rows have the teacher of their data_source"),
     ("distillation.enabled=True distillation.distillation_loss.loss_max_clamp=10", "needs no bounds"),
     ("distillation.enabled=True actor_rollout_ref.actor.use_kl_loss=True",
@@ -540,8 +545,15 @@ def test_the_program_prints_a_command_and_its_reasons(tmp_path, capsys):
     assert re.search(r"not run: .*; \$\(PROGRAM\) counts as empty, or as what follows \|\| in it", printed)
 
 
+def test_a_command_is_there_without_waiting_for_torch():
+    code = "import sys, tools.from_verl, tools.from_trl; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize(("text", "rule"), [
     ("echo hello", "starts main_ppo or main_dapo 0 times"),
+    ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "fine-tuning: docs/supervised.md"),
     ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2", "2 times; it must be once"),
     ("python3 -m verl.trainer.main_ppo data.train_batch_size=$SIZE[x", "must be a number"),
 ])
@@ -783,7 +795,8 @@ def test_the_page_has_every_mapped_key(key):
 
 @pytest.mark.parametrize("page", ["from_verl.md", "from_trl.md"])
 def test_the_pages_name_flags_that_exist(page):
-    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in (*NAMES, "rm", "distill")))
-    known |= {"--rows", "--total-epochs", "--nnodes", "--nproc-per-node", "--correction.*"}
+    scripts = (*NAMES, "rm", "distill", "sft")
+    known = set().union(*(flags_of(importlib.import_module(script).Args) for script in scripts))
+    known |= {"--rows", "--gpus", "--total-epochs", "--nnodes", "--nproc-per-node", "--correction.*"}
     named = set(re.findall(r"--[a-z][a-z.*-]*", re.sub(r"\|[ -]+\|.*", "", (ROOT / "docs" / page).read_text())))
     assert len(named) > 40 and named - known == set()

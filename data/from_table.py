@@ -1,0 +1,221 @@
+"""Your own table as training data: python data/from_table.py questions.csv --answer-column answer --out data/mine
+
+Reads CSV (with commas, semicolons, tabs or bars, with or without a byte order mark), JSON (a list of objects), JSON
+lines or parquet, and writes train.parquet and test.parquet (--num-test rows, chosen by --seed) in verl's columns.
+`--system` is one system prompt for all rows, `--system-column` one of each row. An answer may be a list: texts in JSON,
+or what --answers-separator separates; the reward function then gets a list of texts as ground_truth. It gets every
+column in extra_info, under the table's names. Repeated questions stay.
+"""
+
+import argparse
+import contextlib
+import csv
+import difflib
+import io
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from verl_rows import run, write
+
+SEPARATORS = ",;\t|"
+BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+MOST_SHOWN = 5  # bad rows that are printed
+
+
+def decode(file: Path, encoding: str) -> str:
+    """The text of a file, in the encoding that its byte order mark says, or in `encoding`."""
+    found = file.read_bytes()
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if found.startswith(mark)), encoding)
+    try:
+        return found.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = found.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file}, line {line}: byte 0x{found[error.start]:02x} is not {encoding}; name the encoding "
+                         f"with --encoding (cp1252 is that of many spreadsheets)") from None
+    except LookupError:
+        raise ValueError(f"--encoding {encoding} is not known to Python; utf-8, cp1252 and latin-1 are") from None
+
+
+def read_csv(file: Path, encoding: str, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of each row of a CSV file whose first line has the names. An empty field is None."""
+    text = decode(file, encoding)
+    first = text.lstrip("\r\n").partition("\n")[0]
+    separator = separator or max(SEPARATORS, key=first.count)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    names: list[str] = []
+    try:
+        for fields in lines:
+            place = f"{file}, line {lines.line_num}"
+            if not any(field.strip() for field in fields):
+                continue
+            if not names:
+                names = [field.strip() for field in fields]
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise ValueError(f"{place}: two columns have the name {twice[0]!r}; the first line must name each "
+                                     f"once")
+                continue
+            if len(fields) != len(names):
+                raise ValueError(f"{place}: {len(fields)} fields, and the first line names {len(names)} columns; a "
+                                 f"field that holds {separator!r} or a line break must stand in double quotes "
+                                 f"(--separator names another separator)")
+            yield place, {name: field if field.strip() else None for name, field in zip(names, fields)}
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {lines.line_num}: {error}; a double quote in a quoted field is written twice"
+                         ) from None
+
+
+def read_json(file: Path, encoding: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of a JSON list of objects, or of JSON lines."""
+    text = decode(file, encoding)
+    try:
+        rows = json.loads(text) if text.lstrip().startswith("[") else None
+        places = [f"{file}, object {number}" for number in range(1, len(rows or ()) + 1)]
+        if rows is None:
+            numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+            places = [f"{file}, line {number}" for number, _ in numbered]
+            rows = []
+            for _, line in numbered:
+                rows.append(json.loads(line))
+    except ValueError as error:
+        where = places[len(rows)] if rows is not None else file
+        raise ValueError(f"{where}: {error}; a file must be a JSON list of objects, or have one object a line"
+                         ) from None
+    for place, row in zip(places, rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: {row!r:.80} must be an object with the columns' names")
+        yield place, row
+
+
+def read_table(file: Path, encoding: str, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file")
+    match file.suffix.lower():
+        case ".csv" | ".tsv" | ".txt":
+            yield from read_csv(file, encoding, separator)
+        case ".json" | ".jsonl" | ".ndjson":
+            yield from read_json(file, encoding)
+        case ".parquet" | ".pq":
+            try:
+                rows = pq.read_table(file).to_pylist()
+            except pa.ArrowException as error:
+                raise ValueError(f"{file} cannot be read as parquet: {error}") from None
+            yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, 1))
+        case suffix:
+            raise ValueError(f"{file}: {suffix or 'no ending'} is not read; save the table as .csv, .tsv, .json, "
+                             f".jsonl or .parquet (a spreadsheet: save as CSV)")
+
+
+def value_of(row: dict[str, Any], column: str, flag: str) -> Any:
+    """A field. ValueError for a name that the table does not have, and for an empty field."""
+    if column not in row:
+        near = difflib.get_close_matches(column.lower(), {name.lower(): name for name in row}, 1)
+        meant = next((name for name in row if near and name.lower() == near[0]), "")
+        raise LookupError(f"{flag} {column}: there is no such column; there are {', '.join(map(repr, row))}"
+                          + (f". Is it {flag} {meant!r}?" if meant else ""))
+    value = row[column]
+    if value is None or (isinstance(value, str) and not value.strip()) or value == []:
+        raise ValueError(f"{column} is empty")
+    return value
+
+
+def answer_of(value: Any, separator: str) -> Any:
+    """The ground truth: a text, or a list of texts."""
+    if isinstance(value, str) and separator:
+        value = [part.strip() for part in value.split(separator) if part.strip()]
+    elif isinstance(value, str) and value.strip().startswith("["):  # texts alone: [1, 2] may be an interval
+        with contextlib.suppress(ValueError):
+            found = json.loads(value)
+            value = found if found and all(isinstance(part, str) for part in found) else value
+    if isinstance(value, list):
+        return [str(part) for part in value]
+    return value.strip() if isinstance(value, str) else str(value)
+
+
+def row_of(table: dict[str, Any], index: int, source: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A row in verl's columns. LookupError for a column that is not there, ValueError for an empty field."""
+    prompt = value_of(table, args.prompt_column, "--prompt-column")
+    answer = answer_of(value_of(table, args.answer_column, "--answer-column"), args.answers_separator)
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+    system = value_of(table, args.system_column, "--system-column") if args.system_column else args.system
+    if system:
+        messages = [{"role": "system", "content": str(system)}, *messages]
+    return {
+        "data_source": source,
+        "prompt": messages,
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": table | {"index": index},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, help="a .csv, .tsv, .json, .jsonl or .parquet file")
+    parser.add_argument("--out", type=Path, required=True, help="folder for train.parquet and test.parquet")
+    parser.add_argument("--prompt-column", default="question", help="column of texts or chat messages (question)")
+    parser.add_argument("--answer-column", default="answer", help="column of answers, or of lists of answers (answer)")
+    parser.add_argument("--answers-separator", default="", help="what separates the answers of a field, such as '|'")
+    parser.add_argument("--instruction", default="", help="text after every question, on a line of its own")
+    parser.add_argument("--system", default="", help="the system prompt of all rows")
+    parser.add_argument("--system-column", default="", help="column with the system prompt of each row")
+    parser.add_argument("--data-source", default="", help="name of the data in metrics (the file's name)")
+    parser.add_argument("--num-test", type=int, default=-1, help="rows of test.parquet (a tenth, at most 500)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the choice of test rows")
+    parser.add_argument("--separator", default="", help="of CSV fields (found in the first line)")
+    parser.add_argument("--encoding", default="utf-8", help="of text without a byte order mark (utf-8)")
+    parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="a row with an empty field")
+    args = parser.parse_args()
+    source = args.data_source or args.table.stem
+    rows, bad = [], []
+    for place, table in read_table(args.table, args.encoding, args.separator):
+        try:
+            row = row_of(table, len(rows), source, args)
+        except LookupError as error:
+            raise ValueError(f"{args.table}: {error.args[0]}") from None
+        except ValueError as error:
+            bad.append(f"{place}: {error}")
+            continue
+        if args.instruction:
+            last = row["prompt"][-1]
+            row["prompt"][-1] = last | {"content": f"{last['content']}\n{args.instruction}"}
+        rows.append(row)
+    if bad and args.on_bad_row == "error":
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise ValueError(f"{bad[0]}{more}; --on-bad-row skip leaves such rows out")
+    for line in bad[:MOST_SHOWN]:
+        print(f"data: left out: {line}")
+    num_test = min(len(rows) // 10, 500) if args.num_test < 0 else args.num_test
+    if not rows and not bad:
+        raise ValueError(f"{args.table} has no rows; the first line of a CSV file names the columns")
+    if num_test >= len(rows):
+        raise ValueError(f"{args.table} has {len(rows)} good rows and {len(bad)} bad; the rule is more than --num-test "
+                         f"{num_test}")
+    for name in dict.fromkeys(name for row in rows for name in row["extra_info"]):  # a parquet column has one type
+        kinds = {type(row["extra_info"].get(name)) for row in rows} - {type(None)}
+        if len(kinds) > 1:
+            for row in rows:
+                value = row["extra_info"].get(name)
+                row["extra_info"][name] = value if value is None or isinstance(value, str) else json.dumps(value)
+    lists = [isinstance(row["reward_model"]["ground_truth"], list) for row in rows]
+    if any(lists) and not all(lists):
+        for row in rows:
+            truth = row["reward_model"]["ground_truth"]
+            row["reward_model"]["ground_truth"] = truth if isinstance(truth, list) else [truth]
+    chosen = set(random.Random(args.seed).sample(range(len(rows)), num_test))
+    print(f"data: {len(rows)} rows of {args.table}, {len(bad)} left out. The first prompt and ground truth:")
+    print(*(f"    {message['role']}: {message['content']!r:.200}" for message in rows[0]["prompt"]), sep="\n")
+    print(f"    ground_truth: {rows[0]['reward_model']['ground_truth']!r:.200}")
+    parts = {"train": [i for i in range(len(rows)) if i not in chosen], "test": sorted(chosen)}
+    for split, part in parts.items():
+        if part:
+            write([rows[i] for i in part], args.out / f"{split}.parquet", group_rows=len(rows))
+    val = f" --val-data {args.out}/test.parquet" if num_test else ""
+    print(f"data: train with --train-data {args.out}/train.parquet{val} --reward.function my_reward.py:compute_score")
+
+
+if __name__ == "__main__":
+    run(main)

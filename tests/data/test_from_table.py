@@ -1,0 +1,142 @@
+"""data/from_table.py on the tables that people have, and that its rows train as verl's do."""
+
+import csv
+import io
+import json
+import random
+import re
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+
+from common.dataset.store import load_prompts
+from common.prompts import DataConfig
+from tests.conftest import MODEL, ROOT
+
+sys.path.append(str(ROOT / "data"))
+import from_table
+import verl_rows
+
+QUESTIONS = [(f"What is {i}, and {i}?", str(2 * i)) for i in range(1, 31)]
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch, capsys):
+    """The rows that a table becomes, train and then test; what is printed."""
+    def run(name, content, *flags):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        argv = ["from_table.py", str(tmp_path / name), "--out", str(tmp_path / "out"), *flags]
+        monkeypatch.setattr(sys, "argv", argv)
+        from_table.main()
+        files = [tmp_path / "out" / f"{split}.parquet" for split in ("train", "test")]
+        return [pq.read_table(file).to_pylist() if file.exists() else [] for file in files]
+    run.printed = lambda: capsys.readouterr().out
+    return run
+
+
+def plain(separator=",", end="\n"):
+    lines = [separator.join(("question", "answer")), *(f'"{q}"{separator}{a}' for q, a in QUESTIONS)]
+    return end.join([*lines, ""])
+
+
+def asked(rows):
+    return sorted((row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in rows)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.csv", plain().encode()), ("bom.csv", b"\xef\xbb\xbf" + plain(end="\r\n").encode()),
+    ("semicolons.csv", plain(";").encode()), ("tabs.tsv", plain("\t").encode()), ("bars.csv", plain("|").encode()),
+    ("utf16.txt", plain("\t").encode("utf-16")), ("old_mac.csv", plain(end="\r").encode()),
+    ("a.json", json.dumps([{"question": q, "answer": a} for q, a in QUESTIONS], indent=2).encode()),
+    ("a.jsonl", "\n".join(json.dumps({"question": q, "answer": int(a)}) for q, a in QUESTIONS).encode()),
+])
+def test_every_kind_of_table_gives_the_same_rows(convert, name, content):
+    train, test = convert(name, content)
+    assert asked(train + test) == sorted(QUESTIONS) and len(test) == 3
+    assert {row["data_source"] for row in train} == {name.partition(".")[0]}
+    assert all(row["extra_info"]["question"] == row["prompt"][0]["content"] for row in train + test)
+
+
+def test_any_text_comes_back_as_it_was(convert):
+    """Python's own writer is the oracle: quotes, separators, line breaks and every script of the world in fields."""
+    chance = random.Random(5)
+    letters = '",;|\t\n\r abcé日本🍵\u2028'
+    texts = [("".join(chance.choices(letters, k=12)) + "x", "".join(chance.choices(letters, k=6)) + "y")
+             for _ in range(50)]
+    out = io.StringIO()
+    csv.writer(out).writerows([("question", "answer"), *texts])
+    train, _ = convert("any.csv", out.getvalue().encode(), "--num-test", "0")
+    assert [row["prompt"][0]["content"] for row in train] == [question for question, _ in texts]
+    assert [row["reward_model"]["ground_truth"] for row in train] == [answer.strip() for _, answer in texts]
+
+
+def test_a_system_prompt_and_lists_of_answers(convert):
+    table = 'system,question,answers\nBe brief.,Capital of Greece?,"[""Athens"", ""Athína""]"\nThink.,2 + 2?,4\n'
+    train, _ = convert("a.csv", table, "--answer-column", "answers", "--system-column", "system")
+    assert [row["prompt"] for row in train] == [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Capital of Greece?"}],
+        [{"role": "system", "content": "Think."}, {"role": "user", "content": "2 + 2?"}]]
+    assert [row["reward_model"]["ground_truth"] for row in train] == [["Athens", "Athína"], ["4"]]
+    train, _ = convert("b.csv", "question;answer\na;b| c |\nd;[1, 2]\n", "--answers-separator", "|", "--system", "S",
+                       "--instruction", "Go.")
+    assert [row["reward_model"]["ground_truth"] for row in train] == [["b", "c"], ["[1, 2]"]]
+    assert train[0]["prompt"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "a\nGo."}]
+
+
+def test_an_interval_is_no_list_of_answers(convert):
+    train, _ = convert("a.csv", 'question,answer\nWhere is x?,"[1, 2]"\n')
+    assert train[0]["reward_model"]["ground_truth"] == "[1, 2]"
+
+
+def test_further_columns_of_several_types(convert):
+    table = json.dumps([{"question": "a", "answer": 1, "level": 1}, {"question": "b", "answer": "x", "level": "hard"}])
+    train, _ = convert("a.json", table)
+    assert [row["extra_info"]["level"] for row in train] == ["1", "hard"]
+
+
+@pytest.mark.parametrize(("name", "content", "flags", "message"), [
+    ("a.csv", "question,answer\na,b\nc,\n", (), "a.csv, line 3: answer is empty; --on-bad-row skip"),
+    ("a.csv", "question,answer\n ,b\n", (), "line 2: question is empty"),
+    ("a.csv", "Question,Answer\na,b\n", (), "there are 'Question', 'Answer'. Is it --prompt-column 'Question'?"),
+    ("a.csv", plain(), ("--answer-column", "anwser"), "--answer-column anwser: there is no such column"),
+    ("a.csv", "question,answer\nWhat is 1, 2?,3\n", (), "line 2: 3 fields, and the first line names 2 columns"),
+    ("a.csv", 'question,answer\n"a "b" c",3\n', (), "a double quote in a quoted field is written twice"),
+    ("a.csv", "question,answer,answer\na,b,c\n", (), "two columns have the name 'answer'"),
+    ("a.csv", "question,answer\nGrèce,Athènes\n".encode("cp1252"), (), "line 2: byte 0xe8 is not utf-8; name the enc"),
+    ("a.csv", plain(), ("--encoding", "utf-9"), "--encoding utf-9 is not known"),
+    ("a.csv", "", (), "has no rows"),
+    ("a.csv", "question,answer\n", (), "has no rows"),
+    ("a.csv", plain(), ("--num-test", "30"), "30 good rows and 0 bad; the rule is more than --num-test 30"),
+    ("a.jsonl", '{"question": "a", "answer": "b"}\n{"question": "a" 1}\n', (), "a.jsonl, line 2: Expecting"),
+    ("a.json", "[1]", (), "must be an object with the columns' names"),
+    ("a.parquet", "no", (), "cannot be read as parquet"),
+    ("a.xlsx", "PK", (), ".xlsx is not read; save the table as .csv"),
+])
+def test_mistakes_are_named(convert, name, content, flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        convert(name, content, *flags)
+    assert "\n" not in str(raised.value)
+
+
+def test_bad_rows_are_left_out_and_named_on_request(convert):
+    train, test = convert("a.csv", plain() + "c,\n", "--on-bad-row", "skip", "--num-test", "5")
+    assert (len(train), len(test)) == (25, 5)
+    assert "a.csv, line 32: answer is empty" in convert.printed()
+
+
+def test_its_rows_are_read_by_the_trainer(convert, tmp_path):
+    from transformers import AutoTokenizer
+
+    convert("a.csv", "\ufeffquestion;answer\nQuelle est la capitale ?;Athènes\n")
+    prompts = load_prompts([str(tmp_path / "out")], AutoTokenizer.from_pretrained(MODEL), DataConfig())
+    assert prompts[0].ground_truth == "Athènes" and prompts[0].messages[0]["content"] == "Quelle est la capitale ?"
+    assert prompts[0].extra_info["answer"] == "Athènes"
+
+
+def test_a_mistake_is_one_line_on_the_terminal(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "data/from_table.py", tmp_path / "a.csv", "--out", tmp_path],
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"error: {tmp_path / 'a.csv'} is not a file\n")
+    assert verl_rows.run.__doc__

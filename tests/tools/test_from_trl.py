@@ -1,0 +1,166 @@
+"""TRL's commands, in scripts written here in the style of its examples, as ours: every printed command parses."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import tyro
+
+from tests.conftest import ROOT
+from tools import from_trl
+from tools.trl_options import KINDS, NEEDLESS, NO_SCRIPT, SAME, WITHOUT
+
+SFT = '''"""
+# Full training
+```
+python trl/scripts/sft.py \\
+    --model_name_or_path org/model \\
+    --dataset_name org/Talks \\
+    --learning_rate 2.0e-5 --num_train_epochs 1 --packing \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
+    --eval_strategy steps --eval_steps 100 \\
+    --output_dir out --push_to_hub --made_up 7
+```
+# LoRA
+python trl/scripts/sft.py --model_name_or_path org/model --dataset_name org/Talks --use_peft --lora_r=32 \\
+    --lora_target_modules "q_proj", "v_proj" --max_steps 12
+"""
+raise SystemExit("it is never run")
+'''
+GRPO = '''"""
+  accelerate launch --config_file zero3.yaml examples/scripts/grpo.py
+"""
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import think_format_reward
+
+def near(completions, solution, **kwargs):
+    return [0.0 for _ in completions]
+
+trainer = GRPOTrainer(
+    model="org/model",
+    args=GRPOConfig(output_dir="out", learning_rate=1e-5, max_completion_length=64, gradient_accumulation_steps=2,
+                    steps_per_generation=8, num_generations=4, beta=0.01, max_steps=40, loss_type="grpo", use_vllm=True,
+                    vllm_mode="colocate", reward_weights=[1.0, 0.5], bf16=is_able(), scale_rewards=False),
+    reward_funcs=[think_format_reward, near],
+    peft_config=LoraConfig(r=8),
+)
+'''
+
+
+def translate(command: str, gpus: int = 1) -> from_trl.Translation:
+    (name, options), = from_trl.commands_of(command)
+    return from_trl.translate(name, options, gpus)
+
+
+def parsed(new: from_trl.Translation):
+    """Our script's arguments, from the flags that the tool gives."""
+    return tyro.cli(importlib.import_module(new.script).Args, args=new.argv(), console_outputs=False)
+
+
+def test_the_commands_of_a_docstring(tmp_path):
+    path = tmp_path / "sft.py"
+    path.write_text(SFT)
+    found, notes = from_trl.read(str(path))
+    full, lora = (from_trl.translate(name, options, gpus=2) for name, options in found)
+    assert notes == [] and full.script == "sft" and full.unknown == ["--made_up 7"]
+    args = parsed(full)
+    assert (args.model, args.run_dir, args.optim.lr, args.total_epochs) == ("org/model", "out", 2e-5, 1.0)
+    assert args.rows_per_step == 2 * 8 * 2 and args.eval_every == 100 and args.optim.schedule == "linear"
+    assert args.train_data == ("data/Talks/train.parquet",) and args.val_data == ("data/Talks/test.parquet",)
+    assert "load_dataset('org/Talks', split='train')" in full.before[0]
+    assert list(full.without) == ["--push_to_hub"] and list(full.needless) == ["--packing"]
+    args = parsed(lora)
+    assert (args.lora.rank, args.lora.targets, args.total_steps) == (32, ("q_proj", "v_proj"), 12)
+    assert args.optim.lr == 2e-5 and args.val_data == () and args.data.max_length == 1024         # TRL's defaults
+
+
+def test_the_configuration_in_the_code(tmp_path):
+    """8 responses x 8 passes = 64 in groups of 4: 16 prompts; 8 / 2 updates a rollout, so 40 are 10 rollouts."""
+    path = tmp_path / "grpo.py"
+    path.write_text(GRPO)
+    ((name, options),), notes = from_trl.read(str(path))
+    new = from_trl.translate(name, options)
+    args = parsed(new)
+    assert new.script == "grpo_variants" and args.aggregation == "seq-mean-token-mean"
+    assert (args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step) == (16, 4, 4)
+    assert args.total_steps == 10
+    assert (args.kl_loss_coef, args.kl_estimator, args.norm_by_std, args.lora.rank) == (0.01, "k3+", False, 8)
+    assert args.correction.weights == "sequence" and args.correction.upper == 3 and args.correction.outside == "zero"
+    assert args.reward.function == ("rewards/trl_functions.py",)
+    assert args.reward.kwargs == '{"functions": ["trl.rewards:think_format_reward", "my_rewards.py:near"], ' \
+                                 '"weights": [1.0, 0.5]}'
+    assert new.unknown == [] and list(new.needless) == ["--vllm_mode colocate"] and notes == []
+
+
+@pytest.mark.parametrize(("command", "expected"), [
+    ("trl dpo --beta 0.3 --loss_type ipo", {"script": "dpo", "beta": 0.3, "loss": "ipo", "rows_per_step": 8}),
+    ("trl reward --max_length 99", {"script": "rm", "centre_coef": 0.0, "rows_per_step": 8}),
+    ("python gkd.py --lmbda 0.25 --per_device_train_batch_size 16", {
+        "script": "distill", "divergence": "jsd", "beta": 0.5, "prompts_per_step": 4, "answers_per_step": 12}),
+    ("python distillation.py --beta 0", {"script": "distill", "divergence": "forward-kl"}),
+    ("python online_dpo.py --reward_model_path r", {"script": "online_dpo", "samples_per_prompt": 2, "beta": 0.1}),
+    ("python ppo.py --total_episodes 800 --reward_model_path r --num_mini_batches 2", {
+        "script": "ppo", "prompts_per_step": 16, "total_steps": 50, "critic_model": "r", "epochs_per_step": 4}),
+    ("trl rloo --beta 0.1 --num_generations 4", {
+        "script": "rloo", "prompts_per_step": 2, "kl_reward_coef": 0.1, "loss": "ppo", "clip_dual": 10000.0}),
+    ("trl grpo", {"script": "grpo", "prompts_per_step": 1, "kl_loss_coef": 0.0, "clip_high": 0.2}),
+    ("trl grpo --importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4", {
+        "script": "grpo_variants", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}),
+    ("trl grpo --loss_type cispo --epsilon_high 5", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
+    ("trl grpo --loss_type cispo", {"loss": "cispo"}), ("trl grpo --loss_type sapo", {"loss": "sapo"}),
+    ("trl grpo --loss_type dr_grpo", {"loss": "dr_grpo", "norm_by_std": True}),
+    ("trl grpo --num_iterations 2 --max_steps 20", {"epochs_per_step": 2, "total_steps": 10}),
+    ("trl sft --max_steps 50 --warmup_steps 0.1", {"script": "sft", "total_steps": 50}),
+])
+def test_each_kind_of_command(command, expected):
+    new = translate(command)
+    args = parsed(new)
+    assert {name: new.script if name == "script" else getattr(args, name) for name in expected} == expected
+    assert not new.unknown
+
+
+def test_a_share_of_the_steps_as_warm_up():
+    assert parsed(translate("trl sft --max_steps 50 --warmup_ratio 0.1")).optim.warmup_steps == 5
+    new = translate("trl sft --warmup_ratio 0.1")
+    assert parsed(new).optim.warmup_steps == 0 and any("a warm-up of 0.1" in note for note in new.notes)
+
+
+def test_what_the_tables_name_exists():
+    """TRL's options are fields of the classes that are installed."""
+    fields = set()
+    trl, transformers = (find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers"))
+    for path in (*from_trl.Path(trl).rglob("*config.py"), from_trl.Path(trl, "scripts/utils.py"),
+                 *from_trl.Path(trl, "scripts").glob("*.py"), from_trl.Path(transformers, "training_args.py")):
+        fields |= {node.target.id for node in ast.walk(ast.parse(path.read_text()))
+                   if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    old = {"torch_dtype", "no_remove_unused_columns", "overwrite_output_dir", "stop_token", "max_new_tokens",
+           "whiten_rewards", "local_rollout_forward_batch_size", "response_length"}     # of earlier versions
+    assert {*SAME, *NEEDLESS, *WITHOUT} - fields <= old
+    assert not set(KINDS) & NO_SCRIPT
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("absent.py", "absent.py is neither a file nor a command"),
+    ("ls -la", "neither a file nor a command"),
+    ("trl kto --model_name_or_path m", "kto: no script here trains so"),
+    ("trl grpo --loss_type vespo", "--loss_type vespo has no equivalent"),
+    ("trl grpo --num_generations 3", "must be whole groups of --num_generations 3"),
+    ("trl sft --learning_rate 1e-5 --per_device_train_batch_size many", "--per_device_train_batch_size many must be"),
+])
+def test_what_cannot_be_translated_is_one_line(source, message):
+    done = subprocess.run([sys.executable, "-m", "tools.from_trl", source], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_hostile_script_prints_and_runs_nothing(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "run.sh"
+    path.write_text("trl sft --model_name_or_path '\x1b[31m$(touch HERE)' --dataset_name `touch HERE`\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["from_trl", str(path)])
+    from_trl.main()
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and list(tmp_path.iterdir()) == [path]
