@@ -13,6 +13,8 @@ classifier for --reward-model.path and ppo.py --critic-model.
         --train-data data/pairs/train.parquet --val-data data/pairs/test.parquet --run-dir runs/rm
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +42,6 @@ from common.optim import OptimConfig
 from common.parallel.ranks import all_max
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
-from common.tracking.console import run_script
 from common.training import TrainArgs, Training
 from tools.evaluation import calibration
 
