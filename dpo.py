@@ -83,11 +83,11 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_supervised(args)
     if args.beta <= 0:
         raise ValueError(f"--beta {args.beta} must be above 0")
     if not 0 <= args.label_smoothing < 0.5 or (args.label_smoothing and args.loss != "dpo"):
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), and 0 for --loss {args.loss}")
+    check_supervised(args)
 
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:

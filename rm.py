@@ -82,7 +82,6 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_supervised(args)
     if not 0 <= args.label_smoothing < 0.5 or not 0 <= args.centre_coef < math.inf:
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), --centre-coef "
                          f"{args.centre_coef} at least 0")
@@ -91,6 +90,7 @@ def check(args: Args) -> None:
         raise ValueError("what reads the model renders whole conversations with its own chat template: put the "
                          "template into the folder of --model, and leave out --data.template, "
                          "--data.chat-template-file, --data.chat-template-kwargs and --data.on-long-row")
+    check_supervised(args)
 
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:

@@ -5,6 +5,8 @@ checked here, by the same code that `run_script` calls later: a file's statement
 it defines is first needed, so that neither torch nor a model's code is reached.
 """
 
+import __future__
+
 import ast
 import builtins
 import contextlib
@@ -59,12 +61,15 @@ class Definitions(dict):
     def __missing__(self, name: str) -> Any:
         """Of the module: the value of a name."""
         defined = vars(self.module)
-        for statement in self.statements.pop(name, []):
+        for statement in self.statements.get(name, []):
             origin, alias = project_file(statement, name)
             if origin is None:
                 if not isinstance(statement, DEFINITIONS) and imported_packages(statement) & HEAVY:
                     raise NeedsModels(name)
-                exec(compile(ast.Module([statement], []), defined["__file__"], "exec"), defined)
+                # annotations may name torch; only those of flags are read
+                is_flags = isinstance(statement, ast.ClassDef) and statement.name.endswith(("Args", "Config"))
+                flags = 0 if is_flags else __future__.annotations.compiler_flag
+                exec(compile(ast.Module([statement], []), defined["__file__"], "exec", flags), defined)
             else:
                 defined[name] = definitions(origin)[alias] if alias else definitions(origin).module
         return defined[name]
@@ -127,9 +132,10 @@ def check_command(script: Path) -> None:
             args = read_flags(own["Args"], own.module.__doc__ or "")
         check_paths(args)
         check_ranks(args)
-        if "check" in own.statements:
-            with contextlib.suppress(NeedsModels):
-                own["check"](args)
+        for name in [name for name in ("check", "check_supervised") if name in own.statements][:1]:
+            own[name](args)
+    except NeedsModels:
+        return
     except SystemExit as end:
         if end.code:
             print(f"error: {in_one_line(framed.getvalue())}", file=sys.stderr)
@@ -152,13 +158,13 @@ def check_paths(args: Any) -> None:
     given = flags_of(args)
     for flag in ("--model", "--critic-model", "--reward-model.path"):
         if given.get(flag):
-            check_model(given[flag], flag)
+            check_model(given[flag], flag, is_evaluated="--compare" in given)
     for teacher in given.get("--teacher") or ():
         check_model(teacher.rpartition("=")[2], "--teacher")
     find_files = definitions(ROOT / "common/dataset/store.py")["find_files"]
-    for flag in ("--train-data", "--val-data", "--files"):
+    for flag, name in {"--train-data": "--train-data", "--val-data": "--val-data", "--files": "--data"}.items():
         if given.get(flag):
-            find_files(given[flag], flag)
+            find_files(given[flag], name)
     for spec in given.get("--reward.function") or ():
         check_function(spec, "--reward.function", "compute_score")
     environments = definitions(ROOT / "envs/runtime/conversation.py")["environments"]
@@ -176,9 +182,15 @@ def check_paths(args: Any) -> None:
                          f"to")
 
 
-def check_model(model: str, flag: str) -> None:
-    """Raise ValueError if `model` is no folder, and no hub model that is in the cache or that the network can bring."""
+def check_model(model: str, flag: str, is_evaluated: bool = False) -> None:
+    """Raise ValueError if `model` is no folder of a model, and no hub model that is in the cache or that the network
+    can bring. What is evaluated may also be a checkpoint, a run or adapters."""
     if os.path.isdir(model):
+        if is_evaluated:
+            definitions(ROOT / "tools/model_source.py")["resolve"](model)
+        elif not (Path(model) / "config.json").is_file():
+            raise ValueError(f"{flag} {model} holds no config.json: it must be a Hugging Face model folder or "
+                             f"a hub name")
         return
     if os.path.exists(model) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ValueError(f"{flag} {model} is no folder here: it must be a Hugging Face model folder or a hub name")
