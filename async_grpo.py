@@ -13,6 +13,8 @@ those that it trains: p_rollout is not p_old, which --correction.weights token c
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import os
 import time
 from dataclasses import dataclass
@@ -31,7 +33,6 @@ from common.parallel.ranks import SAMPLERS, all_max
 from common.rollouts.scoring import RemoteRollout, RolloutSource, responses_to_state, start_rollout
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std
-from common.tracking.console import run_script
 
 
 @dataclass

@@ -11,6 +11,8 @@ equal are replaced by new ones (dynamic sampling); responses near the longest le
         --train-data data/dapo_math/train.parquet --val-data data/dapo_math/test.parquet --run-dir runs/dapo
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +27,6 @@ from common.metrics import spread
 from common.rollouts.scoring import responses_from_state, responses_to_state
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std, is_constant
-from common.tracking.console import run_script
 from rewards.format import soft_overlong
 
 

@@ -16,6 +16,8 @@ already (--answers-per-step). Several teachers share the rows by data_source.
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +36,6 @@ from common.metrics import spread
 from common.rollouts.answers import answers_of
 from common.run import Run, RunArgs
 from common.segments import group_mean
-from common.tracking.console import run_script
 
 
 @dataclass

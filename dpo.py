@@ -12,6 +12,8 @@ loss is the sum of these numbers times log p(y). The reference is scored once, b
         --train-data data/pairs/train.parquet --val-data data/pairs/test.parquet --run-dir runs/dpo
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -41,7 +43,6 @@ from common.parallel.ranks import all_max
 from common.prompts import PromptSampler
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
-from common.tracking.console import run_script
 from common.training import TrainArgs, Training
 
 
@@ -82,11 +83,11 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_supervised(args)
     if args.beta <= 0:
         raise ValueError(f"--beta {args.beta} must be above 0")
     if not 0 <= args.label_smoothing < 0.5 or (args.label_smoothing and args.loss != "dpo"):
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), and 0 for --loss {args.loss}")
+    check_supervised(args)
 
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:

@@ -9,6 +9,8 @@ where it was when the same command runs again. --compare OTHER pairs it with ano
         --val-data data/gsm8k/test.parquet --eval-n 8 --run-dir runs/evaluate
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +35,6 @@ from common.rollouts.episodes import start_episodes
 from common.rollouts.record import row_of, write_rows
 from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
 from common.rollouts.validation import spread_rows
-from common.tracking.console import run_script
 from rewards.runtime.pool import RewardConfig
 from tools import evaluation, model_source
 

@@ -10,6 +10,8 @@ For every prompt sample a group of G responses, score them, and give each its re
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +25,6 @@ from common.engine.make import check_sizes
 from common.metrics import spread
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std
-from common.tracking.console import run_script
 
 
 @dataclass

@@ -10,6 +10,8 @@ stands in the file. variants/losses.py has the losses, docs/recipes.md the flags
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import math
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,7 +33,6 @@ from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std, moments, whiten
-from common.tracking.console import run_script
 from variants.losses import LOSSES, LossSettings, PolicyLoss, Tokens, ppo
 
 

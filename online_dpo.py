@@ -11,6 +11,8 @@ advantage, with the sign turned, in the clipped loss of grpo.py. r(y) = log p(y)
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -28,7 +30,6 @@ from common.rollout import scatter_fields, sum_per_response
 from common.rollouts.answers import add_answers
 from common.run import Run, RunArgs
 from common.segments import group_log_mean_exp
-from common.tracking.console import run_script
 
 
 @dataclass

@@ -13,6 +13,8 @@ rewards r_t (the score on the last token, minus kl_reward_coef KL(p_old || p_ref
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -33,7 +35,6 @@ from common.rollout import scatter_fields
 from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import moments, whiten
-from common.tracking.console import run_script
 
 
 @dataclass

@@ -10,6 +10,8 @@ For every prompt sample G responses, score them, and subtract a baseline that do
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -28,7 +30,6 @@ from common.metrics import Meter, spread
 from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
 from common.segments import group_count, group_mean, is_constant, whiten
-from common.tracking.console import run_script
 from variants.optimal_baseline import optimal_token_baseline
 
 

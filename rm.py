@@ -13,6 +13,8 @@ classifier for --reward-model.path and ppo.py --critic-model.
         --train-data data/pairs/train.parquet --val-data data/pairs/test.parquet --run-dir runs/rm
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +42,6 @@ from common.optim import OptimConfig
 from common.parallel.ranks import all_max
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
-from common.tracking.console import run_script
 from common.training import TrainArgs, Training
 from tools.evaluation import calibration
 
@@ -81,7 +82,6 @@ class Args(TrainArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_supervised(args)
     if not 0 <= args.label_smoothing < 0.5 or not 0 <= args.centre_coef < math.inf:
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), --centre-coef "
                          f"{args.centre_coef} at least 0")
@@ -90,6 +90,7 @@ def check(args: Args) -> None:
         raise ValueError("what reads the model renders whole conversations with its own chat template: put the "
                          "template into the folder of --model, and leave out --data.template, "
                          "--data.chat-template-file, --data.chat-template-kwargs and --data.on-long-row")
+    check_supervised(args)
 
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:

@@ -8,6 +8,8 @@ A row has `messages`, and every turn of the assistant is trained on; or `prompt`
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_sft
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +33,6 @@ from common.optim import OptimConfig
 from common.parallel.ranks import all_max
 from common.prompts import parse_messages
 from common.rollouts.validation import spread_rows
-from common.tracking.console import run_script
 from common.training import TrainArgs, Training
 
 

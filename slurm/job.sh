@@ -12,6 +12,15 @@ VENV=${VENV:-.venv-gpu}
 [[ -n ${IMAGE:-} || -x $VENV/bin/torchrun ]] || die "no $VENV/bin/torchrun in $PWD: run \`make setup-gpu\` first, or name \
 another environment: VENV=FOLDER"
 [[ -z ${IMAGE:-} || -f $IMAGE ]] || die "IMAGE $IMAGE does not exist"
+# Until the step runs, a signal would end this script, and nothing would queue the job again.
+stopped="" step=""
+trap 'stopped=1; [[ -z $step ]] || kill -USR1 "$step"' USR1
+# In an array job, %a in the flags and in RUN_DIR is the task's number, as in sbatch's own --output.
+RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME${SLURM_ARRAY_TASK_ID:+_%a}}
+set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
+export SCRIPT RUN_DIR=${RUN_DIR//%a/${SLURM_ARRAY_TASK_ID:-%a}}
+# srun does not take --cpus-per-task from sbatch (Slurm 22.05 and newer): all ranks of a node would share one core.
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 (($(ulimit -n) >= 4096)) || ulimit -n 4096 || die "open files are limited to $(ulimit -n): raise ulimit -n to 4096"
 
 # Every node by itself: the repository is there, the run folder can be written, the GPUs that Slurm promised answer.
@@ -20,7 +29,6 @@ mkdir -p "$RUN_DIR" && touch "$RUN_DIR/.$HOSTNAME" && rm "$RUN_DIR/.$HOSTNAME" |
 found=$( (nvidia-smi -L 2> /dev/null || true) | wc -l)
 (( found >= ${SLURM_GPUS_ON_NODE:-0} )) || { echo "$HOSTNAME: $found GPUs, not ${SLURM_GPUS_ON_NODE}"; exit 1; }
 echo "$HOSTNAME: $found GPUs, $(df -h --output=avail "$RUN_DIR" | tail -n 1 | tr -d " ") free in $RUN_DIR"'
-export SCRIPT RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME}
 srun bash -c "$node_check" || die "a node is not ready"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
@@ -46,14 +54,16 @@ fi
 # train COMMAND: on SIGUSR1, passed on by srun and torchrun, the ranks save and exit; then the job is queued again, and
 # continues from that checkpoint. A run that ends by itself, or fails, is not.
 train() {
-    local code=0 stopped=""
-    "$@" &
-    local step=$!
-    trap 'stopped=1; kill -USR1 "$step"' USR1
-    while kill -0 "$step" 2> /dev/null; do  # a trapped signal ends `wait` early
-        code=0
-        wait "$step" || code=$?
-    done
+    local code=1
+    if [[ -z $stopped ]]; then
+        "$@" &
+        step=$!
+        [[ -z $stopped ]] || kill -USR1 "$step"  # it came between the two lines before
+        while kill -0 "$step" 2> /dev/null; do  # a trapped signal ends `wait` early
+            code=0
+            wait "$step" || code=$?
+        done
+    fi
     if [[ -n $stopped && $code != 0 ]]; then
         echo "the time limit is near: job $SLURM_JOB_ID is queued again"
         scontrol requeue "$SLURM_JOB_ID"

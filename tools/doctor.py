@@ -24,8 +24,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 DRIVER = "Login nodes have none; on a machine with GPUs, see nvidia-smi: CUDA 13 needs driver 580 or newer"
 OPEN_FILES, SHARED_GB = 4096, 1.0
 GREEDY_TOKENS = 8
@@ -52,6 +50,8 @@ class Doctor:
         self.metrics: dict[str, float] = {}
 
     def packages(self) -> str:
+        import torch  # here, because the check of the model alone needs none
+
         gpus = self.options.gpus
         has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
         if torch.version.cuda is None and (gpus or has_gpu or self.options.only):
@@ -107,6 +107,7 @@ class Doctor:
         return f"{model} is in the hub's cache {constants.HF_HUB_CACHE}"
 
     def ranks(self) -> str:
+        import torch
         import torch.distributed as dist
 
         from common.parallel import ranks
@@ -128,6 +129,7 @@ class Doctor:
 
     def memory(self) -> str:
         import psutil
+        import torch
 
         from common.model.loading import read_config
         from common.model.memory_plan import GIB, MemoryPlan
@@ -149,6 +151,7 @@ class Doctor:
 
     def engine(self) -> str:
         """Norms change their sign: all of the model changes, and the same again takes it back, bit by bit."""
+        import torch
         from transformers import AutoTokenizer
 
         from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
@@ -213,6 +216,8 @@ def driver() -> str:
 
 
 def links() -> str:
+    import torch
+
     pairs = itertools.combinations(range(torch.cuda.device_count()), 2)
     apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     return f"no direct link between GPUs {', '.join(apart)}, which is slow" if apart else "all GPUs here are linked"

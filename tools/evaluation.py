@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.files import read_manifest, write_manifest
-from common.checkpoint.secrets import redacted
-from common.checkpoint.state import differences, flags_of
+from common.checkpoint.secrets import differences, flags_of, redacted
 from common.rollout import Sample
 from common.rollouts.record import SCHEMA
 from common.rollouts.validation import acc_and_vote, best_at, majority, metrics_of

@@ -7,6 +7,8 @@ The model's tokens, on which a script would train, are green and have `|` before
 users and of tools are grey. The flags are those of training: --rollout.max-turns, --rollout.tool-parser, ...
 """
 
+from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
+
 import json
 import math
 import os
@@ -34,7 +36,6 @@ from common.prompts import DataConfig
 from common.rollout import Sample
 from common.rollouts.episodes import start_episodes
 from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
-from common.tracking.console import run_script
 from envs.runtime.response import Response
 from rewards.runtime.pool import RewardConfig
 from tools.terminal import visible

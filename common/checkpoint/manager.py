@@ -26,8 +26,9 @@ from common.checkpoint.best import better, choose_metric, write_best
 from common.checkpoint.choice import choose
 from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, remove, sync, write_manifest
+from common.checkpoint.secrets import differences, flags_of
 from common.checkpoint.signals import Watchdog
-from common.checkpoint.state import Parts, ShardWriter, differences, flags_of, load_parts, tensors_of
+from common.checkpoint.state import Parts, ShardWriter, load_parts, tensors_of
 from common.metrics import Timer
 from common.parallel.ranks import World, all_max, check_at_least, collective_timeout, on_main, print_on_main, together
 from envs.stored import join, split, write_parts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import read_manifest
-from common.checkpoint.state import differences, flags_of
+from common.checkpoint.secrets import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects, on_main
 
 LOCK = ".lock"

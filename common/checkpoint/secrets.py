@@ -1,7 +1,10 @@
-"""Secrets in flags are replaced before flags are written anywhere."""
+"""Flags as they are written down and compared. Secrets in them are replaced before they are written anywhere."""
 
+import dataclasses
 import json
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
@@ -14,6 +17,21 @@ FORMS = re.compile(
     r"|(?<=Bearer )[^\s\"',]+"
     r"|(?<=://)[^\s/@\"]+(?=@)"                     # user:password in an address
 )
+
+
+def flags_of(args: Any) -> dict[str, Any]:
+    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ..., "script": "grpo.py"}, plain JSON without secrets."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(args).items():
+        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    flat = {f"--{name.replace('_', '-').rstrip('-')}": value for name, value in flat.items()}   # async_ -> async
+    return redacted(json.loads(json.dumps(flat, default=str))) | {"script": Path(sys.argv[0]).name}
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The entries that are not the same, in words."""
+    changed = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
+    return [f"{name} was {before.get(name)}, is {now.get(name)}" for name in changed]
 
 
 def redacted(value: Any, named_secret: bool = False) -> Any:

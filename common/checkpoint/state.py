@@ -1,9 +1,6 @@
-"""What a checkpoint holds, tensors and flags, and how DCP reads and writes it."""
+"""What a checkpoint holds, and how DCP reads and writes it."""
 
-import dataclasses
-import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from common.checkpoint.secrets import redacted
 from common.model.policy import saved_buffers
 
 Parts = dict[str, tuple[Any, torch.optim.Optimizer]]
@@ -54,21 +50,6 @@ def load_parts(parts: Parts, folder: Path) -> None:
                          f"--critic-optim.kind) and, with adamw-8bit and experts, ranks and --policy.expert-parallel "
                          f"must be those of the run that saved it")
     dcp.load(tensors, storage_reader=reader)
-
-
-def flags_of(args: Any) -> dict[str, Any]:
-    """Nested flag dataclasses -> {"--optim.lr": 1e-6, ..., "script": "grpo.py"}, plain JSON without secrets."""
-    flat: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(args).items():
-        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
-    flat = {f"--{name.replace('_', '-').rstrip('-')}": value for name, value in flat.items()}   # async_ -> async
-    return redacted(json.loads(json.dumps(flat, default=str))) | {"script": Path(sys.argv[0]).name}
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The entries that are not the same, in words."""
-    changed = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
-    return [f"{name} was {before.get(name)}, is {now.get(name)}" for name in changed]
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -38,14 +38,14 @@ def check_supervised(args: Any) -> None:
     """Refuse flags of a script that does not sample and that cannot work, before anything heavy."""
     check_at_least(1, {"--rows-per-step": args.rows_per_step, "--total-steps": args.total_steps})
     check_at_least(0, {"--max-tokens-per-gpu": args.max_tokens_per_gpu})
-    longest = read_config(args.model, args.policy).max_position_embeddings
-    if args.data.max_length > longest:
-        raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
     for name in ("rollouts_every", "rollouts_max"):
         if vars(args.log)[name] != vars(type(args.log)())[name]:
             raise ValueError(f"--log.{name.replace('_', '-')} {vars(args.log)[name]}: there are no rollouts here")
     if args.policy.router_replay != "none":
         raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")
+    longest = read_config(args.model, args.policy).max_position_embeddings
+    if args.data.max_length > longest:
+        raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
 
 
 class ConversationSet:

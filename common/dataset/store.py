@@ -250,8 +250,8 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
     return loaded
 
 
-def find_files(entries: Sequence[str]) -> list[str]:
-    """Files, folders (all data files below, sorted) and globs (sorted) -> files."""
+def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
+    """Files, folders (all data files below, sorted) and globs (sorted) -> files. `flag`: what named them."""
     if not entries:
         raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
     files: list[str] = []
@@ -260,7 +260,7 @@ def find_files(entries: Sequence[str]) -> list[str]:
         names = glob.glob(f"{pattern}/**" if os.path.isdir(entry) else pattern, recursive=True)
         found = sorted(name for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
         if not found:
-            raise ValueError(f"data file {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
+            raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
                              f"that has some; data/from_table.py converts CSV")
         files += found
     return files

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from common.checkpoint.state import flags_of
+from common.checkpoint.secrets import flags_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -82,17 +82,10 @@ def summary(run_dir: Path) -> str:
 
 
 def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
-    """Read `flags`, a dataclass, from the command line and call `main`. --help shows the script's own flags, --help-all
-    also the nested dataclasses' flags. A mistake in flags or files, or a full disk, is one line and exit code 2."""
-    arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
-    if {"-h", "--help"} & set(sys.argv):
-        flags = without_nested(flags)
-        description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
+    """Read `flags`, a dataclass, from the command line and call `main`. A mistake in flags or files, or a full disk, is
+    one line and exit code 2."""
     try:
-        refuse_others_flags(flags, arguments, sys.argv[0])
-        args = tyro.cli(flags, description=description, args=arguments)
-        refuse_nan(args)
-        main(args)
+        main(read_flags(flags, description))
     except ValueError as error:
         exit_with_error(error)
     except OSError as error:
@@ -100,6 +93,19 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
             raise
         print(f"error: the disk is full: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def read_flags(flags: type, description: str) -> Any:
+    """`flags`, a dataclass, from the command line. --help shows the script's own flags, --help-all also the nested
+    dataclasses' flags."""
+    arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
+    if {"-h", "--help"} & set(sys.argv):
+        flags = without_nested(flags)
+        description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
+    refuse_others_flags(flags, arguments, sys.argv[0])
+    args = tyro.cli(flags, description=description, args=arguments)
+    refuse_nan(args)
+    return args
 
 
 def refuse_others_flags(flags: type, arguments: list[str], script: str) -> None:

@@ -49,7 +49,8 @@ def cluster(tmp_path):
     put(bin, "torchrun", f'#!/usr/bin/env bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     (tmp_path / "image.sif").touch()
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_GPUS_ON_NODE",
-            "SCRIPT", "MODEL", "TRAIN_DATA", "VAL_DATA", "BIND", "HF_HUB_OFFLINE")
+            "SCRIPT", "MODEL", "TRAIN_DATA", "VAL_DATA", "BIND", "HF_HUB_OFFLINE", "SLURM_ARRAY_TASK_ID",
+            "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     return environment | {
         "PATH": f"{bin}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(os.getpid()),
@@ -87,6 +88,33 @@ def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path): 
     assert len((tmp_path / "scontrol.log").read_text().splitlines()) == 1
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]
     assert files.read_manifest(run / "checkpoints/step_000004")["world_size"] == 2
+
+
+def test_a_signal_before_the_step_queues_the_job_again(echo, tmp_path):
+    """As preemption may send it while the nodes are checked: the step is not started for its last seconds."""
+    put(tmp_path / "bin", "srun", f"#!/usr/bin/env bash\nkill -USR1 $PPID\n{SRUN}")
+    text = submitted("one_node.sbatch", echo, tmp_path / "log", code=1)
+    assert "is queued again" in text and "torchrun" not in text
+    assert (tmp_path / "scontrol.log").read_text().split() == ["requeue", echo["SLURM_JOB_ID"]]
+
+
+def test_tasks_of_an_array_have_their_numbers_in_flags_and_folders(echo, tmp_path):
+    task = echo | {"SLURM_ARRAY_TASK_ID": "3", "RUN_DIR": f"{tmp_path}/a run/%a"}
+    text = submitted("one_node.sbatch", task, tmp_path / "log", "--seed", "%a", "--lora.rank", "1")
+    assert f"--run-dir {tmp_path}/a run/3 " in text and text.endswith(" --seed 3 --lora.rank 1\n")
+    alone = submitted("one_node.sbatch", echo, tmp_path / "log2", "--data.chat-template-kwargs", "%a")
+    assert alone.endswith(" --data.chat-template-kwargs %a\n")
+    # without RUN_DIR, the last part of the default; the nodes' check made the folder
+    put(tmp_path / "bin", "mkdir", '#!/usr/bin/env bash\necho "mkdir $*"; exit 1\n')
+    text = submitted("one_node.sbatch", task | {"RUN_DIR": ""}, tmp_path / "log3", code=2)
+    assert "mkdir -p runs/tiny_3\n" in text
+
+
+def test_a_step_gets_all_cores_of_its_task(echo, tmp_path):
+    """srun takes them from this variable, not from sbatch's --cpus-per-task."""
+    put(tmp_path / "venv/bin", "torchrun", '#!/usr/bin/env bash\necho "cores ${SRUN_CPUS_PER_TASK:-none}"\n')
+    assert "cores 64" in submitted("one_node.sbatch", echo | {"SLURM_CPUS_PER_TASK": "64"}, tmp_path / "log")
+    assert "cores none" in submitted("one_node.sbatch", echo, tmp_path / "log2")
 
 
 @pytest.fixture
