@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from torch import Tensor, get_device_module
+from torch import Tensor, empty_like, get_device_module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.best import better, choose_metric, write_best
@@ -255,10 +255,11 @@ class Checkpoints:
             self.wait()
             tensors = tensors_of(self.parts)
             if self.config.async_:
-                self.host = self.host or {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
                 for name, tensor in tensors.items():
-                    self.host[name].copy_(tensor)
+                    self.host.setdefault(name, empty_like(tensor, device="cpu")).copy_(tensor)
                 tensors = self.host
+            # with --rollout.tp vLLM gives this thread another stream, for whose copies the one that writes cannot wait
+            get_device_module(self.world.device).synchronize()
             self.saved_step = self.state["step"]
             self.writing = self.thread.submit(self._write, tensors, self.state | {"best": self.best}, self.of_rank)
             if not self.config.async_:

@@ -103,6 +103,38 @@ def test_round_trip_gives_back_every_byte(in_background, model, trained, world, 
     assert_same(everything(policy, optimizer), everything(again, again_optimizer))
 
 
+def test_a_save_in_the_background_waits_for_the_one_before(model, world, watch, tmp_path):
+    """Both have one copy in host memory. The first one's thread is slow: it does not write until somebody waits for it,
+    and so may the second save only copy when it has waited."""
+    policy, optimizer = start(model, world)
+    train(policy, optimizer, range(1))
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch, async_=True)
+    is_awaited, write, wait = threading.Event(), run._write, run.wait
+    run._write = lambda *arguments: (is_awaited.wait(), write(*arguments))
+    run.after_step(STATE | {"step": 1})
+    want = everything(policy, optimizer)
+    train(policy, optimizer, range(1, 2))
+    run.wait = lambda: (is_awaited.set(), wait())
+    run.after_step(STATE | {"step": 2})
+    run.wait()
+    first = tmp_path / "checkpoints/step_000001"
+    state, *filled = resume(tmp_path / "other", model, world, watch, resume=str(first))
+    assert state["step"] == 1
+    assert_same(everything(*filled), want)
+
+
+def test_the_first_save_may_have_no_moments_yet(model, world, watch, tmp_path):
+    """As after steps that were skipped: what a later save in the background copies is more."""
+    policy, optimizer = start(model, world)
+    run = checkpoints_of(tmp_path, world, policy, optimizer, watch, async_=True)
+    run.after_step(STATE | {"step": 1})
+    train(policy, optimizer, range(2))
+    run.after_step(STATE | {"step": 2})
+    run.wait()
+    _, *filled = resume(tmp_path, model, world, watch)
+    assert_same(everything(*filled), everything(policy, optimizer))
+
+
 def test_two_trained_parts(model, trained, world, watch, tmp_path):
     """A policy and a critic with an optimizer of its own, and a parameter that has never had a gradient."""
     torch.manual_seed(1)

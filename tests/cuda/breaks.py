@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -21,23 +22,25 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = 900
-"""Seconds of tests, after which a break has made them hang."""
 BESIDE = ".venv", "models", "data"                                      # git does not have (all of) them: linked
 
 STEP, MEMORY, MEMORY_PLAN = (f"tests/cuda/test_{name}.py" for name in ("step_on_cuda", "memory", "memory_plan"))
 ORDER = "tests/cuda/test_order_on_cuda.py"
 ROLLOUTS, REPORTS, OPTIMIZERS, SAVES, RULES = (
     f"CUDA_PARTS={part} {ORDER} -k '{tests}'" for part, tests in (
-        ("rollouts", "offloaded"), ("reports", "host_waits or seconds or most_memory"), ("optimizers", "a_step_takes"),
-        ("saves", "checkpoint or export"), ("rules", "refused or taken"),
+        ("rollouts", "offloaded"), ("reports", "host_waits or seconds or most_memory or meter or sums"),
+        ("optimizers", "a_step_takes"),
+        ("saves", "checkpoint or export or save"), ("rules", "refused or taken"),
     )
 )
+OPTIM = "tests/common/test_optim.py"
 ENGINE, OFFLOAD = "tests/engine/test_engine_cuda.py", "tests/model/test_offload.py"
 RANKS, ATTENTION = "tests/parallel/test_ranks.py", "tests/model/test_attention.py"
 CHECKPOINT, PLAN = "tests/checkpoint/test_checkpoint.py", "tests/model/test_memory_plan.py"
@@ -51,7 +54,6 @@ def scripts(tests: str, *jobs: str) -> str:
 
 SAME, READS = scripts("change_nothing and offload", "grpo", "offload.params", "offload.optimizer"), scripts(
     "reads_nothing", "grpo", "shared", "mixture", "terms", "distill", "many micro-batches")
-CYCLE = scripts("in_order and grpo", "grpo")
 FP32 = scripts("two_steps and float32", "float32")
 
 
@@ -150,7 +152,7 @@ BREAKS = [
          "new_subgroups_by_enumeration(part.tolist())", "the same with copies of the model", RANKS),
         ("no limit in 32 bits", "timedelta(days=24)", "timedelta(days=30)", "a negative number of milliseconds", RANKS),
         ("sums on the GPU", "dtype=torch.float64).detach().cpu().clone()", "dtype=torch.float64).detach().clone()",
-         "the host waits, and ranks with and without GPU tensors call different backends", STEP, READS),
+         "the host waits, and ranks with and without GPU tensors call different backends", REPORTS),
     ),
     *of(
         "common/engine/remote.py",
@@ -165,43 +167,44 @@ BREAKS = [
         ("the head's gradient in 16 bits", "torch.addmm(out, a, b, out_dtype=torch.float32, out=out)",
          "out.add_(torch.mm(a, b))", "gradients lose digits", STEP),
         ("tiles of large models", "max(tokens, weight.shape[1]) // 128", "tokens // 128",
-         "the head's gradient takes gigabytes", PLAN, KERNELS, MEMORY_PLAN),
+         "the head's gradient takes gigabytes", KERNELS + " -k tile", PLAN, MEMORY_PLAN),
         ("autocast of a caller", "with torch.autocast(hidden.device.type, enabled=False):", "if True:",
          "in a fork with autocast logits are rounded", KERNELS, STEP),
     ),
     *of(
         "common/model/attention.py",
         ("window of tokens after", "else sliding_window - 1, 0)", "else sliding_window - 1, -1)",
-         "tokens see later ones", STEP),
+         "tokens see later ones", ATTENTION + " -k hands_the_kernel", STEP),
         ("keys of a shared prompt", "if key_rows is None else", "if True else", "the kernel reads beyond its keys",
          STEP),
         ("float32 to a 16-bit kernel", 'or config.compute_dtype == "float32":', "or False:", "the kernel refuses",
-         ATTENTION, FP32),
+         ATTENTION + " -k choose", FP32),
         ("wide heads", "width > 256 or width % 8", "width > 512", "the kernel refuses", ATTENTION),
         ("soft-cap", '"packed_sdpa" if has_softcap or', '"packed_sdpa" if', "the kernel has none", ATTENTION),
-        ("shared prompts to FlashAttention", "is_flash_attn_2_available() and not gathers_keys",
+        ("shared prompts to FlashAttention", "is_flash_attn_2_available() and not config.share_prompt",
          "is_flash_attn_2_available()", "the package takes no keys of others", ATTENTION),
-        ("lengths read from the GPU", "int(max_length_q), int(max_length_k)",
-         "int(cu_seq_lens_q.diff().max()), int(cu_seq_lens_k.diff().max())", "the host waits in every layer", READS),
+        ("lengths read from the GPU", 'int(layout["max_length_q"]), int(layout["max_length_k"])',
+         'int(layout["cu_seq_lens_q"].diff().max()), int(layout["cu_seq_lens_k"].diff().max())',
+         "the host waits in every layer", STEP, READS),
     ),
     *of(
         "common/batch.py",
         ("offsets of 64 bits", "(1, 0)).int()", "(1, 0))", "the kernel refuses", STEP),
         ("copy of a batch to the host not waited for", "non_blocking=not to_host", "non_blocking=True",
-         "the host reads what was in its memory", STEP, REPORTS),
+         "the host reads what was in its memory", REPORTS),
         ("lengths asked of the GPU", '{"host_lengths": self.host_lengths, ', "{", "the host waits at every micro-batch",
-         READS),
+         STEP, READS),
     ),
     *of(
         "common/metrics.py",
         ("seconds without kernels", "            torch.cuda.synchronize()", "            pass",
-         "times of phases are those of launches", READS, REPORTS),
-        ("means with a mask", "torch.where(mask, values, other)", "values[mask]", "the host waits", READS),
+         "times of phases are those of launches", REPORTS),
+        ("means with a mask", "torch.where(mask, values, other)", "values[mask]", "the host waits", REPORTS, READS),
     ),
     *of(
         "common/tracking/step.py",
         ("memory of now", "torch.cuda.max_memory_allocated()", "torch.cuda.memory_allocated()",
-         "perf/max_memory_allocated_gb says too little", CYCLE, REPORTS),
+         "perf/max_memory_allocated_gb says too little", REPORTS),
     ),
     *of(
         "common/model/memory_plan.py",
@@ -213,30 +216,33 @@ BREAKS = [
         "common/checkpoint/manager.py",
         ("device of the thread that writes", ', get_device_module(world.device).set_device, (world.device,))', ")",
          "shards that have not arrived are written", CHECKPOINT + " -k thread"),
-        ("copies for a save not waited for", "                    self.host[name].copy_(tensor)\n",
-         "                    self.host[name] = tensor.to('cpu', non_blocking=True)\n",
-         "a checkpoint of whatever was in the memory", CHECKPOINT + " -k round_trip", SAVES),
+        ("copies for a save not waited for",
+         'self.host.setdefault(name, empty_like(tensor, device="cpu")).copy_(tensor)',
+         "self.host[name] = tensor.to('cpu', non_blocking=True)",
+         "nothing: the save then waits for all streams", CHECKPOINT + " -k round_trip", SAVES),
+        ("a save does not wait for the trainer's stream",
+         "            get_device_module(self.world.device).synchronize()\n", "",
+         "a checkpoint of moments that are still on their way back from the host", SAVES),
         ("a save reads the trainer's tensors", "                tensors = self.host\n", "",
          "a checkpoint of the next step's weights", CHECKPOINT + " -k round_trip", SAVES),
         ("the save before", "            self.wait()\n            tensors = tensors_of(self.parts)\n",
-         "            tensors = tensors_of(self.parts)\n", "two saves in one memory", CHECKPOINT + " -k round_trip",
-         SAVES),
+         "            tensors = tensors_of(self.parts)\n", "two saves in one memory", CHECKPOINT + " -k one_before"),
     ),
     *of(
         "common/model/optimizers.py",
         ("AdamW without its kernel", "fused=True", "foreach=True", "copies of all weights in each step",
-         "tests/model/test_bf16_adamw.py -k 'not ranks'", OPTIMIZERS),
+         OPTIMIZERS),
         ("generator of the host", "torch.Generator(weight.device)", "torch.Generator()", "the kernel refuses",
-         "tests/model/test_bf16_adamw.py -k 'not ranks'", OPTIMIZERS),
+         OPTIMIZERS),
         ("table of codes on the host", "torch.cat([sizes, torch.ones(1)]).float().to(device)",
          "torch.cat([sizes, torch.ones(1)]).float()", "the kernel refuses", OPTIMIZERS),
         ("a step of whole weights", "PIECE = 2**20", "PIECE = 2**40", "float32 copies of the largest weight",
-         "tests/model/test_bf16_adamw.py -k 'not ranks'", OPTIMIZERS),
+         OPTIMIZERS),
     ),
     *of(
         "common/optim.py",
         ("gradients stay", "set_to_none=True", "set_to_none=False", "4 bytes a weight while the engine samples",
-         MEMORY),
+         OPTIM, MEMORY),
     ),
     *of(
         "common/model/sharding.py",
@@ -244,7 +250,8 @@ BREAKS = [
          "            pass\n", "a layer's gradients are overwritten by those of the next one",
          "tests/cuda/test_many_ranks.py -k experts"),
         ("shards on the host", "to_empty(device=world.device)", 'to_empty(device="cpu")', "it trains on the CPU", STEP),
-        ("blocks stay whole", "is_divided = num_shards > 1", "is_divided = False", "out of memory", MEMORY),
+        ("blocks stay whole", "reshard_after_forward=num_shards > 1", "reshard_after_forward=False", "out of memory",
+         STEP, MEMORY),
     ),
     *of(
         "tests/cuda/fake_cuda.py",
@@ -272,44 +279,48 @@ def copy_to(folder: Path) -> None:
                 target.symlink_to(path.resolve())
 
 
-def import_what_does_not_change() -> None:
+def import_what_does_not_change(needs_vllm: bool) -> None:
     """The imports of most tests, once for all: what runs them is a fork of this process."""
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("pytest", "torch", "transformers.models.llama.modeling_llama", "torch.distributed.checkpoint",
-                 "pyarrow", "vllm.entrypoints.llm"):
+                 "pyarrow", *["vllm.entrypoints.llm"] * needs_vllm):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()
 
 
-def run_worker(_: str, module: str, model: Path) -> SimpleNamespace:
-    """In place of conftest's `launch("-m", module, model)`: a fork, which has done its imports."""
+def run_worker(launch: Callable, *command: str | Path, **options: Any) -> Any:
+    """In place of conftest's `launch`: a worker of tests/cuda runs in a fork, which has done its imports."""
+    path = Path(*command[1].split(".")).with_suffix(".py") if command[0] == "-m" else Path(command[0])
+    if path.parent != Path("tests/cuda"):
+        return launch(*command, **options)
     read, write = os.pipe()
     child = os.fork()
     if not child:
         os.dup2(write, 1)
         sys.stdout = os.fdopen(1, "w")                                  # pytest's holds what is written
+        sys.argv = [str(path), *map(str, command[2 if command[0] == "-m" else 1:])]
         status = 1
-        with contextlib.suppress(SystemExit):
-            try:
-                importlib.import_module(module).main(str(model))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
         sys.stdout.flush()
         os._exit(status)
     os.close(write)
     with os.fdopen(read) as file:
         said = file.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, f"{path} ended with {code}"
     return SimpleNamespace(stdout=said)
 
 
-def run_pytest(folder: Path, arguments: list[str], out: Path) -> int:
+def run_pytest(folder: Path, arguments: list[str], out: Path, limit_s: int) -> int:
     """The exit status, of a fork in the folder."""
     child = os.fork()
     if not child:
-        signal.alarm(LIMIT_S)
+        signal.alarm(limit_s)
         with out.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -319,15 +330,15 @@ def run_pytest(folder: Path, arguments: list[str], out: Path) -> int:
             del sys.modules[name]
         status = 3
         with contextlib.suppress(BaseException):
-            if "CUDA_PARTS" in os.environ:
-                importlib.import_module("tests.conftest").launch = run_worker
+            conftest = importlib.import_module("tests.conftest")
+            conftest.launch = partial(run_worker, conftest.launch)
             status = int(importlib.import_module("pytest").main(arguments))
         sys.stdout.flush()
         os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def caught_by(folder: Path, tests: tuple[str, ...]) -> str:
+def caught_by(folder: Path, tests: tuple[str, ...], limit_s: int) -> str:
     """The first test that fails; "nobody"."""
     for arguments in tests:
         words = shlex.split(arguments)
@@ -336,22 +347,40 @@ def caught_by(folder: Path, tests: tuple[str, ...]) -> str:
             if words[0].startswith(f"{name}="):
                 os.environ[name] = words.pop(0).partition("=")[2]
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-o", "addopts=", "-m", "not slow"]
-        code = run_pytest(folder, [*words, *options], folder.parent / "said")
+        code = run_pytest(folder, [*words, *options], folder.parent / "said", limit_s)
         said = (folder.parent / "said").read_text()
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, flags=re.MULTILINE)
         if found:
             return found[1]
-        if code == -signal.SIGALRM:
-            return f"{words[0]}: hangs"
+        if code < 0:                                                    # of reading memory that was freed, for example
+            return f"{words[0]}: {'hangs' if code == -signal.SIGALRM else signal.Signals(-code).name}"
         if code:
             raise RuntimeError(f"{arguments}: pytest ended with {code}: {said[-3000:]}")
     return "nobody"
+
+
+def try_all(breaks: list[Break], folder: Path, done: Path, limit_s: int) -> None:
+    """One after the other, in a copy in `folder`. Each adds a line to `done`."""
+    copy = folder / "copy"
+    copy.mkdir(parents=True)
+    copy_to(copy)
+    for one in breaks:
+        path, start = copy / one.file, time.perf_counter()
+        source = path.read_text()
+        path.write_text(source.replace(one.line, one.broken))
+        caught = caught_by(copy, one.tests, limit_s)
+        path.write_text(source)
+        with done.open("a") as file:
+            file.write(json.dumps({"name": one.name, "caught": caught, "seconds": time.perf_counter() - start}) + "\n")
+        print(f"{one.name}: {caught}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of names; none: all")
     parser.add_argument("--done", type=Path, help="a file that gets a line for each, and whose lines are not run again")
+    parser.add_argument("--jobs", type=int, default=1, help="breaks that are tried at the same time")
+    parser.add_argument("--limit-s", type=int, default=900, help="seconds of tests, after which they hang")
     options = parser.parse_args()
     chosen = [x for x in BREAKS if not options.names or any(name in x.name for name in options.names)]
     known = {}
@@ -360,24 +389,29 @@ def main() -> None:
     for one in chosen:                                                  # before anything runs
         if (ROOT / one.file).read_text().count(one.line) == 0:
             raise ValueError(f"{one.name}: {one.file} has no {one.line!r}: the line is another one")
-    print("| break | file | what it would do | caught by |\n| --- | --- | --- | --- |")
+    import_what_does_not_change(any("tests/engine" in test for one in chosen for test in one.tests))
+    left = [one for one in chosen if one.name not in known]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "copy"
-        folder.mkdir()
-        copy_to(folder)
-        import_what_does_not_change()
-        for one in chosen:
-            if one.name not in known:
-                path, start = folder / one.file, time.perf_counter()
-                source = path.read_text()
-                path.write_text(source.replace(one.line, one.broken))
-                caught = caught_by(folder, one.tests)
-                path.write_text(source)
-                known[one.name] = {"name": one.name, "caught": caught, "seconds": time.perf_counter() - start}
-                if options.done:
-                    with options.done.open("a") as file:
-                        file.write(json.dumps(known[one.name]) + "\n")
-            print(f"| {one.name} | `{one.file}` | {one.hurts} | {known[one.name]['caught']} |", flush=True)
+        done = options.done or Path(name) / "done.jsonl"
+        children = []
+        for job in range(options.jobs):
+            children.append(os.fork())
+            if not children[-1]:
+                status = 1
+                try:
+                    try_all(left[job :: options.jobs], Path(name) / str(job), done, options.limit_s)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(status)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        known = {line["name"]: line for line in map(json.loads, done.read_text().splitlines())}
+    print("| break | file | what it would do | caught by |\n| --- | --- | --- | --- |")
+    for one in chosen:
+        caught = known.get(one.name, {"caught": "not run"})["caught"]
+        print(f"| {one.name} | `{one.file}` | {one.hurts} | {caught} |")
+    if any(codes):
+        sys.exit("a job ended with an error")
     missed = [one.name for one in chosen if known[one.name]["caught"] == "nobody"]
     print(f"\n{len(chosen)} breaks, {len(chosen) - len(missed)} caught; not: {', '.join(missed) or 'none'}")
 

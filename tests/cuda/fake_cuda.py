@@ -26,7 +26,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +151,7 @@ class Stream:
 
     numbers = itertools.count(1)
     current = threading.local()
+    of_main: "Stream"
 
     def __init__(self, device=None, priority=0, **_):
         self.stream_id, self.priority, self.device = next(Stream.numbers), priority, torch.device("cuda", 0)
@@ -175,11 +176,20 @@ class Stream:
 
 
 ORDER = Order()
-DEFAULT_STREAM = Stream()
+DEFAULT_STREAM = Stream.of_main = Stream()
+"""A thread starts with the default stream. A kernel of a backward pass runs in the stream of its forward pass, which
+here is the one that the main thread has set."""
 
 
 def _current_stream(device=None) -> Stream:
-    return getattr(Stream.current, "stream", DEFAULT_STREAM)
+    is_autograds = isinstance(threading.current_thread(), threading._DummyThread)       # Python did not start it
+    return getattr(Stream.current, "stream", Stream.of_main if is_autograds else DEFAULT_STREAM)
+
+
+def _set_stream(stream: Stream) -> None:
+    Stream.current.stream = stream
+    if threading.current_thread() is threading.main_thread():
+        Stream.of_main = stream
 
 
 @contextlib.contextmanager
@@ -750,6 +760,23 @@ def fake_process_groups() -> None:
     dist.rendezvous = lambda *_, **__: iter([(FakeStore(), 0, 1)])
 
 
+def _keep_ties(apply: Callable) -> Callable:
+    """A weight that moves to a GPU stays the same object, and so that of all its modules. A FakeTensor is another one,
+    for each module that has it."""
+    def apply_and_tie(module, fn, recurse=True):
+        places = defaultdict(list)
+        for owner in module.modules():
+            for name, weight in owner._parameters.items():
+                places[weight].append((owner, name))
+        apply(module, fn, recurse)
+        for (first, name), *others in places.values():
+            for owner, other in others:
+                owner._parameters[other] = first._parameters[name]
+        return module
+
+    return apply_and_tie
+
+
 def install(
     name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0), total_gb: float = 79.1,
     num_gpus: int = 8,
@@ -788,6 +815,7 @@ def install(
 
     stand_ins = {
         "Stream": Stream, "Event": Event, "current_stream": _current_stream, "stream": _on_stream,
+        "set_stream": _set_stream,
         "default_stream": lambda _=None: DEFAULT_STREAM, "is_available": lambda: True, "is_initialized": lambda: True,
         "_lazy_init": lambda: None, "device_count": lambda: num_gpus, "current_device": lambda: 0,
         "set_device": lambda _: None, "synchronize": synchronize,
@@ -815,6 +843,7 @@ def install(
         return resize(storage, size)
 
     torch.UntypedStorage.resize_ = resize_
+    torch.nn.Module._apply = _keep_ties(torch.nn.Module._apply)
     torch.UntypedStorage.device = property(
         lambda storage: torch.device("cuda", 0) if storage._cdata in device.memory else device_of.__get__(storage)
     )

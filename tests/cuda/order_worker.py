@@ -162,15 +162,19 @@ def rollouts(folder: Path, world, device) -> dict:
 
 
 def saves(folder: Path, world, device) -> dict:
-    """Two checkpoints that are written while training writes other numbers into the same tensors; an export."""
+    """Two checkpoints that are written while training writes other numbers into the same tensors, and one of moments
+    that are on their way back from the host; an export."""
     import torch
     from safetensors.torch import load_file
 
     from common.checkpoint.export import export
     from common.checkpoint.manager import Checkpoints
     from common.checkpoint.signals import Watchdog
+    from common.model.offload import Offload, OffloadConfig
+    from tests.cuda.worker import set_stream_as_vllm
     from tests.rank_worker import STATE, checkpoints_of, everything, start
 
+    set_stream_as_vllm()
     write, watch, loaded = Checkpoints._write, Watchdog(0), []
     Checkpoints._write = lambda self, *arguments: device.in_this_thread(write, self, *arguments)
     policy, optimizer = start(str(folder), world)
@@ -186,15 +190,33 @@ def saves(folder: Path, world, device) -> dict:
         checkpoints_of(folder / "run", world, policy, optimizer, watch).resume()
         found = {name: tensor.cpu() for name, tensor in everything(policy, optimizer).items()}
         loaded.append(all(found[name].equal(want[name]) for name in want))
+    offload = Offload(OffloadConfig(optimizer=True), [policy], [optimizer])
+    step(policy, optimizer, world)
+    optimizer.state_dict()                                              # moments come back
+    want = {name: tensor.cpu() for name, tensor in everything(policy, optimizer).items()}
+    offload.moments[0].to_host()
+    run, said = checkpoints_of(folder / "offloaded", world, policy, optimizer, watch), ""
+    try:
+        run.after_step(STATE)
+        checkpoints_of(folder / "offloaded", world, policy, optimizer, watch).resume()
+    except OSError as error:
+        said = str(error)
+    optimizer.state_dict()
+    found = {name: tensor.cpu() for name, tensor in everything(policy, optimizer).items()}
+    loaded.append(all(found[name].equal(want[name]) for name in want))
     export(policy, {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}, folder / "out", world)
     out, mine = load_file(folder / "out/model.safetensors"), dict(policy.lm.named_parameters())
     exported = [tensor.equal(mine[name].full_tensor().to(tensor.dtype).cpu()) for name, tensor in out.items()]
     assert torch.isfinite(found["lm_head.weight"]).all()
-    return {"loaded": loaded, "exported": exported}
+    return {"loaded": loaded, "said": said, "exported": exported}
 
 
 def optimizers(folder: Path, world, device) -> dict[str, int]:
-    """Bytes that the second step of each kind takes beside what is there."""
+    """Bytes that the second step of each kind takes beside what is there: of a small model, and of one matrix with 4
+    million weights."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
     from common.batch import Batch
     from common.model.loading import Weights, load_policy
     from common.model.optimizers import WEIGHTS, make_optimizer
@@ -211,16 +233,26 @@ def optimizers(folder: Path, world, device) -> dict[str, int]:
         before = device.allocator.allocated
         optimizer.step()
         found[kind] = device.allocator.peak_allocated - before
+        layer = torch.nn.Linear(2048, 2048, bias=False, device=world.device, dtype=WEIGHTS[kind])
+        fully_shard(layer, mesh=world.mesh)
+        optimizer = make_optimizer(layer, OptimConfig(kind=kind))
+        for _ in range(2):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            device.allocator.reset_peaks()
+            before = device.allocator.allocated
+            optimizer.step()
+        found[f"{kind}, 4 million"] = device.allocator.peak_allocated - before
     return found
 
 
 def reports(world, device) -> dict:
-    """What the host is told of a batch, of a phase, of the most memory."""
+    """What the host is told of a batch, of a phase, of the most memory; what it waits for while it adds to a meter."""
     import numpy as np
     import torch
 
     from common.batch import Batch
     from common.metrics import Meter, Timer
+    from common.parallel.ranks import all_sum
     from common.tracking.step import step_metrics
 
     batch = Batch.build(*BATCH).to(world.device)
@@ -234,7 +266,15 @@ def reports(world, device) -> dict:
     torch.empty(2**26, dtype=torch.uint8, device="cuda")                # is gone at once
     metrics = step_metrics(Meter(), timer, world, np.array([3]), [[batch]], (0.0, None))
     peaks = {name: metrics[f"perf/max_memory_{name}_gb"] for name in ("allocated", "reserved")}
-    return {"batch": numbers, "waited": waited, "peaks": peaks, "left": device.allocator.allocated}
+    left, meter, values = device.allocator.allocated, Meter(), torch.arange(4.0, device="cuda")
+    device.reads.clear()
+    meter.spread("x", values, values > 1)
+    reads = dict(device.reads)
+    summed = all_sum(values)
+    return {
+        "batch": numbers, "waited": waited, "peaks": peaks, "left": left, "reads": reads, "meter": meter.reduce(),
+        "summed": [summed.device.type, summed.tolist()],
+    }
 
 
 def main(folder: str) -> None:

@@ -51,18 +51,29 @@ def multiply_in_8_bits(device, capability: tuple[int, int]) -> list[float]:
     return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16).float().cpu()[0].tolist()
 
 
-def kernel_error() -> float:
-    """The largest difference between log-probs and entropies of bfloat16 operands on the device and in float64."""
+def kernel_error(device) -> tuple[float, dict[str, list[str]]]:
+    """The largest difference between log-probs and entropies of bfloat16 operands on the device and in float64; and of
+    each matrix product of both passes the dtypes of its results."""
     import torch
 
     from common.kernels import Head, linear_logp
 
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (40, 3000))
-    targets = torch.arange(40) * 7
-    ours = linear_logp(hidden.cuda(), Head(weight.cuda()), targets.cuda())[:2]
+    targets, products, heard = torch.arange(40) * 7, {}, device.heard
+
+    def hear(func, args, out):
+        if "mm" in func._schema.name:
+            products.setdefault(func._schema.name, []).append(str(out.dtype))
+
+    device.heard = hear
+    operands = hidden.cuda().requires_grad_(), weight.cuda().requires_grad_()
+    ours = linear_logp(operands[0], Head(operands[1]), targets.cuda())[:2]
+    ours[0].sum().backward()
+    device.heard = heard
     exact = linear_logp(hidden.double(), Head(weight.double()), targets)[:2]
-    return max(float((mine.cpu() - want).abs().max()) for mine, want in zip(ours, exact))
+    errors = [float((mine.detach().cpu() - want).abs().max()) for mine, want in zip(ours, exact)]
+    return max(errors), {name: sorted({*dtypes}) for name, dtypes in products.items()}
 
 
 def peak_of_gradients(device) -> float:
@@ -107,9 +118,10 @@ def contracts(device) -> dict[str, str]:
     return said
 
 
-def step(folder: str, world) -> dict:
+def step(folder: str, world, device) -> dict:
     """Forward, backward and optimizer step of a policy and a critic; the gathered weights."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     from common.batch import Batch
     from common.model.loading import load_critic, load_policy
@@ -124,9 +136,12 @@ def step(folder: str, world) -> dict:
         config = ModelConfig(gradient_checkpointing=True, share_prompt=name == "tied")
         policy, critic = load_policy(path, config, world), load_critic(path, config, world)
         optimizer = make_optimizer(policy, OptimConfig())
-        mine = batch.to(world.device)
+        mine = batch.to(world.device, share_prompt=config.share_prompt)
+        device.reads.clear()
         logp, entropy = policy(mine, 1.0, True)
+        whole = [key for key, p in policy.lm.get_decoder().layers.named_parameters() if not isinstance(p, DTensor)]
         (world.size * (logp.sum() + entropy.sum())).backward()             # FSDP averages: undo it
+        reads = dict(device.reads)
         norm = optimizer_step(policy, optimizer, 1e-3, OptimConfig())
         value = critic(mine)
         value.sum().backward()
@@ -139,7 +154,7 @@ def step(folder: str, world) -> dict:
             equal.append(full[place].equal(shard) and tuple(full.shape) == tuple(policy.lm.get_parameter(key).shape))
         found[name] = {
             "norm": norm, "logp": logp.detach().cpu().tolist(), "value": value.detach().cpu().tolist(),
-            "rows": rows, "gathered": all(equal), "num_gathered": len(equal),
+            "rows": rows, "gathered": all(equal), "num_gathered": len(equal), "reads": reads, "whole": whole,
         }
     return found
 
@@ -151,7 +166,8 @@ def main(folder: str, rank: str, world_size: str) -> None:
 
     world = ranks.init()
     with device:
-        result = {"step": step(folder, world), "kernel_error": kernel_error()}
+        result = {"step": step(folder, world, device)}
+        result["kernel_error"], result["products"] = kernel_error(device)
         result["contracts"] = contracts(device) if world.size == 1 else {}
         result["gradients"] = peak_of_gradients(device)
     print(json.dumps(result))

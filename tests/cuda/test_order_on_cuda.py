@@ -92,6 +92,16 @@ def test_seconds_of_a_phase_have_its_kernels(found):
     assert found["reports"]["waited"] == 1
 
 
+def test_a_meter_reads_nothing_before_the_end_of_a_step(found):
+    assert found["reports"]["reads"] == {}
+    assert found["reports"]["meter"] == {"x/mean": 2.5, "x/max": 3.0, "x/min": 2.0}
+
+
+def test_sums_over_ranks_are_made_on_the_host(found):
+    """Else a rank whose numbers are on its GPU would call NCCL, and one whose numbers are lists would call gloo."""
+    assert found["reports"]["summed"] == ["cpu", [0.0, 1.0, 2.0, 3.0]]
+
+
 def test_the_most_memory_is_reported(found):
     """A tensor of 64 MiB was there, and is gone."""
     ours = found["reports"]
@@ -102,7 +112,13 @@ def test_the_most_memory_is_reported(found):
 
 def test_a_checkpoint_in_the_background_has_what_was_there_when_it_began(found):
     """Training writes into the same tensors meanwhile. The second save uses the first one's host memory."""
-    assert found["saves"]["loaded"] == [True, True]
+    assert found["saves"]["loaded"][:2] == [True, True]
+
+
+def test_a_save_waits_for_moments_that_come_back(found):
+    """They are copied in the stream that vLLM gives to the main thread with --rollout.tp. The thread that writes reads
+    them in another one, and no stream waits for the other."""
+    assert found["saves"]["said"] == "" and found["saves"]["loaded"][2]
 
 
 def test_an_export_has_what_was_gathered(found):
@@ -115,3 +131,4 @@ def test_a_step_takes_no_memory_of_all_weights(kind, model, found):
     times 4 bytes a value of the largest weight."""
     largest = max(p.numel() for p in LlamaForCausalLM.from_pretrained(model).parameters())
     assert found["optimizers"][kind] <= (0 if kind == "adamw" else 10 * 4 * largest)
+    assert found["optimizers"][f"{kind}, 4 million"] <= (0 if kind == "adamw" else 15 * 4 * 2**20)

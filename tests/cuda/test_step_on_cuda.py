@@ -59,6 +59,24 @@ def test_logits_of_16_bit_operands_are_float32(found):
     assert found[1]["kernel_error"] < 1e-4
 
 
+def test_products_of_16_bit_operands_are_float32(found):
+    """In both passes: logits, and sums of gradients over the vocabulary."""
+    assert found[1]["products"] == {"aten::mm": ["torch.float32"], "aten::addmm": ["torch.float32"]}
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_both_passes_read_nothing(name, size, found):
+    """The host would wait for the device, and the device then for the host."""
+    assert found[size]["step"][name]["reads"] == {}
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_blocks_are_not_whole_between_the_passes(name, found):
+    """Of 8 ranks each has its shard again when a block's forward pass has ended. One rank has nothing to free."""
+    assert found[8]["step"][name]["whole"] == [] and found[1]["step"][name]["whole"]
+
+
 def test_gradients_are_added_up_in_place(found):
     """Two of the three exist at once: the sum and the one that comes next. Not three, as with any mode of torch's."""
     assert found[1]["gradients"] == pytest.approx(8, abs=0.01)

@@ -27,6 +27,7 @@ class StandIn:
 
         StandIn.log.append(["LLM", {key: value for key, value in options.items() if key != "model"}])
         self.asleep, self.requests = set(), {}
+        set_stream_as_vllm()
         with torch.device("cuda"):
             config = AutoConfig.from_pretrained(options["model"])
             self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options["dtype"]))
@@ -78,6 +79,18 @@ class StandIn:
         logprobs = types.SimpleNamespace(logprobs=[-1.0] * len(tokens), start_indices=[*range(len(tokens))])
         out = types.SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="stop")
         return [types.SimpleNamespace(request_id=number, outputs=[out])]
+
+
+def set_stream_as_vllm() -> None:
+    """With --rollout.tp above 1, and for mixtures with shared experts, vLLM gives the main thread a stream of its own,
+    for good (`current_stream` in vllm/utils/torch_utils.py, which pynccl.py calls). Other threads stay in the default
+    stream, and neither waits for the other."""
+    import torch
+
+    if torch.cuda.current_stream() is torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
 
 
 @dataclasses.dataclass

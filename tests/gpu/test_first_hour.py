@@ -86,15 +86,19 @@ device = fake_cuda.install(num_gpus=1)
 from tests.gpu import first_parts
 args = argparse.Namespace(tiny=True, work=Path({str(tmp_path)!r}), model="tiny")
 with device:
-    print(json.dumps([first_parts.environment(args), first_parts.attention(args), first_parts.speed(args)]))
+    parts = first_parts.environment, first_parts.attention, first_parts.fsdp2, first_parts.speed
+    print(json.dumps([part(args) for part in parts]))
 """
     make = ["-m", "tests.gpu.first_parts", "models", "--tiny", "--work", str(tmp_path)]
     subprocess.run([sys.executable, *make], cwd=ROOT, check=True, capture_output=True)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    environment, attention, speed = json.loads(done.stdout.splitlines()[-1])
+    environment, attention, fsdp2, speed = json.loads(done.stdout.splitlines()[-1])
     assert "H100" in environment["GPU 0"] and "H100" in speed["device"]
     assert {row["function"] for row in attention["rows"]} == {"packed_sdpa", "packed_varlen"}
+    assert fsdp2["device"].startswith("cuda") and len(fsdp2["rows"]) == 4
+    for row in fsdp2["rows"]:                                           # the part itself bounds each gradient's error
+        assert row["log-prob of all"] == pytest.approx(row["in float64"], rel=0.01) and row["norm"] > 0
     assert [(row["tokens"], row["phase"]) for row in speed["rows"]] == [
         (256, "log-probs"), (256, "update"), (512, "log-probs"), (512, "update")]
     for row in speed["rows"]:
