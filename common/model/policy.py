@@ -20,8 +20,8 @@ from common.model.vision import hidden_with_images
 @dataclass
 class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of activations and matrix products. Logits are always float32; --optim.kind is for weights. A CPU without
-    bfloat16 instructions (AMX, AVX-512 BF16) emulates them at an eighth of float32's speed."""
+    """Data type of activations and matrix products. Logits are always float32; --optim.kind is for weights. A CPU
+    without bfloat16 instructions (AMX, AVX-512 BF16) emulates them at an eighth of float32's speed."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: less memory, about a third more compute. None: above 1B weights."""
     replicas: int = 1

@@ -152,6 +152,6 @@ def exit_with_error(error: ValueError) -> None:
     file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
     if not file.is_relative_to(ROOT) or ".venv" in file.parts:
         raise error
-    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    rank = f"[rank {os.environ.get('RANK', 0)}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     print(f"{rank}error: {error}", file=sys.stderr, flush=True)
     sys.exit(2)
