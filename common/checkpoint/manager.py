@@ -109,7 +109,6 @@ class Checkpoints:
         self.best: dict[str, Any] = {}                          # step, as {step, metric, value}; {}: none is known
         self.metric = ""                                        # what ranks, known at the first validation
         self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
-        self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
         # A new thread's device is GPU 0, and DCP waits for its copies on the stream of the thread's device.
         self.thread = ThreadPoolExecutor(1, "checkpoint", get_device_module(world.device).set_device, (world.device,))
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(self.config.timeout_s))
@@ -253,11 +252,8 @@ class Checkpoints:
         with self.timer("save_checkpoint"):
             self.wait()
             tensors = tensors_of(self.parts)
-            if self.config.async_:
-                self.host = self.host or {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-                for name, tensor in tensors.items():
-                    self.host[name].copy_(tensor)
-                tensors = self.host
+            if self.config.async_:                              # the thread reads a copy, while training goes on
+                tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
             self.saved_step = self.state["step"]
             self.writing = self.thread.submit(self._write, tensors, self.state | {"best": self.best}, self.of_rank)
             if not self.config.async_:
