@@ -63,13 +63,15 @@ def save(config, folder) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", HYBRID)
-def test_a_model_whose_packed_sequences_see_each_other_is_refused(family, dtype, tmp_path, world):
+def test_a_model_whose_packed_sequences_see_each_other_is_refused(family, dtype, tmp_path, world, monkeypatch):
+    monkeypatch.setattr("common.model.loading.separate_states", lambda decoder: False)
     folder = save(HYBRID[family], tmp_path)
     with pytest.raises(ValueError, match=f"holds a {family} model in which packed sequences see each other"):
         load_policy(folder, ModelConfig(compute_dtype=dtype), world)
 
 
-def test_a_critic_that_leaks_is_refused(tmp_path, world):
+def test_a_critic_that_leaks_is_refused(tmp_path, world, monkeypatch):
+    monkeypatch.setattr("common.model.loading.separate_states", lambda decoder: False)
     folder = save(HYBRID["bamba"], tmp_path)
     with pytest.raises(ValueError, match="holds a bamba model in which packed sequences see each other"):
         load_critic(folder, ModelConfig(compute_dtype="float32"), world)
@@ -125,9 +127,11 @@ def test_all_ranks_refuse_together(tmp_path):
     """Under FSDP2 on two ranks: each of them raises, none waits for the other."""
     folder = save(HYBRID["bamba"], tmp_path / "bamba")
     (tmp_path / "load.py").write_text(f"""
+from common.model import loading
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.parallel import ranks
+loading.separate_states = lambda decoder: False
 world = ranks.init()
 try:
     load_policy({folder!r}, ModelConfig(compute_dtype="float32"), world)
