@@ -35,8 +35,6 @@ HYBRID = {
                          mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False),
     "nemotron_h": NemotronHConfig(**SIZES, layers_block_type=["mamba", "attention"], mamba_num_heads=8,
                                   mamba_head_dim=8, ssm_state_size=8, n_groups=1, head_dim=8, chunk_size=8),
-    "recurrent_gemma": RecurrentGemmaConfig(**SIZES, lru_width=32, head_dim=8, attention_window_size=16,
-                                            block_types=["recurrent", "attention"]),
 }
 DROPOUT = {
     "llama": LlamaConfig(**SIZES, attention_dropout=0.5),
@@ -48,6 +46,8 @@ DROPOUT = {
                        initializer_range=0.2, embd_pdrop=0.5),
 }
 UNSUPPORTED = {
+    "recurrent_gemma": RecurrentGemmaConfig(**SIZES, lru_width=32, head_dim=8, attention_window_size=16,
+                                            block_types=["recurrent", "attention"]),    # gates of three dimensions
     "stablelm": StableLmConfig(**SIZES),
     "nemotron": NemotronConfig(**SIZES),
     "falcon": FalconConfig(vocab_size=96, hidden_size=32, intermediate_size=128, num_hidden_layers=2,
