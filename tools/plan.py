@@ -28,7 +28,7 @@ from transformers import AutoConfig
 
 from common.engine import make
 from common.engine.base import RolloutConfig
-from common.model.flops import head_dim
+from common.model.flops import head_dims
 from common.model.loading import read_config
 from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model.policy import ModelConfig
@@ -114,8 +114,8 @@ class Command:
     def cache_gb_per_token(self) -> float:
         config, tp = self.plan.policy.config, self.args.rollout.tp
         kv_heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
-        width = max(kv_heads // tp, 1) * head_dim(config)
-        return 2 * config.num_hidden_layers * width * self.plan.policy.itemsize / GIB
+        width = max(kv_heads // tp, 1) * sum(head_dims(config))                 # of keys and values
+        return config.num_hidden_layers * width * self.plan.policy.itemsize / GIB
 
     def cache_gb(self) -> float:
         """What is left for the engine's cache."""

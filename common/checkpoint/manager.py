@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from torch import Tensor, empty_like, get_device_module
+from torch import Tensor, get_device_module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.best import better, choose_metric, write_best
@@ -110,7 +110,6 @@ class Checkpoints:
         self.best: dict[str, Any] = {}                          # step, as {step, metric, value}; {}: none is known
         self.metric = ""                                        # what ranks, known at the first validation
         self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
-        self.host: dict[str, Tensor] = {}                       # what the thread reads while training goes on
         # A new thread's device is GPU 0, and DCP waits for its copies on the stream of the thread's device.
         self.thread = ThreadPoolExecutor(1, "checkpoint", get_device_module(world.device).set_device, (world.device,))
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(self.config.timeout_s))
@@ -254,10 +253,8 @@ class Checkpoints:
         with self.timer("save_checkpoint"):
             self.wait()
             tensors = tensors_of(self.parts)
-            if self.config.async_:
-                for name, tensor in tensors.items():
-                    self.host.setdefault(name, empty_like(tensor, device="cpu")).copy_(tensor)
-                tensors = self.host
+            if self.config.async_:                              # the thread reads a copy, while training goes on
+                tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
             # with --rollout.tp vLLM gives this thread another stream, for whose copies the one that writes cannot wait
             get_device_module(self.world.device).synchronize()
             self.saved_step = self.state["step"]

@@ -38,9 +38,8 @@ PARQUET = (".parquet", ".pq")
 SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 BATCH_ROWS = 512  # read and stored together
 BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
-TOKENS = pa.list_(pa.int32())
-FILES = pa.list_(pa.binary())  # null where a prompt has no images
-SCHEMA = pa.schema({"tokens": TOKENS, "row": pa.large_string(), "images": FILES})
+SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "row": pa.large_string(), "images": pa.list_(pa.binary())})
+"""Of a prompt. `images`: the files, null where it has none."""
 
 
 @dataclass

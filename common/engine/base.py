@@ -232,10 +232,9 @@ class Engine:
                 yield name, tensor
 
         num_compared, differing = self._load(tensors(), sent)
-        differing = all_names(differing)  # of any rank: all of them raise
-        if differing:
+        if names := all_names(differing):  # of any rank: all of them raise
             raise RuntimeError("weight sync: checksums differ, the engine does not hold the trainer's weights "
-                               f"in {len(differing)} tensors: {', '.join(differing[:5])}")
+                               f"in {len(names)} tensors: {', '.join(names[:5])}")
         num_left = len(sent) - num_compared
         return {"sync/num_checksums": num_compared} | ({"sync/num_not_compared": num_left} if num_left else {})
 

@@ -5,7 +5,6 @@ its seed and the weights only: matrix products always have the same number of ro
 number, not on the other rows).
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -45,7 +44,7 @@ class HFEngine(Engine):
         super().__init__(setup)
         with torch.device(self.world.device):
             self.model = auto_class(setup.hf_config).from_config(
-                copy.deepcopy(setup.hf_config),  # from_config changes it
+                setup.hf_config.from_dict(setup.hf_config.to_dict()),  # a copy: from_config changes it
                 dtype=self.dtype,
                 attn_implementation="eager",  # the only one that has soft caps and attention sinks in every family
                 trust_remote_code=setup.model_config.trust_remote_code,
@@ -89,7 +88,7 @@ class HFEngine(Engine):
             if "image_grid_thw" in pixels:
                 pixels["mm_token_type_ids"] = (ids[:1, :-1] == self.model.config.image_token_id).long()
             cache = self.model(ids[:1, :-1], use_cache=True, logits_to_keep=1, **pixels).past_key_values
-            cache.batch_repeat_interleave(ROWS)
+            cache.reorder_cache(ids.new_zeros(ROWS))  # ROWS times its only row; states of linear attention too
             self.chosen += zip(*(router.own[:, None].expand(-1, ROWS, -1) for router in self.routers))
         self.model.generate(
             ids,

@@ -104,12 +104,10 @@ class VLLMEngine(Engine):
         with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
             names = {name for name, _ in self.model.named_parameters()}
             loaded = self.model.load_weights(tensors)
-        if loaded is not None:  # a few models of vLLM do not tell
-            missing = all_names(names - loaded)  # of any rank: all raise
-            if missing:
-                raise RuntimeError(f"weight sync: nothing that the trainer sends goes into {len(missing)} "
-                                   f"weights of the engine ({', '.join(missing[:3])}): transformers' model has "
-                                   "other weights")
+        # a few models of vLLM do not tell; and if weights of any rank are missing, all raise
+        if loaded is not None and (missing := all_names(names - loaded)):
+            raise RuntimeError(f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "
+                               f"engine ({', '.join(missing[:3])}): transformers' model has other weights")
         held = held_checksums(self.model, sent, self.dtype)
         if self.on_cpu:
             pack_on_cpu(self.model)

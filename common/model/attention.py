@@ -3,17 +3,15 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
-from common.model.flops import head_dim
+from common.model.flops import head_dims
 from common.model.policy import ModelConfig
 from common.model.sequence_parallel import gather_keys
 
-# Tokens. For shorter sequences the backward of sdpa on CPUs takes up to 4x as long in bfloat16 as in float32 (measured)
-CPU_UPCAST_BELOW = 160
 FEWER_KEY_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
 """Lets keys have fewer heads than queries; torch 2.11 needs no argument for it."""
 
@@ -28,14 +26,11 @@ def packed_sdpa(
     key, value = _take_keys(key, value, **layout)
     lengths, lengths_k = (layout[name].diff().tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     gqa, dtype = query.shape[1] != key.shape[1], query.dtype
-    low = dtype == torch.bfloat16 and query.device.type == "cpu"
-    if low and max(lengths_k) < CPU_UPCAST_BELOW:               # cast all at once: thousands of small casts cost more
+    if dtype == torch.bfloat16 and query.device.type == "cpu":          # measured: sdpa and its backward take 3 to 5x
         query, key, value = query.float(), key.float(), value.float()
     out = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
         length, new = k.shape[2], q.shape[2]
-        if low and length < CPU_UPCAST_BELOW:
-            q, k, v = q.float(), k.float(), v.float()
         window = sliding_window or length
         mask = None
         if window < length or softcap or s_aux is not None or new < length:     # True where a late query sees a key
@@ -57,8 +52,7 @@ def packed_sdpa(
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
             weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
             out.append(weights.to(q.dtype) @ v)
-    out = torch.cat([x.to(query.dtype) for x in out], dim=2).to(dtype)
-    return out.transpose(1, 2), None                                                    # [1, T, heads, D]
+    return torch.cat(out, dim=2).to(dtype).transpose(1, 2), None                        # [1, T, heads, D]
 
 
 def packed_varlen(
@@ -72,12 +66,13 @@ def packed_varlen(
     key, value = _take_keys(key, value, **layout)
     if softcap is not None or s_aux is not None:
         raise ValueError("packed_varlen has no soft-cap and no attention sinks: use packed_sdpa")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [T, heads, D]
+    # the kernels want values as wide as keys, and those of latent attention are narrower
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, F.pad(value, (0, key.shape[3] - value.shape[3]))))
     longest = int(layout["max_length_q"]), int(layout["max_length_k"])
     window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
     out = varlen_attn(q, k, v, layout["cu_seq_lens_q"], layout["cu_seq_lens_k"], *longest, scale=scaling,
                       window_size=window, **FEWER_KEY_HEADS)
-    return out[None], None
+    return out[None, :, :, : value.shape[3]], None
 
 
 def _take_keys(
@@ -110,5 +105,21 @@ def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, co
         return "flash_attention_2"                              # it needs the keys in one piece
     hf_config = hf_config.get_text_config()
     has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
-    width = head_dim(hf_config)
+    width = head_dims(hf_config)[0]
     return "packed_sdpa" if has_softcap or width > 256 or width % 8 else "packed_varlen"
+
+
+def separate_states(decoder: nn.Module) -> bool:
+    """Make the layers that carry a state over tokens (convolutions, linear attention, state-space layers) run one
+    packed sequence at a time. Returns whether there are any.
+
+    transformers starts from no state at the beginning of a sequence in the kernels of other packages alone."""
+    layers = [layer for layer in decoder.modules() if any(isinstance(part, nn.Conv1d) for part in layer.children())]
+    for layer in layers:
+        def run(hidden_states: Tensor, seq_idx: Tensor, forward=layer.forward, **others) -> Tensor:
+            """[1, t, H] -> [1, t, H]. `seq_idx` [1, t]: which sequence a token belongs to."""
+            lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+            return torch.cat([forward(part) for part in hidden_states.split(lengths, dim=1)], dim=1)
+
+        layer.forward = run
+    return bool(layers)

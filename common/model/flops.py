@@ -1,28 +1,31 @@
 """FLOPs of a transformer on packed sequences: a product of [m, k] and [k, n] is 2mkn.
 
-This counts attention's projections, a gated MLP of three matrices (of a mixture the active and the shared experts), the
-output head, and QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window. It does not
-count norms, rotary embeddings, softmax and routers.
+This counts the matrices and convolutions of all layers (of a mixture the active and the shared experts), the output
+head, and QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window. It does not count
+norms, rotary embeddings, softmax, and the products with the state of a recurrent layer (2 to 5% of its matrices').
 """
 
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.model.vision import FAMILIES
+from common.model.vision import FAMILIES, auto_class
 from common.parallel.ranks import all_sum
+
+KNOWN: dict[str, int] = {}
+"""The result of `active_weights` for each config."""
 
 
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """Forward FLOPs of each sequence by itself, float64 [S], with the output head on every token.
 
-    `config` is a Hugging Face config; in a nested config the text part counts. Raises ValueError for attention that it
-    cannot count (latent, linear, chunked)."""
-    config = config.get_text_config()
-    lengths = np.asarray(lengths, dtype=np.float64)
-    head = 2 * lengths * config.hidden_size * config.vocab_size
+    `config` is a Hugging Face config; in a nested config the text part counts. Raises KeyError for a kind of layer that
+    it cannot count (chunked attention)."""
+    lengths, text = np.asarray(lengths, dtype=np.float64), config.get_text_config()
+    head = 2 * lengths * text.hidden_size * text.vocab_size
     return _layers(np.zeros_like(lengths), lengths, config) + head
 
 
@@ -32,12 +35,12 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs only where the
     policy sampled a token."""
     tower = _tower(batch, config) if config.model_type in FAMILIES and batch.row is not None else 0.0
-    config = config.get_text_config()
+    text = config.get_text_config()
     lengths = lengths_k = np.array(batch.host_lengths, dtype=np.float64)
     if share_prompt:
         shared = batch.shared_prompts
         lengths, lengths_k = (x.cpu().diff().double().numpy() for x in (shared.cu_seqlens, shared.cu_seqlens_k))
-    head = 2 * len(batch.sampled) * config.hidden_size * config.vocab_size
+    head = 2 * len(batch.sampled) * text.hidden_size * text.vocab_size
     return float(tower + _layers(lengths_k - lengths, lengths, config).sum() + head)
 
 
@@ -67,31 +70,29 @@ def _tower(batch: Batch, config: PretrainedConfig) -> float:
 
 def _layers(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """FLOPs of all layers for `new` [S] tokens, each after `before` [S] keys that came earlier: [S]."""
-    hidden, heads, fields = config.hidden_size, config.num_attention_heads, config.to_dict()
-    kv_heads = fields.get("num_key_value_heads") or heads
-    projections = 2 * hidden * head_dim(config) * (2 * heads + 2 * kv_heads)                    # q and o, k and v
-    linear = config.num_hidden_layers * projections + 6 * hidden * sum(mlp_widths(config))      # a token
+    text = config.get_text_config()
+    fields = text.to_dict()
     spans = {"full_attention": np.inf, "sliding_attention": fields.get("sliding_window") or np.inf}
-    kinds = fields.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    unknown = {"latent_attention"} if "kv_lora_rank" in fields else set(kinds) - set(spans)
-    if unknown:
-        raise ValueError(f"sequence_cost counts full and sliding attention; {config.model_type} has {sorted(unknown)}")
+    spans |= dict.fromkeys(("linear_attention", "conv", "mlp", "moe"), 0)           # they see no keys
+    kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
     pairs = sum(_pairs(before + new, spans[kind]) - _pairs(before, spans[kind]) for kind in kinds)
-    return new * linear + 4 * heads * head_dim(config) * pairs
+    return 2 * new * active_weights(config) + 2 * text.num_attention_heads * sum(head_dims(text)) * pairs
 
 
-def mlp_widths(config: PretrainedConfig) -> list[int]:
-    """The intermediate width that a token runs through in each layer; in a mixture the sum over all its experts."""
-    fields = config.to_dict()           # families differ in these fields: absent or None, the model has no such thing
-    widths = [config.intermediate_size] * config.num_hidden_layers
-    if "num_experts_per_tok" in fields:
-        expert = fields.get("moe_intermediate_size") or config.intermediate_size
-        shared = fields.get("shared_expert_intermediate_size") or fields.get("n_shared_experts", 0) * expert
-        dense = {*(fields.get("mlp_only_layers") or ()), *range(fields.get("first_k_dense_replace", 0))}
-        for layer in range(config.num_hidden_layers):
-            if layer not in dense and (layer + 1) % fields.get("decoder_sparse_step", 1) == 0:
-                widths[layer] = config.num_experts_per_tok * expert + shared
-    return widths
+def active_weights(config: PretrainedConfig) -> int:
+    """How many weights of the layers multiply a token: of a mixture's experts those that it runs through."""
+    key = config.to_json_string(use_diff=False)
+    if key not in KNOWN:
+        is_trusted = type(config).__module__.startswith("transformers_modules.")    # its code came with the model
+        with torch.device("meta"):                                                  # of a copy: from_config changes it
+            model = auto_class(config).from_config(config.from_dict(config.to_dict()), trust_remote_code=is_trusted)
+        weights = [p for module in model.get_decoder().modules() if not isinstance(module, torch.nn.Embedding)
+                   for name, p in module.named_parameters(recurse=False) if p.ndim > 1 and "bias" not in name]
+        # experts are one tensor [experts, rows, columns], and a convolution of each channel is [channels, 1, width]
+        KNOWN[key] = sum(p.numel() if p.ndim == 2 or p.shape[1] == 1 else
+                         p[0].numel() * config.get_text_config().num_experts_per_tok for p in weights)
+    return KNOWN[key]
 
 
 def _pairs(length: np.ndarray, window: float) -> np.ndarray:
@@ -100,5 +101,10 @@ def _pairs(length: np.ndarray, window: float) -> np.ndarray:
     return near * (near + 1) / 2 + (length - near) * near
 
 
-def head_dim(config: PretrainedConfig) -> int:
-    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+def head_dims(config: PretrainedConfig) -> tuple[int, int]:
+    """The width of a head's queries and keys, and of its values."""
+    fields = config.to_dict()
+    if "kv_lora_rank" in fields:                                                    # latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    width = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    return width, width

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig,
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common.model.attention import choose_attention
+from common.model.attention import choose_attention, separate_states
 from common.model.flops import sequence_cost
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
@@ -182,6 +182,8 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(hf_config, dtype=dtype, attn_implementation=kinds,
                                        trust_remote_code=config.trust_remote_code)
+    if separate_states(model.get_decoder()) and (config.share_prompt or config.sequence_parallel > 1):
+        raise ValueError(f"{path} has layers with a state: omit --policy.share-prompt and --policy.sequence-parallel")
     if config.freeze_vision:
         model.base_model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)

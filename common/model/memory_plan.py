@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from common.kernels import CHUNK_BYTES, tile_shape
-from common.model.flops import head_dim, mlp_widths
+from common.model.flops import active_weights, head_dims
 from common.model.loading import GIB, NO_ADAPTERS, read_critic, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
@@ -52,8 +52,11 @@ class Model:
         self.config, self.ranks = hf_config.get_text_config(), ranks
         self.itemsize = getattr(torch, config.compute_dtype).itemsize
         self.is_fused = uses_liger(torch.device("cuda"), hf_config, config)
-        self.mlp_width = max(mlp_widths(self.config))
         self.experts = self.config.to_dict().get("num_experts_per_tok") or 0    # that a token runs through
+        self.heads = self.config.num_attention_heads
+        self.kv_heads = self.config.to_dict().get("num_key_value_heads") or self.heads
+        columns = active_weights(hf_config) / self.config.num_hidden_layers / self.config.hidden_size
+        self.mlp_width = (columns - (self.heads + self.kv_heads) * sum(head_dims(self.config))) / 3
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         self.largest, self.num_blocks = max(blocks, key=count), len(blocks)
         # numbers of weights: of all, and of what FSDP2 gathers together: a block (of its experts those that a rank
@@ -83,14 +86,14 @@ class Model:
 
     def kept_by_block(self, keys: float) -> float:
         """Bytes a token that autograd keeps of a block. `keys`: rows of keys and values gathered for each token."""
-        size, hidden, heads = self.itemsize, self.config.hidden_size, self.config.num_attention_heads
-        queries = heads * head_dim(self.config)
-        key_values = (self.config.to_dict().get("num_key_value_heads") or heads) * head_dim(self.config)
-        widths = {"q_norm": queries, "k_norm": key_values}
+        size, hidden = self.itemsize, self.config.hidden_size
+        width, value_width = head_dims(self.config)
+        widths = {"q_norm": self.heads * width, "k_norm": self.kv_heads * width}
         norms = [name.split(".")[-2] for name, _ in self.largest.named_parameters() if name.endswith("norm.weight")]
         of_norm = size if self.is_fused else 4 + size                           # the input; in float32, and normalised
         kept = of_norm * sum(widths.get(norm, hidden) for norm in norms)
-        kept += size * (hidden + 2 * queries + (2 + 2 * keys) * key_values) + 4 * heads     # input, q, k, v, output
+        num_heads = self.heads + (1 + keys) * self.kv_heads                     # of q and output, of k and v
+        kept += size * (hidden + num_heads * (width + value_width)) + 4 * self.heads
         kept += size * (hidden + (3 if self.is_fused else 4) * self.mlp_width)  # input; gate(s), up, product
         return kept + self.experts * (2 * size * hidden + 32)           # inputs and outputs of experts, their order
 

@@ -135,8 +135,7 @@ class BF16AdamW(torch.optim.AdamW):
             first = [part.start for part in shard_slice(weight)]
             kept = {"weight": weight.detach(), "grad": weight.grad, **state}
             step = int(kept.pop("step"))
-            random = torch.Generator(weight.device)
-            random.manual_seed(seed_of("rounding", number, step, *first))
+            random = torch.Generator(weight.device).manual_seed(seed_of("rounding", number, step, *first))
             # in each row is a block, or its scale
             rows = [x.to_local().view(-1, block * x.shape[-1] // weight.shape[-1]) for x in kept.values()]
             for pieces in zip(*(x.split(PIECE // block) for x in rows)):

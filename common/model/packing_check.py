@@ -36,8 +36,7 @@ def check_packing(score: Callable[[Batch], Tensor], path: str, hf_config: Pretra
     if not difference <= allowed:                                       # also if it is NaN
         raise ValueError(f"{path} holds a {hf_config.model_type} model in which packed sequences see each other: "
                          f"the numbers of a sequence in two packed rows differ by {difference:.2g}, at most "
-                         f"{allowed:.2g} is rounding. State-space and other recurrent layers carry their state "
-                         f"over the end of a sequence; choose a model with attention only")
+                         f"{allowed:.2g} is rounding; choose another model")
 
 
 @contextmanager

@@ -59,7 +59,8 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
     before = batch.sampled - 1                                                                  # [N]
     run = runs_as = torch.arange(len(batch.tokens), device=batch.tokens.device)
     layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens,
-              "max_length_q": max(batch.host_lengths), "max_length_k": max(batch.host_lengths)}
+              "max_length_q": max(batch.host_lengths), "max_length_k": max(batch.host_lengths),
+              "seq_idx": batch.sequence_ids[None].int()}        # what transformers tells layers with a state
     if share_prompt:
         shared = batch.shared_prompts
         before, run, runs_as = shared.row[before], shared.run, shared.run[shared.row]
@@ -107,8 +108,8 @@ def zigzag(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup, num_rows: int) -> tuple[Tensor, Tensor]:
     """The keys and values of all ranks of the group, `num_rows` each: [1, kv_heads, t, D] -> [1, kv_heads, K, D]."""
-    both = torch.cat([key[0], value[0]]).transpose(0, 1)                                # [t, 2 kv_heads, D]
+    both = torch.cat([key[0], value[0]], dim=-1).transpose(0, 1)                        # [t, kv_heads, D of both]
     both = F.pad(both, (0, 0, 0, 0, 0, num_rows - len(both))).contiguous()
-    # its gradient is summed over the ranks; it must be contiguous, as the gradient of chunk is
-    key, value = wait_tensor(all_gather_single(both, 0, group)).chunk(2, dim=1)
+    # its gradient is summed over the ranks; it must be contiguous, as the gradient of split is
+    key, value = wait_tensor(all_gather_single(both, 0, group)).split([key.shape[3], value.shape[3]], dim=2)
     return key.transpose(0, 1)[None], value.transpose(0, 1)[None]

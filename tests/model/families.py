@@ -61,6 +61,7 @@ FAMILIES = {
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 }
 LAYERS_OF_THEIR_OWN = {"nemotron_h"}                                    # its list of blocks says how many
+WITH_STATE = {"qwen3_next", "qwen3_5_text", "nemotron_h", "lfm2"}       # they share no prompts
 
 
 @dataclass
@@ -172,8 +173,9 @@ def measure(family: str, folder: Path, world: World, engines: tuple[str, ...] = 
     found = Found(spread=float(want_logp[batch.mask].std()))
     logp, gradient = packed(policy, batch, upstream)
     found.logp, found.gradient = largest(logp, want_logp), relative(gradient, want)
-    logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
-    found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
+    if family not in WITH_STATE:
+        logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
+        found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
     found.checkpointed_gradient = relative(packed(load(gradient_checkpointing=True), batch, upstream)[1], want)
     logp, gradient = packed(load(weights=Weights(lora=LoRAConfig(rank=4))), batch, upstream)
     found.adapted_logp = largest(logp, want_logp)

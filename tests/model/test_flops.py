@@ -10,6 +10,7 @@ import common.model.attention  # noqa: F401 - transformers knows packed_sdpa the
 from common.batch import Batch
 from common.model.flops import microbatch_flops, sequence_cost
 from common.model.policy import Policy
+from tests.model.families import config_of
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -54,6 +55,31 @@ def test_a_microbatch_costs_what_torch_counts(name, share_prompt):
     rotary = sum(sum(of.values()) for name, of in counts if name.endswith("rotary_emb"))
     assert got == counter.get_total_flops() - rotary - 4 * 4 * 8 * outside              # 4 FLOPs, heads, head_dim
     assert got > 1e5
+
+
+@pytest.mark.parametrize(("family", "num_layers", "width"), [
+    ("llama", 2, 32 + 32), ("qwen3_moe", 2, 32 + 32), ("deepseek_v3", 2, 24 + 16), ("qwen3_next", 1, 32 + 32),
+    ("qwen3_5_text", 1, 32 + 32), ("lfm2", 1, 16 + 16), ("nemotron_h", 1, 32 + 32),
+])
+def test_the_layers_of_a_family_cost_what_torch_counts(family, num_layers, width):
+    """Of matrices, experts, routers and convolutions. `num_layers` have attention, with keys and values of `width`.
+    What a convolution multiplies before the first token does not depend on the length: two lengths are compared."""
+    config = config_of(family)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    inner = {f"{type(model).__name__}.{name}" for name, module in model.named_modules() if "rotary" not in name and (
+        not any(module.children()) or type(module).__name__.endswith("Experts"))}
+
+    def count(length: int) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=torch.arange(length)[None], use_cache=False)
+        counts = counter.get_flop_counts()
+        convolved = sum(of for operation, of in counts["Global"].items() if "conv" in str(operation))
+        return convolved + sum(sum(of.values()) for name, of in counts.items() if name in inner)
+
+    attention = 2 * 4 * width * num_layers * (25 * 26 - 9 * 10) // 2                    # heads, pairs
+    costs = sequence_cost([9, 25], config)
+    assert costs[1] - costs[0] == count(25) - count(9) + attention
+    assert count(25) > 2 * count(9) > 1e5
 
 
 def test_a_shared_prompt_is_counted_once():

@@ -35,8 +35,6 @@ HYBRID = {
                          mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False),
     "nemotron_h": NemotronHConfig(**SIZES, layers_block_type=["mamba", "attention"], mamba_num_heads=8,
                                   mamba_head_dim=8, ssm_state_size=8, n_groups=1, head_dim=8, chunk_size=8),
-    "recurrent_gemma": RecurrentGemmaConfig(**SIZES, lru_width=32, head_dim=8, attention_window_size=16,
-                                            block_types=["recurrent", "attention"]),
 }
 DROPOUT = {
     "llama": LlamaConfig(**SIZES, attention_dropout=0.5),
@@ -48,6 +46,8 @@ DROPOUT = {
                        initializer_range=0.2, embd_pdrop=0.5),
 }
 UNSUPPORTED = {
+    "recurrent_gemma": RecurrentGemmaConfig(**SIZES, lru_width=32, head_dim=8, attention_window_size=16,
+                                            block_types=["recurrent", "attention"]),    # gates of three dimensions
     "stablelm": StableLmConfig(**SIZES),
     "nemotron": NemotronConfig(**SIZES),
     "falcon": FalconConfig(vocab_size=96, hidden_size=32, intermediate_size=128, num_hidden_layers=2,
@@ -63,13 +63,15 @@ def save(config, folder) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", HYBRID)
-def test_a_model_whose_packed_sequences_see_each_other_is_refused(family, dtype, tmp_path, world):
+def test_a_model_whose_packed_sequences_see_each_other_is_refused(family, dtype, tmp_path, world, monkeypatch):
+    monkeypatch.setattr("common.model.loading.separate_states", lambda decoder: False)
     folder = save(HYBRID[family], tmp_path)
     with pytest.raises(ValueError, match=f"holds a {family} model in which packed sequences see each other"):
         load_policy(folder, ModelConfig(compute_dtype=dtype), world)
 
 
-def test_a_critic_that_leaks_is_refused(tmp_path, world):
+def test_a_critic_that_leaks_is_refused(tmp_path, world, monkeypatch):
+    monkeypatch.setattr("common.model.loading.separate_states", lambda decoder: False)
     folder = save(HYBRID["bamba"], tmp_path)
     with pytest.raises(ValueError, match="holds a bamba model in which packed sequences see each other"):
         load_critic(folder, ModelConfig(compute_dtype="float32"), world)
@@ -125,9 +127,11 @@ def test_all_ranks_refuse_together(tmp_path):
     """Under FSDP2 on two ranks: each of them raises, none waits for the other."""
     folder = save(HYBRID["bamba"], tmp_path / "bamba")
     (tmp_path / "load.py").write_text(f"""
+from common.model import loading
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.parallel import ranks
+loading.separate_states = lambda decoder: False
 world = ranks.init()
 try:
     load_policy({folder!r}, ModelConfig(compute_dtype="float32"), world)
