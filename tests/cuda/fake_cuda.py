@@ -182,8 +182,8 @@ here is the one that the main thread has set."""
 
 
 def _current_stream(device=None) -> Stream:
-    is_autograds = isinstance(threading.current_thread(), threading._DummyThread)       # Python did not start it
-    return getattr(Stream.current, "stream", Stream.of_main if is_autograds else DEFAULT_STREAM)
+    is_autograds = threading.get_ident() not in threading._active       # `current_thread()` would make an object of it
+    return getattr(Stream.current, "stream", None) or (Stream.of_main if is_autograds else DEFAULT_STREAM)
 
 
 def _set_stream(stream: Stream) -> None:
@@ -194,7 +194,7 @@ def _set_stream(stream: Stream) -> None:
 
 @contextlib.contextmanager
 def _on_stream(stream):
-    before = _current_stream()
+    before = getattr(Stream.current, "stream", None)                    # None: autograd's follows the main thread's
     Stream.current.stream = stream or before
     try:
         yield
