@@ -61,10 +61,11 @@ EARLY = {
     "a hub model, no network": ("grpo.py --model Qwen/Qwen2.5-0.5B --train-data DATA", "--model", "hub", "hf download"),
     "the same, offline": ("HF_HUB_OFFLINE=1 ppo.py --model Qwen/Qwen2.5-0.5B --train-data DATA", "--model",
                           "HF_HUB_OFFLINE", "hf download"),
-    "a model folder that is not there": ("grpo.py --model ./models/none --train-data DATA", "--model ./models/none"),
+    "a model folder that is not there": ("grpo.py --model ./models/none --train-data DATA", "./models/none",
+                                         "--model must be"),
     "a folder that holds no model": ("grpo.py --model DIR --train-data DATA", "--model", "config.json"),
     "a file as model": ("sft.py --model DATA --train-data DATA", "--model", "folder"),
-    "a critic that is not there": (f"ppo.py {GOOD} --critic-model ./critic", "--critic-model ./critic"),
+    "a critic that is not there": (f"ppo.py {GOOD} --critic-model ./critic", "./critic", "--critic-model must be"),
     "a run folder without a checkpoint": ("evaluate.py --model DIR --val-data DATA", "--model", "checkpoint"),
     # data
     "a data file that is not there": ("grpo.py --model MODEL --train-data data/gsm.parquet", "--train-data",
