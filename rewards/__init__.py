@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -130,8 +131,8 @@ def load_reward(spec: str) -> Callable:
 
 
 def load_function(spec: str, flag: str, default_name: str) -> Callable:
-    """The function that a flag names as "path/to/file.py:name". The file may import its neighbours; what it raises at
-    import is raised here."""
+    """The function that a flag names as "path/to/file.py:name". The file may import its neighbours. Raises
+    ValueError for a file that cannot be imported, with the line and the exception, and for a name that it lacks."""
     file, _, name = spec.rpartition(":") if ":" in spec else (spec, "", default_name)
     path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():
@@ -145,7 +146,13 @@ def load_function(spec: str, flag: str, default_name: str) -> Callable:
         module_spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_spec.name] = module  # pickle and dataclasses look it up there
-        module_spec.loader.exec_module(module)
+        try:
+            module_spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            where = f"line {lines[-1]}: " if lines else ""
+            raise ValueError(f"{flag} {spec} cannot be imported: {where}{type(error).__name__}: "
+                             f"{' '.join(str(error).split())}; `python {path}` shows where") from None
     if not callable(vars(module).get(name)):
         known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise ValueError(f"{flag} {spec}: no function {name} in {path}; it has {', '.join(known) or 'none'}")

@@ -52,7 +52,7 @@ fi
 "${python[@]}" tools/doctor.py --only model --model "$MODEL" "$@" || die "the model cannot be read"  # $@: the flags at the end
 
 # train COMMAND: on SIGUSR1, passed on by srun and torchrun, the ranks save and exit; then the job is queued again, and
-# continues from that checkpoint. A run that ends by itself, or fails, is not.
+# continues from that checkpoint. So it is after preemption. A run that ends by itself, or fails, is not.
 train() {
     local code=1
     if [[ -z $stopped ]]; then
@@ -64,8 +64,9 @@ train() {
             wait "$step" || code=$?
         done
     fi
-    if [[ -n $stopped && $code != 0 ]]; then
-        echo "the time limit is near: job $SLURM_JOB_ID is queued again"
+    # a preempted step gets SIGTERM; if it ends before its grace time, Slurm takes the job for one that failed
+    if [[ $code != 0 && (-n $stopped || $(scontrol show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]*) ]]; then
+        echo "Slurm needs the nodes, or the time limit is near: job $SLURM_JOB_ID is queued again"
         scontrol requeue "$SLURM_JOB_ID"
     fi
     return "$code"

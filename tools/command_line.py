@@ -185,15 +185,13 @@ def check_paths(args: Any) -> None:
 def check_model(model: str, flag: str, is_evaluated: bool = False) -> None:
     """Raise ValueError if `model` is no folder of a model, and no hub model that is in the cache or that the network
     can bring. What is evaluated may also be a checkpoint, a run or adapters."""
-    if os.path.isdir(model):
-        if is_evaluated:
-            definitions(ROOT / "tools/model_source.py")["resolve"](model)
-        elif not (Path(model) / "config.json").is_file():
-            raise ValueError(f"{flag} {model} holds no config.json: it must be a Hugging Face model folder or "
-                             f"a hub name")
+    if os.path.isdir(model) and is_evaluated:
+        definitions(ROOT / "tools/model_source.py")["resolve"](model)
         return
     if os.path.exists(model) or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ValueError(f"{flag} {model} is no folder here: it must be a Hugging Face model folder or a hub name")
+        if not (Path(model) / "config.json").is_file():
+            raise ValueError(f"{model} holds no config.json: {flag} must be a Hugging Face model folder or hub name")
+        return
     from huggingface_hub import constants, try_to_load_from_cache  # half a second
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str):

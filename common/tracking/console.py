@@ -120,9 +120,7 @@ def refuse_others_flags(flags: type, arguments: list[str], script: str) -> None:
         names = {name, name.removeprefix("no_")}
         having = [file for file in nearest if names & declared[file]]
         if having and not names & own:
-            *others, last = having
-            found = f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
-            raise ValueError(f"{Path(script).name} has no flag {flag}; {found}")
+            raise ValueError(f"{Path(script).name} has no flag {flag}; it is one of {', '.join(having)}")
 
 
 def refuse_nan(args: Any) -> None:

@@ -51,20 +51,21 @@ EARLY = {
     "rows below one": (f"sft.py {GOOD} --rows-per-step 0", "--rows-per-step 0"),
     "more samplers than ranks": (f"async_grpo.py {GOOD} --samplers 1", "--samplers 1", "world size 1"),
     # ranks: WORLD_SIZE=3 stands for torchrun --nproc-per-node 3
-    "replicas that do not divide the ranks": (f"WORLD_SIZE=3 grpo.py {GOOD} --policy.replicas 2", "--policy.replicas 2",
-                                              "3 ranks"),
-    "sequence ranks that do not": (f"WORLD_SIZE=3 sft.py {GOOD} --policy.sequence-parallel 2",
+    "replicas that do not divide the ranks": (f"WORLD_SIZE=3 RANK=0 grpo.py {GOOD} --policy.replicas 2",
+                                              "--policy.replicas 2", "3 ranks"),
+    "sequence ranks that do not": (f"WORLD_SIZE=3 RANK=0 sft.py {GOOD} --policy.sequence-parallel 2",
                                    "--policy.sequence-parallel 2", "3 ranks"),
-    "prompts that do not divide over engines": (f"WORLD_SIZE=3 grpo.py {GOOD} --prompts-per-step 8",
+    "prompts that do not divide over engines": (f"WORLD_SIZE=3 RANK=0 grpo.py {GOOD} --prompts-per-step 8",
                                                 "--prompts-per-step 8", "3 engines"),
     # models
     "a hub model, no network": ("grpo.py --model Qwen/Qwen2.5-0.5B --train-data DATA", "--model", "hub", "hf download"),
     "the same, offline": ("HF_HUB_OFFLINE=1 ppo.py --model Qwen/Qwen2.5-0.5B --train-data DATA", "--model",
                           "HF_HUB_OFFLINE", "hf download"),
-    "a model folder that is not there": ("grpo.py --model ./models/none --train-data DATA", "--model ./models/none"),
+    "a model folder that is not there": ("grpo.py --model ./models/none --train-data DATA", "./models/none",
+                                         "--model must be"),
     "a folder that holds no model": ("grpo.py --model DIR --train-data DATA", "--model", "config.json"),
     "a file as model": ("sft.py --model DATA --train-data DATA", "--model", "folder"),
-    "a critic that is not there": (f"ppo.py {GOOD} --critic-model ./critic", "--critic-model ./critic"),
+    "a critic that is not there": (f"ppo.py {GOOD} --critic-model ./critic", "./critic", "--critic-model must be"),
     "a run folder without a checkpoint": ("evaluate.py --model DIR --val-data DATA", "--model", "checkpoint"),
     # data
     "a data file that is not there": ("grpo.py --model MODEL --train-data data/gsm.parquet", "--train-data",
@@ -126,8 +127,11 @@ def parts(command: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     """The arguments of Python, and the environment."""
     words = [word.replace("MODEL", str(MODEL)).replace("DATA", f"{folder}/data.jsonl").replace("DIR", str(folder))
              if "DATA_SOURCE" not in word else word for word in command.split()]
-    given = dict(word.split("=") for word in words[:1] if word.isupper() or "=" in word)
-    return words[len(given):], given
+    given = {}
+    while words[0].partition("=")[0].isupper():
+        name, value = words.pop(0).split("=")
+        given[name] = value
+    return words, given
 
 
 def main() -> None:

@@ -98,6 +98,21 @@ def test_a_signal_before_the_step_queues_the_job_again(echo, tmp_path):
     assert (tmp_path / "scontrol.log").read_text().split() == ["requeue", echo["SLURM_JOB_ID"]]
 
 
+@pytest.mark.parametrize(("when", "code", "again"), [
+    ("2026-11-25T15:00:30", 1, True), ("None", 1, False), ("2026-11-25T15:00:30", 0, False),
+])
+def test_a_preempted_job_is_queued_again(echo, tmp_path, when, code, again):
+    """Real Slurm, with a grace time and without send_user_signal: the step gets SIGTERM, saves and fails; this field
+    has the time, and the job would end as FAILED. A job that fails by itself, or ends, is not queued again."""
+    shown = f"   PreemptEligibleTime=2026-11-25T14:52:36 PreemptTime={when}"
+    answers = f"if [[ $2 == job ]]; then echo '{shown}'; elif [[ $1"
+    put(tmp_path / "bin", "scontrol", SCONTROL.replace("if [[ $1", answers))
+    put(tmp_path / "venv/bin", "torchrun", f"#!/usr/bin/env bash\nexit {code}\n")
+    text = submitted("one_node.sbatch", echo, tmp_path / "log", code=code)
+    assert ("is queued again" in text) == again
+    assert (tmp_path / "scontrol.log").exists() == again
+
+
 def test_tasks_of_an_array_have_their_numbers_in_flags_and_folders(echo, tmp_path):
     task = echo | {"SLURM_ARRAY_TASK_ID": "3", "RUN_DIR": f"{tmp_path}/a run/%a"}
     text = submitted("one_node.sbatch", task, tmp_path / "log", "--seed", "%a", "--lora.rank", "1")
