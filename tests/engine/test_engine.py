@@ -470,11 +470,18 @@ def test_in_flight_without_correction_is_said(has_correction, smollm, world, cap
 
 
 @pytest.mark.parametrize(("installed", "said"), [
-    ("0.11.2", r"\['0.11.2'\]"), ("0.33.0", r"\['0.33.0'\]"), ("", "none"),
+    ("0.11.2", r"\['0.11.2'\]"), ("0.27.0", r"\['0.27.0'\]"), ("0.33.0", r"\['0.33.0'\]"), ("", "none"),
 ])
 def test_other_vllm_versions_are_refused(installed, said, smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
     found = [types.SimpleNamespace(name="vllm", version=installed)] if installed else []
     monkeypatch.setattr("importlib.metadata.distributions", lambda: found)
-    with pytest.raises(ValueError, match=rf"needs vllm>=0.32,<0.33, installed is {said}: install it, or use --rollout"):
+    with pytest.raises(ValueError, match=rf"needs vllm 0.26.\* or 0.32.\*, installed is {said}: install"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
+
+
+@pytest.mark.parametrize("installed", ["0.26.0", "0.32.0+cu130"])
+def test_two_vllm_versions_are_taken(installed, smollm, world, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.distributions",
+                        lambda: [types.SimpleNamespace(name="vllm", version=installed)])
+    check_rollout(RolloutConfig(max_response_length=40), read_config(smollm, ModelConfig()), world, 200)

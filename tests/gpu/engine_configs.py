@@ -22,6 +22,7 @@ import tempfile
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,6 +132,8 @@ PLACES = {
     "quantization": "model_config.quantization",
     "kv_cache_dtype": "cache_config.cache_dtype",
 }
+IN_0_26 = {"aux_output_config.enable_return_routed_experts": "model_config.enable_return_routed_experts"}
+"""Places that vLLM 0.26, which has no such part of a configuration, has elsewhere."""
 
 
 class Stopped(Exception):
@@ -212,9 +215,9 @@ def changes(config: Any, options: dict[str, Any]) -> list[str]:
     for option, place in PLACES.items():
         if option not in options:
             continue
-        value: Any = config
-        for name in place.split("."):
-            value = getattr(value, name)
+        if not hasattr(config, place.partition(".")[0]):
+            place = IN_0_26[place]
+        value = attrgetter(place)(config)
         asked = getattr(torch, options[option]) if option == "dtype" else options[option]
         if value != asked:
             found.append(f"{option} {asked} -> {value}")

@@ -41,11 +41,17 @@ def test_an_option_that_is_changed_is_told():
 
         def __getattr__(self, name):
             place = self.prefix + name
+            if not any(known.startswith(place) for known in flat):
+                raise AttributeError(place)
             return flat[place] if place in flat else Config(place + ".")
 
     assert engine_configs.changes(Config(), options) == []
     flat["scheduler_config.max_num_seqs"] = 128
     assert engine_configs.changes(Config(), options) == ["max_num_seqs 256 -> 128"]
+    for place, older in engine_configs.IN_0_26.items():
+        flat[older] = not flat.pop(place)
+    assert engine_configs.changes(Config(), options) == [
+        "max_num_seqs 256 -> 128", "enable_return_routed_experts False -> True"]
 
 
 def test_what_common_imports_is_there(tmp_path):
