@@ -151,7 +151,8 @@ def compare(run_dir: Path, all_ran: Path) -> str:
     if None in norms:
         return "not compared: no actor/grad_norm was reported"
     if abs(norms[0] - norms[1]) > SAME * max(norms):
-        return f"{FOUND} (gradient norm {norms[0]:.6g}, with --run-zero-advantage {norms[1]:.6g})"
+        return (f"{FOUND} (gradient norm {norms[0]:.6g}, with --run-zero-advantage {norms[1]:.6g}); or it is divided "
+                f"by a number of the micro-batch, such as len(logp): losses.token_weights has the denominators")
     return (f"the same gradient norm, {norms[0]:.6g}, with --run-zero-advantage; {left_out} responses were left out "
             f"without it")
 
