@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from common.checkpoint import manager
 from common.checkpoint.run_folder import open_run_folder
@@ -88,6 +91,32 @@ def checkpoints(folder: Path, world: ranks.World) -> None:
         torch.save(results, folder / "results.pt")
 
 
+def refused(folder: Path, world: ranks.World) -> None:
+    """Save in the background after each of three steps; in the second the disk refuses the last rank alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fully_shard(model, mesh=world.mesh)
+    run = checkpoints_of(folder, world, model, optimizer, Watchdog(0), {"config.json": b"{}"}, async_=True)
+    found = {}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for step in (1, 2, 3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        if step == 2 and world.rank == world.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        run.after_step(STATE | {"step": step, "total_steps": 9})
+        try:
+            run.wait()
+        except OSError as error:
+            found["said"] = str(error)
+            run.writing = None                                          # a run ends here; a user's loop may go on
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found |= {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    torch.save(found, folder / f"found_{world.rank}.pt")
+
+
 def not_shared(folder: Path, world: ranks.World) -> None:
     """Each rank has a run folder of its own under the same name, as without a shared file system."""
     os.makedirs(folder / str(world.rank))
@@ -132,6 +161,7 @@ def fill_meter(rank: int) -> Meter:
 
 if __name__ == "__main__":
     world = ranks.init(float(sys.argv[3])) if len(sys.argv) > 3 else ranks.init()
-    tasks = {"checkpoints": checkpoints, "meters": meters, "not_shared": not_shared, "timeouts": timeouts}
+    tasks = {"checkpoints": checkpoints, "meters": meters, "not_shared": not_shared, "refused": refused,
+             "timeouts": timeouts}
     tasks[sys.argv[1]](Path(sys.argv[2]), world)
     ranks.shutdown()

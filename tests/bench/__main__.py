@@ -16,7 +16,7 @@ FLAGS = {
     "packing": [], "kernels": [], "divergence": [], "logging": [], "data": ["--rows", "200000"],
     "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
     "endpoint": [], "slow_tool": [], "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [],
-    "sft": [], "stored": [], "growth": ["--picture", "tests/evidence/scale.png"],
+    "sft": [], "stored": [], "growth": ["--picture", "tests/evidence/scale.png"], "many_ranks": [],
 }
 
 

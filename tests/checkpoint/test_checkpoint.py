@@ -4,6 +4,7 @@ import binascii
 import errno
 import os
 import pickle
+import re
 import shutil
 import signal
 import threading
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint import files, manager, signals, state
@@ -220,6 +222,28 @@ def test_other_numbers_of_ranks(model, world, watch, tmp_path, monkeypatch):
     train(policy, optimizer, range(2, 4))                               # two ranks trained as one does
     for name, tensor in everything(policy, optimizer).items():
         assert torch.allclose(results["trained"][name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_save_after_one_that_a_rank_could_not_write_is_whole(tmp_path):
+    assert server()(tmp_path / "log", "none", "tests/rank_worker.py", "refused", tmp_path, ranks=2) == 0
+    found = [torch.load(tmp_path / f"found_{rank}.pt") for rank in range(2)]
+    for of_rank in found:
+        assert re.search(r"step_000002 could not be written: .*OSError: .*File too large", of_rank["said"])
+    assert names(tmp_path) == ["step_000001", "step_000003"] and not list(tmp_path.glob("checkpoints/.*"))
+    folder = tmp_path / "checkpoints/step_000003"
+    assert files.check_files(folder) == []
+    for name in ("weight", "bias"):
+        tensor = torch.zeros_like(found[0][name])
+        dcp.load({f"policy.model.{name}": tensor}, storage_reader=state.Reader(folder), no_dist=True)
+        assert torch.equal(tensor, found[0][name]) and tensor.any()
+
+
+def test_torchs_cache_of_plans_would_mix_up_two_checkpoints(tmp_path):
+    """It is kept by the planner's class for the whole process, and compares shapes but no types: so it is not used."""
+    for dtype in (torch.float32, torch.bfloat16):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        index = dcp.save({"weight": torch.ones(3, dtype=dtype)}, checkpoint_id=tmp_path / str(dtype), planner=planner)
+        assert index.state_dict_metadata["weight"].properties.dtype == torch.float32, dtype
 
 
 def test_todays_optimizer_flags_win(model, world, watch, save, tmp_path):
