@@ -59,7 +59,9 @@ train() {
         "$@" &
         step=$!
         [[ -z $stopped ]] || kill -USR1 "$step"  # it came between the two lines before
-        while kill -0 "$step" 2> /dev/null; do  # a trapped signal ends `wait` early
+        code=0
+        wait "$step" || code=$?
+        while kill -0 "$step" 2> /dev/null; do  # a trapped signal has ended `wait` early
             code=0
             wait "$step" || code=$?
         done
