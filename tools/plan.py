@@ -28,6 +28,7 @@ from transformers import AutoConfig
 
 from common.engine import make
 from common.engine.base import RolloutConfig
+from common.model import loading
 from common.model.flops import head_dims
 from common.model.loading import read_config
 from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
@@ -241,8 +242,9 @@ class Planned(Run):
         samplers = int(os.environ.get(SAMPLERS, "0"))
         size = int(os.environ["WORLD_SIZE"]) - samplers
         self.world = World(0, size, torch.device("cuda"), mesh=None, num_samplers=samplers)
+        with mock.patch.object(loading, "sequence_cost"):               # it builds the model, of whatever sizes
+            check_sizes(read_config(args.model, args.policy))
         self.hf_config = read_config(args.model, args.policy)
-        check_sizes(self.hf_config)
         with mock.patch.object(make, "check_vllm"):                     # it asks what this machine can do
             make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
                                self.correction.covers_cut_sampling)

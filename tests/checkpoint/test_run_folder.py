@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from common.checkpoint import files, run_folder, state
+from common.checkpoint import files, run_folder
 from common.checkpoint.manager import SaveConfig
+from common.checkpoint.secrets import flags_of
 from common.tracking.logger import LogConfig, Tracker
 from tests.checkpoint.faulty import server
 from tests.checkpoint.test_faults import note
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TRAIN
 from tests.rank_worker import Flags
 
 HOLDER = """
@@ -60,7 +61,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(holder, w
 
 def test_a_second_run_ends_before_it_loads_anything(holder, tiny_llama, tmp_path):
     log = tmp_path / "log"
-    flags = ("--model", tiny_llama, "--train-data", "none.parquet", "--run-dir", tmp_path)
+    flags = ("--model", tiny_llama, "--train-data", TRAIN, "--run-dir", tmp_path)
     assert server()(log, "none", "grpo.py", *flags) == 2
     assert log.read_text().startswith(f"error: --run-dir {tmp_path} is in use by process {holder.pid} on ")
     assert not (tmp_path / "config.json").exists()
@@ -121,7 +122,7 @@ def test_a_finished_run_is_known_without_its_model(tmp_path):
     flags = Flags(SaveConfig(), run_dir=str(tmp_path))
     assert finished(flags) == ""                                        # nothing there yet
     manifest = tmp_path / "finished/manifest.json"
-    files.write_manifest(manifest.parent, state.flags_of(flags))
+    files.write_manifest(manifest.parent, flags_of(flags))
     said = f"{tmp_path} is finished. Nothing was changed"
     assert finished(flags) == said
     assert finished(replace(flags, total_steps=3)) == ""                # --total-steps was raised

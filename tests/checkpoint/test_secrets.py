@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import state
-from common.checkpoint.secrets import redacted
+from common.checkpoint.secrets import flags_of, redacted
 from common.parallel.ranks import World
 from common.tracking.logger import LogConfig, Tracker
 from tools.report import write_page
@@ -50,7 +49,7 @@ def test_secrets_are_replaced_by_name_and_by_form_and_nothing_else_is():
 
 def test_no_secret_is_in_manifest_config_or_report(tmp_path):
     world = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
-    manifest = json.dumps(state.flags_of(Args()))
+    manifest = json.dumps(flags_of(Args()))
     Tracker(LogConfig(), str(tmp_path), Args(), world, {}).log(1, {"critic/rewards/mean": 0.5}, "")
     config = (tmp_path / "config.json").read_text()
     assert json.loads(config)["max_tokens_per_gpu"] == 4096

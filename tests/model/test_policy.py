@@ -10,7 +10,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     CohereConfig,
-    DeepseekV3Config,
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
@@ -287,7 +286,6 @@ def changed_config(tmp_path, **sizes) -> str:
             ({"num_attention_heads": 0}, r"cannot read .*modulo by zero"),
         )),
         (lambda tmp: (tmp / "config.json").write_text('{"a":' * 100_000) and str(tmp), "cannot read .*recursion"),
-        (lambda tmp: write_config(DeepseekV3Config(), tmp), r"deepseek_v3 has \['latent_attention'\]\); choose"),
     ],
 )
 def test_read_config_refuses_what_is_no_causal_lm(make, message, tmp_path):

@@ -260,7 +260,7 @@ def test_what_names_a_model(runs, tiny_llama, tmp_path):
     (["--prompts-per-chunk", "0"], "--prompts-per-chunk 0 must be at least 1"),
     (["--rollout.temperature", "0.6"], "--rollout.temperature 0.6 is of training: evaluation has --eval-temperature"),
     (["--rollout.top-p", "0.9"], "--rollout.top-p 0.9 is of training"),
-    (["--compare", "/nowhere"], "/nowhere holds no rollouts/val_000000_"),
+    (["--compare", "/nowhere"], "--compare /nowhere does not exist"),
 ])
 def test_what_cannot_work_is_refused_before_anything_starts(flags, tmp_path, changed, message):
     done = launch("evaluate.py", *flags, "--run-dir", tmp_path / "run", *changed, warm=True, check=False)

@@ -194,7 +194,7 @@ def test_a_flag_that_nobody_reads_is_found():
         assert Flags(SOURCES | {file: source}).unread() == [f"{file} {name}.never"]
     source = SOURCES[run].replace("args.eval_n", "0")                   # read by `Run` alone, for all scripts
     assert Flags(SOURCES | {run: source}).unread() == [f"{run} RunArgs.eval_n"]
-    source = SOURCES[training].replace("args.eval_every", "0")
+    source = SOURCES[training].replace("self.args.eval_every", "0")
     assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.eval_every"]
     sources = {file: text.replace("args.run_dir", "''") for file, text in SOURCES.items()}
     # scripts declare it again: still one flag, but evaluate.py's, which does not train
@@ -677,7 +677,7 @@ def expand(line: str, known: dict[str, str]) -> str:
     line = re.sub(r'"?\$(@|\{@\}|\{?\*\}?)"?', "", line).replace("$$", "$")
     for _ in range(9):
         line = re.sub(r"\$\{(\w+):?-([^}]*)\}", lambda m: known.get(m[1], m[2]), line)
-        line = re.sub(r"\$\(if [^,()]*,([^()]*)\)", "", line)
+        line = re.sub(r"\$\(if [^,()]*,([^()]*)\)|\$\(shell [^()]*\)", "", line)
         line = re.sub(r"\$[({](\w+)[)}]|\$(\w+)", lambda m: known.get(m[1] or m[2], "1"), line)
     return line
 
@@ -690,7 +690,7 @@ def commands(file: Path) -> list[tuple[str, list[str]]]:
     elif file.suffix == ".py":
         text = ast.get_docstring(ast.parse(text))
     text = re.sub(r"\\+\n\s*", " ", text)
-    known, lines = variables(text), text.splitlines()
+    known, lines = variables((ROOT / "tools/environment.mk").read_text()) | variables(text), text.splitlines()
     if file.suffix == ".sbatch":
         known = variables((ROOT / "slurm/job.sh").read_text()) | known
         lines = [line.replace('"$SCRIPT"', known["SCRIPT"]) for line in lines]

@@ -104,7 +104,7 @@ def test_the_smallest_change(flags, home, change, run):
     ({"flags": ["--rollout.max-response-length", "0"]}, "--rollout.max-response-length 0 must be at least 1"),
     ({"script": "nothing.py"}, "nothing.py is no file"),
     ({"script": str(ROOT / "tools/runs.py")}, "runs.py has no `Run`"),
-    ({"flags": ["--loss", "gspo"]}, "grpo.py has no flag --loss; grpo_variants.py"),
+    ({"flags": ["--loss", "gspo"]}, "grpo.py has no flag --loss; it is one of grpo_variants.py"),
     ({"flags": ["--rollout.tp", "3"]}, "must be multiples of --rollout.tp 3"),
 ])
 def test_mistakes_are_one_line(arguments, message, run):

@@ -9,7 +9,7 @@ import torch
 
 from common.rollout import Sample
 from envs.runtime.response import Response
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TRAIN
 from tools.play import GREEN, described
 
 EPISODE = r'''
@@ -65,7 +65,7 @@ def test_conversations_masks_and_scores_are_printed(folder, tiny_llama):
 
 def test_mistakes_are_one_line(folder, tiny_llama):
     model = ["--model", str(tiny_llama), "--rollout.engine", "hf"]
-    both = ["--data", "rows.parquet", "--prompt", "One?"]
+    both = ["--data", str(TRAIN), "--prompt", "One?"]
     for flags, rule in (([], "--data is not given and --prompt is not given"), (both, "--prompt is given"),
                         (["--data", f"{folder}/none.parquet"], "none.parquet"),
                         (["--prompt", "One?", "--rows", "0"], "--rows 0 and --samples 1 must be at least 1")):

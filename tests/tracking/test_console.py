@@ -79,7 +79,7 @@ def test_a_switch_of_another_script_and_a_script_that_cannot_be_read(monkeypatch
     (tmp_path / "b.py").write_text("class Args:\n    half =")
     (tmp_path / "c.py").write_text("class Other:\n    both: int = 0\n")
     for flag in ("--async", "--no-async", "--both"):
-        with pytest.raises(ValueError, match=f"^mine.py has no flag {flag}; a.py has it$"):
+        with pytest.raises(ValueError, match=f"^mine.py has no flag {flag}; it is one of a.py$"):
             refuse_others_flags(grpo.Args, [flag], "x/mine.py")
     refuse_others_flags(grpo.Args, ["--half"], "mine.py")
 
