@@ -23,6 +23,7 @@ done
 trap 'kill -USR1 "${pids[@]}"' USR1
 code=0
 for pid in "${pids[@]}"; do
+    wait "$pid"; last=$?
     while kill -0 "$pid" 2> /dev/null; do wait "$pid"; last=$?; done
     ((last == 0)) || code=$last
 done
