@@ -135,7 +135,7 @@ def check_command(script: Path) -> None:
         for name in [name for name in ("check", "check_supervised") if name in own.statements][:1]:
             own[name](args)
     except SystemExit as end:
-        if end.code:
+        if end.code and framed.getvalue():  # tyro's, not that of a fork's own check
             print(f"error: {in_one_line(framed.getvalue())}", file=sys.stderr)
         raise
     except ValueError as error:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import MODEL, ROOT, launch
 from tests.scripts.mistyped import EARLY, parts, prepare
-from tools.command_line import definitions, in_one_line
+from tools.command_line import check_command, definitions, in_one_line
 
 # What `python SCRIPT` does first, once for each command, in a fork of a process that has imported neither torch nor
 # transformers. Of the hub's name, no network answers here or in CI.
@@ -122,6 +122,15 @@ def test_a_check_that_needs_torch_is_left_to_the_script(tmp_path):
     assert type(refused.value).__name__ == "NeedsModels"
     with pytest.raises(AttributeError, match="nothing"):
         found.module.nothing  # noqa: B018
+
+
+def test_a_forks_own_exit_keeps_its_words(tmp_path, monkeypatch):
+    file = tmp_path / "fork.py"
+    file.write_text("import sys\nfrom dataclasses import dataclass\nfrom tools.command_line import run_script\n"
+                    "@dataclass\nclass Args:\n    run_dir: str = '.'\ndef check(args):\n    sys.exit('mine')\n")
+    monkeypatch.setattr(sys, "argv", [str(file)])
+    with pytest.raises(SystemExit, match=r"^mine$"):
+        check_command(file)
 
 
 def test_a_framed_message_in_one_line():
