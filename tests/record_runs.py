@@ -19,18 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.checkpoint import shards
 from tests.recorded_runs import COMMON, RUNS, Run, make_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,13 +62,8 @@ def start(run: Run, root: Path, inputs: Path, log: Path, total_steps: int) -> No
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a torch distributed checkpoint, whole, however its files are cut."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    reader = dcp.FileSystemReader(folder)
-    for name, entry in sorted(reader.read_metadata().state_dict_metadata.items()):
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
-        yield name, tensor
+    """All tensors of a checkpoint, whole, however its files are cut."""
+    yield from sorted(shards.whole(folder).items())
 
 
 def collect(run_dir: Path) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, Tensor]]:

@@ -7,14 +7,12 @@
 
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors.torch import save
 from torch import Tensor
@@ -23,7 +21,8 @@ from tyro.conf import Positional
 from common.checkpoint.best import FILE
 from common.checkpoint.export import dtype_of, model_of, replace_hf
 from common.checkpoint.files import check_files, find, read_manifest
-from common.checkpoint.state import Reader
+from common.checkpoint.state import FILE as SHARDS
+from common.checkpoint.state import load_shards, open_shards
 from common.model.loading import SCORED
 from common.model.lora import merge
 from common.model.stored import Experts, open_folder, weights_of
@@ -50,31 +49,31 @@ def read_best(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged: delete it; the run's next start writes it again") from None
 
 
-def stored_keys(reader: Reader, inside: str) -> dict[str, str]:
+def stored_keys(folder: Path, inside: str) -> dict[str, str]:
     """Name in transformers -> name in the checkpoint of every policy weight (of a run with --lora.rank: of its
     adapters), then of the buffers that belong to a checkpoint, then of a reward model's head. `inside`: what the names
     of a reward model's backbone begin with in transformers; empty for a causal LM."""
-    stored = reader.read_metadata().state_dict_metadata
+    _, stored = next(open_shards(folder))
     found = {inside + key.removeprefix(prefix): key
              for prefix in (WEIGHT, BUFFER) for key in stored if key.startswith(prefix)}
     return found | ({HEAD_NAME: HEAD} if HEAD in stored else {})
 
 
-def described(reader: Reader, keys: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def described(folder: Path, keys: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Every weight in `dtype` (None: as stored), and buffers and a head as stored, without memory."""
-    stored, found = reader.read_metadata().state_dict_metadata, {}
+    (_, stored), found = next(open_shards(folder)), {}
     for name, key in keys.items():
-        kind = dtype if dtype and key.startswith(WEIGHT) else stored[key].properties.dtype
-        found[name] = torch.empty(stored[key].size, dtype=kind, device="meta")
+        kind = dtype if dtype and key.startswith(WEIGHT) else getattr(torch, stored[key]["dtype"])
+        found[name] = torch.empty(stored[key]["shape"], dtype=kind, device="meta")
     return found
 
 
-def read_stored(reader: Reader, keys: dict[str, str], wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def read_stored(folder: Path, keys: dict[str, str], wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Reads what `wanted` describes, one tensor at a time."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is meant
+    files = list(open_shards(folder))
     for name, meta in wanted.items():
         tensor = torch.empty_like(meta, device="cpu")
-        dcp.load({keys[name]: tensor}, storage_reader=reader, no_dist=True)     # It casts what it reads.
+        load_shards({keys[name]: tensor}, files)                            # It casts what it reads.
         yield name, tensor
 
 
@@ -90,13 +89,13 @@ def merged_with_base(adapters: dict[str, Tensor], scale: float, base: dict[str, 
         yield name, tensor.to(meta.dtype)
 
 
-def merged(reader: Reader, keys: dict[str, str], flags: dict[str, Any], files: dict[str, bytes]
+def merged(folder: Path, keys: dict[str, str], flags: dict[str, Any], files: dict[str, bytes]
            ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
     """What a run with --lora.rank exports, on the meta device and then one at a time: the run's --model with the
     adapters merged, and of a reward model its backbone and the head."""
     lm = model_of(files)
     base = weights_of(lm, flags["--model"], open_folder(flags["--model"]))
-    found = dict(read_stored(reader, keys, described(reader, keys, getattr(torch, flags["--policy.compute-dtype"]))))
+    found = dict(read_stored(folder, keys, described(folder, keys, getattr(torch, flags["--policy.compute-dtype"]))))
     head = {name: found.pop(name) for name in (HEAD_NAME,) if name in keys}
     if head:
         base = {name: tensor for name, tensor in base.items() if name.startswith(f"{lm.base_model_prefix}.")}
@@ -156,16 +155,19 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     if adapter and is_scorer:
         raise ValueError(f"{folder} is of a reward model, whose head is trained beside the adapters: without --adapter "
                          f"both are written, the adapters merged")
-    reader = Reader(folder)
-    keys = stored_keys(reader, f"{model_of(files).base_model_prefix}." if is_scorer else "")
+    stored_as = read_manifest(folder)["model"].get("checkpoint format")
+    if stored_as != SHARDS:
+        raise ValueError(f"{folder} has the format {stored_as}, must have {SHARDS}: export it with the version that "
+                         f"wrote it")
+    keys = stored_keys(folder, f"{model_of(files).base_model_prefix}." if is_scorer else "")
     if adapter:
-        adapters = dict(read_stored(reader, keys, described(reader, keys, None)))
+        adapters = dict(read_stored(folder, keys, described(folder, keys, None)))
         replace_hf(out, {}, (), peft_files(adapters, flags))
     else:
-        wanted = described(reader, keys, dtype_of(files))
-        tensors = read_stored(reader, keys, wanted)
+        wanted = described(folder, keys, dtype_of(files))
+        tensors = read_stored(folder, keys, wanted)
         if has_adapters:
-            wanted, tensors = merged(reader, keys, flags, files)
+            wanted, tensors = merged(folder, keys, flags, files)
         replace_hf(out, wanted, tensors, files)
     print(f"{folder} -> {out}")
 

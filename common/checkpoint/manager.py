@@ -1,8 +1,8 @@
 """The checkpoints of a run: when they are written, what a stop signal does. choice.py: which one a run starts from.
 
-RUN_DIR/checkpoints/step_N holds torch's distributed checkpoint (one file a rank), what each rank carries over of its
-responses (in files of its own), `hf/` (config, tokenizer, chat template) and manifest.json, which names every file with
-its size and CRC-32. It is written as .step_N.partial, the manifest last, and then renamed: a folder called step_N was
+RUN_DIR/checkpoints/step_N holds a file of each rank's shards (state.py), what each rank carries over of its responses
+(in files of its own), `hf/` (config, tokenizer, chat template) and manifest.json, which names every file with its size
+and CRC-32. It is written as .step_N.partial, the manifest last, and then renamed: a folder called step_N was
 complete when it got this name.
 """
 
@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import tyro
 from torch import Tensor, get_device_module
-from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.best import better, choose_metric, write_best
 from common.checkpoint.choice import choose
@@ -28,7 +26,7 @@ from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, remove, sync, write_manifest
 from common.checkpoint.secrets import differences, flags_of
 from common.checkpoint.signals import Watchdog
-from common.checkpoint.state import Parts, ShardWriter, load_parts, tensors_of
+from common.checkpoint.state import FILE, Parts, load_parts, save_shards, tensors_of
 from common.metrics import Timer
 from common.parallel.ranks import World, all_max, check_at_least, collective_timeout, on_main, print_on_main, together
 from envs.stored import join, split, write_parts
@@ -97,7 +95,7 @@ class Checkpoints:
         self.root = Path(args.run_dir).resolve() / "checkpoints"
         self.files = files
         self.flags = flags_of(args)
-        self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts)}
+        self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts), "checkpoint format": FILE}
         if self.flags.get("--lora.rank"):                       # adapters belong to one model
             self.model |= {name: value for name, value in self.flags.items() if name.startswith("--lora.")}
             self.model["--model"] = Path(self.flags["--model"]).name
@@ -110,7 +108,7 @@ class Checkpoints:
         self.best: dict[str, Any] = {}                          # step, as {step, metric, value}; {}: none is known
         self.metric = ""                                        # what ranks, known at the first validation
         self.starts_from_own = False                            # the step it starts from is a checkpoint of this run
-        # A new thread's device is GPU 0, and DCP waits for its copies on the stream of the thread's device.
+        # A new thread's device is GPU 0, whose memory belongs to another rank.
         self.thread = ThreadPoolExecutor(1, "checkpoint", get_device_module(world.device).set_device, (world.device,))
         self.group = dist.new_group(backend="gloo", timeout=collective_timeout(self.config.timeout_s))
         self.writing: Future | None = None
@@ -138,7 +136,7 @@ class Checkpoints:
         if algorithm and folder.parent == self.root and not self.config.allow_changes:
             raise ValueError(f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give "
                              "the old ones, or another --run-dir, or set --save.allow-changes")
-        load_parts(self.parts, folder)
+        load_parts(self.parts, folder, self.world.rank)
         self.dirty = False
         self.state = manifest["state"]
         self.saved_step = self.state["step"]
@@ -267,31 +265,28 @@ class Checkpoints:
         final = self._folder(state["step"])
         partial = final.with_name(f".{final.name}.partial")
         try:
-            dcp.save(tensors, storage_writer=ShardWriter(partial), process_group=self.group)
-            files = together(lambda: self._finish(partial, of_rank), OSError, self.group)
+            files = together(lambda: self._write_own(partial, tensors, of_rank), Exception, self.group)
             manifest = {
                 "state": state, "world_size": self.world.size, "model": self.model, "flags": self.flags,
                 "files": {name: entry for part in files for name, entry in part.items()},
             }
             together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
-            return
-        except CheckpointException as error:
-            reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()]
-        except OSError as error:
-            reasons = [f"{type(error).__name__}: {error}"]
-        if self.world.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f"{final} could not be written: {'; '.join(reasons)}")
+        except Exception as error:                              # of any rank; a full disk's can be a SafetensorError
+            if self.world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(f"{final} could not be written: {type(error).__name__}: {error}") from error
 
-    def _finish(self, partial: Path, of_rank: list[bytes]) -> dict[str, dict[str, int]]:
-        """Writes this rank's bytes, and `hf/` on rank 0. Returns size and checksum of all files of this rank, now on
-        disk."""
+    def _write_own(self, partial: Path, tensors: dict[str, Tensor], of_rank: list[bytes]) -> dict[str, dict[str, int]]:
+        """Writes this rank's shards and bytes, and `hf/` on rank 0. Returns size and checksum of all files of this
+        rank, now on disk."""
+        save_shards(tensors, partial, self.world.rank)
         write_parts(partial, self.world.rank, of_rank)
         mine = list(partial.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
             write_files(partial / "hf", self.files)
-            mine += [partial / ".metadata", *(partial / "hf" / name for name in self.files)]
+            mine += [partial / "hf" / name for name in self.files]
         for path in mine:
+            path.chmod(partial.stat().st_mode & 0o666)          # of safetensors only its owner may read
             sync(path)
         return {str(path.relative_to(partial)): {"size": path.stat().st_size, "crc32": crc32(path)} for path in mine}
 

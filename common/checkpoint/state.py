@@ -1,16 +1,27 @@
-"""What a checkpoint holds, and how DCP reads and writes it."""
+"""What a checkpoint holds, and the safetensors files in which each rank stores its shards of it.
 
-import pickle
+A file's metadata has {NAME: {"shape" and "dtype" of the whole tensor, "start": where this rank's shard begins in it}}
+of all tensors, also of those that another rank stores. Ranks exchange nothing: for torch's distributed checkpoint
+rank 0 gathers an entry of every tensor from every rank, which takes minutes with 1,024 ranks (tests/evidence/scale.md).
+"""
+
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from common.model.policy import saved_buffers
+from common.model.sharding import local, shard_slice, stores
 
+FILE = "__{}_{}.safetensors"
+"""A file of a rank: its rank and number."""
+FILE_BYTES = 2**30
+"""About the size of a file of several tensors. All of a file's tensors are copied to the host together."""
 Parts = dict[str, tuple[Any, torch.optim.Optimizer]]
 """The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
 
@@ -25,18 +36,15 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad == is_trained:
                 found[f"{part}.model.{name}"] = parameter.detach()
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{part}.optim.{name}.{key}"] = value
-        for name, buffer in saved_buffers(module).items():
-            found[f"{part}.buffer.{name}"] = buffer
+            found |= {f"{part}.optim.{name}.{key}": x for key, x in optimizer.state.get(parameter, {}).items()}
+        found |= {f"{part}.buffer.{name}": buffer for name, buffer in saved_buffers(module).items()}
     return found
 
 
-def load_parts(parts: Parts, folder: Path) -> None:
+def load_parts(parts: Parts, folder: Path, rank: int = 0) -> None:
     """Fills all parts from a checkpoint of any number of ranks. Each optimizer first takes a step on zero gradients,
     which creates its state; this step's weight decay changes weights, but the checkpoint overwrites them."""
-    reader = Reader(folder)
-    stored = reader.read_metadata().state_dict_metadata
+    _, stored = next(open_shards(folder, rank))
     with_state = {name.rpartition(".")[0] for name in stored}
     for part, (module, optimizer) in parts.items():
         for name, parameter in module.named_parameters():
@@ -49,40 +57,51 @@ def load_parts(parts: Parts, folder: Path) -> None:
         raise ValueError(f"{folder} and this run have other moments, {differing[0]} for example: --optim.kind (and "
                          f"--critic-optim.kind) and, with adamw-8bit and experts, ranks and --policy.expert-parallel "
                          f"must be those of the run that saved it")
-    dcp.load(tensors, storage_reader=reader)
+    load_shards(tensors, open_shards(folder, rank))
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """DCP's index of tensors is a pickle. Only DCP's own records may be unpickled from it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        records = ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-                   "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
-        allowed = {
-            "torch.distributed.checkpoint.metadata": records,
-            "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-            "torch": ("Size", "float64", "float32", "float16", "bfloat16", "uint8", "int32", "int64"),
-            "torch.serialization": ("_get_layout",),
-            "pathlib": ("PosixPath",),
-        }
-        if name not in allowed.get(module, ()):
-            raise ValueError(f"a checkpoint's .metadata asks for {module}.{name}, which is none of DCP's records")
-        return super().find_class(module, name)
+def save_shards(tensors: dict[str, Tensor], folder: Path, rank: int) -> None:
+    """Writes this rank's files. All ranks have the same tensors in the same order."""
+    entries = {name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."),
+                      "start": [own.start for own in shard_slice(tensor)]} for name, tensor in tensors.items()}
+    shards = {name: local(tensor).contiguous() for number, (name, tensor) in enumerate(tensors.items())
+              if stores(number, tensor)}
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(num_files := 1 + sum(shard.nbytes for shard in shards.values()) // FILE_BYTES):
+        part = {name: shards[name] for name in [*shards][number::num_files]}
+        save_file(part, folder / FILE.format(rank, number), {"entries": json.dumps(entries)})
 
 
-class Reader(dcp.FileSystemReader):
-    """DCP's reader, which reads the index of tensors safely."""
+def open_shards(folder: Path, rank: int = 0) -> Iterator[tuple[safe_open, dict[str, dict[str, Any]]]]:
+    """All ranks' files, of which only the slices are read that are asked for, each with the entries of all tensors. The
+    files of `rank` come first: they have all that a run with as many ranks and no copies needs."""
+    files = sorted(folder.glob(FILE.format("*", "*")), key=lambda path: not path.name.startswith(f"__{rank}_"))
+    for path in files:
+        shards = safe_open(path, "pt")
+        yield shards, json.loads(shards.metadata()["entries"])
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            return MetadataUnpickler(file).load()
+
+def load_shards(tensors: dict[str, Tensor], files: Iterable[tuple[safe_open, dict[str, dict[str, Any]]]]) -> None:
+    """Fills tensors, of DTensors this rank's shards, from as many files as are needed. Raises ValueError if they lack a
+    tensor of the same shape, or a part of it."""
+    left = {name: local(tensor).numel() for name, tensor in tensors.items()}
+    for shards, entries in files:
+        for name in left.keys() & shards.keys():
+            if left[name] and entries[name]["shape"] == list(tensors[name].shape):
+                left[name] -= copy_common(tensors[name], shards.get_slice(name), entries[name]["start"])
+        if not any(left.values()):
+            return
+    raise ValueError(f"the checkpoint lacks {max(left, key=left.get)} in this run's shape, or a part of it")
 
 
-class ShardWriter(dcp.FileSystemWriter):
-    """DCP's writer, which reports why the disk refused; torch.save says `unexpected pos 704 vs 598`."""
-
-    def write_data(self, *args: Any) -> Any:
-        try:
-            return super().write_data(*args)
-        except RuntimeError as error:
-            raise (error.__context__ or error) from None
+def copy_common(tensor: Tensor, stored: Any, start: list[int]) -> int:
+    """Copies into this rank's shard of a tensor what it has in common with a stored one, which begins at `start`.
+    Returns the number of elements."""
+    own = shard_slice(tensor)
+    common = [slice(max(mine.start, first), min(mine.stop, first + size))
+              for mine, first, size in zip(own, start, stored.get_shape(), strict=True)]
+    if any(part.start >= part.stop for part in common):
+        return 0
+    into = local(tensor)[tuple(slice(c.start - mine.start, c.stop - mine.start) for c, mine in zip(common, own))]
+    into.copy_(stored[tuple(slice(c.start - first, c.stop - first) for c, first in zip(common, start))])
+    return into.numel()

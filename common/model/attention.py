@@ -65,8 +65,7 @@ def packed_varlen(
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
     key, value = _take_keys(key, value, **layout)
-    if softcap is not None or s_aux is not None:
-        raise ValueError("packed_varlen has no soft-cap and no attention sinks: use packed_sdpa")
+    assert softcap is None and s_aux is None, "packed_varlen has no soft-cap and no attention sinks: use packed_sdpa"
     # the kernels want values as wide as keys, and those of latent attention are narrower
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, F.pad(value, (0, key.shape[3] - value.shape[3]))))
     longest = int(layout["max_length_q"]), int(layout["max_length_k"])

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,7 +22,7 @@ from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, Policy
 from common.model.router_replay import routers_of
-from common.model.sharding import kept_tensors, shard, shard_slice
+from common.model.sharding import kept_tensors, local, shard, shard_slice
 from common.model.stored import Experts, open_folder, weights_of
 from common.model.vision import FAMILIES, auto_class
 from common.parallel.ranks import World, all_max, all_sum, print_on_main
@@ -208,11 +207,10 @@ def _read_in_turns(path: str, module: nn.Module, tensors: dict[str, Tensor | Exp
     own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
     for turn in range(int(all_max([own_turn])) + 1):
         for name, target in kept_tensors(module).items() if turn == own_turn else ():
-            local = target.to_local() if isinstance(target, DTensor) else target
-            if local.numel():
+            if local(target).numel():
                 part = tensors[name][shard_slice(target)]
                 bytes_read += part.nbytes
-                local.copy_(part)
+                local(target).copy_(part)
         dist.barrier()
     most_read, by_all = float(all_max([bytes_read])) / GIB, float(all_sum([bytes_read])) / GIB
     print_on_main(world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank")

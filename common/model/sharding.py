@@ -38,6 +38,20 @@ def shard_slice(weight: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + length) for first, length in zip(start, size))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a weight: `shard_slice` of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def stores(number: int, tensor: Tensor) -> bool:
+    """Whether this rank stores its part of the tensor with this number in a checkpoint. Of ranks that hold the same one
+    (--policy.replicas) one does, and the next tensor another one, so that they share the work. What is no DTensor is
+    small: each rank stores it, and has it in its own file."""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return mesh is None or all(number % mesh.size(dim) == mesh.get_local_rank(dim)
+                               for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+
+
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """The parameters in lists that one operation can process: each list is sharded over one mesh."""
     found: dict[DeviceMesh, list[nn.Parameter]] = {}

@@ -42,10 +42,9 @@ class Scoring:
         self.pool = RewardPool(**vars(config)) if is_here and not model_config.alone else None
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-        if self.episodes is not None and self.episodes.processes is not None:
-            self.episodes.processes.close()
+        for processes in (self.pool, self.episodes and self.episodes.processes):
+            if processes is not None:
+                processes.close()
 
 
 @dataclass

@@ -86,13 +86,8 @@ def run_script(main: Callable[[Any], None], flags: type, description: str) -> No
     one line and exit code 2."""
     try:
         main(read_flags(flags, description))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         exit_with_error(error)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"error: the disk is full: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
 
 
 def read_flags(flags: type, description: str) -> Any:
@@ -145,11 +140,14 @@ def without_nested(flags: type) -> type:
     return dataclasses.make_dataclass(flags.__name__, hidden, bases=(flags,))
 
 
-def exit_with_error(error: ValueError) -> None:
-    """A mistake in flags or files that our own checks found: its message and exit code 2. Others are re-raised."""
+def exit_with_error(error: Exception) -> None:
+    """A mistake in flags or files that our own checks found, or a full disk: its message and exit code 2. Others are
+    re-raised."""
     file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
-    if not file.is_relative_to(ROOT) or ".venv" in file.parts:
+    is_ours = isinstance(error, ValueError) and file.is_relative_to(ROOT) and ".venv" not in file.parts
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not is_ours and not is_full:
         raise error
     rank = f"[rank {os.environ.get('RANK', 0)}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-    print(f"{rank}error: {error}", file=sys.stderr, flush=True)
+    print(f"{rank}error: {'the disk is full: ' if is_full else ''}{error}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -115,10 +115,9 @@ class Tracker:
             print(f"{self.jsonl} has lost {known - size} bytes to damage: the steps of these lines are gone from it")
         elif size < len(content):
             print(f"{self.jsonl}: its last {len(content) - size} bytes, later than the checkpoint, are dropped")
-        if size < len(content):
-            with self.jsonl.open("r+b") as file:                            # whose kept lines are never gone
-                file.writelines(lines)
-                file.truncate()
+        with self.jsonl.open("r+b") as file:                                # whose kept lines are never gone
+            file.writelines(lines)
+            file.truncate()
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:

@@ -2,8 +2,8 @@
 
 import binascii
 import errno
+import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint import files, manager, signals, state
 from common.model.offload import Offload, OffloadConfig
+from tests.checkpoint import shards
 from tests.checkpoint.faulty import server
 from tests.rank_worker import STATE, checkpoints_of, everything, start, train
+from tools import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +71,7 @@ def resume(run_dir, model, world, watch, **flags):
 
 
 def test_the_thread_that_writes_is_on_the_gpu_of_its_rank(trained, world, watch, tmp_path, monkeypatch):
-    """CUDA's current device belongs to a thread and starts at GPU 0. DCP copies shards without waiting and then waits
-    for the current stream: of GPU 0 it would write what has not arrived, and take memory of GPU 0 for each rank."""
+    """CUDA's current device belongs to a thread and starts at GPU 0, which would hold a context for each rank."""
     threads = {}
     monkeypatch.setattr("torch.cuda.set_device", lambda device: threads.update({threading.get_ident(): device}))
     run = checkpoints_of(tmp_path, replace(world, device=torch.device("cuda", 3)), *trained, watch)
@@ -228,22 +230,13 @@ def test_a_save_after_one_that_a_rank_could_not_write_is_whole(tmp_path):
     assert server()(tmp_path / "log", "none", "tests/rank_worker.py", "refused", tmp_path, ranks=2) == 0
     found = [torch.load(tmp_path / f"found_{rank}.pt") for rank in range(2)]
     for of_rank in found:
-        assert re.search(r"step_000002 could not be written: .*OSError: .*File too large", of_rank["said"])
+        assert re.search(r"step_000002 could not be written: SafetensorError: .*File too large", of_rank["said"])
     assert names(tmp_path) == ["step_000001", "step_000003"] and not list(tmp_path.glob("checkpoints/.*"))
     folder = tmp_path / "checkpoints/step_000003"
     assert files.check_files(folder) == []
     for name in ("weight", "bias"):
-        tensor = torch.zeros_like(found[0][name])
-        dcp.load({f"policy.model.{name}": tensor}, storage_reader=state.Reader(folder), no_dist=True)
+        tensor = shards.whole(folder)[f"policy.model.{name}"]
         assert torch.equal(tensor, found[0][name]) and tensor.any()
-
-
-def test_torchs_cache_of_plans_would_mix_up_two_checkpoints(tmp_path):
-    """It is kept by the planner's class for the whole process, and compares shapes but no types: so it is not used."""
-    for dtype in (torch.float32, torch.bfloat16):
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        index = dcp.save({"weight": torch.ones(3, dtype=dtype)}, checkpoint_id=tmp_path / str(dtype), planner=planner)
-        assert index.state_dict_metadata["weight"].properties.dtype == torch.float32, dtype
 
 
 def test_todays_optimizer_flags_win(model, world, watch, save, tmp_path):
@@ -348,16 +341,49 @@ def test_a_manifest_says_what_made_it(four, tmp_path):
     manifest = files.read_manifest(four / "step_000003")
     assert manifest["state"] == STATE | {"step": 3, "best": {}}             # nothing was validated
     assert manifest["flags"]["--save.keep"] == 4 and manifest["flags"]["--lr"] == 0.01
-    assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "hf/config.json"}
-    entry, data = manifest["files"]["__0_0.distcp"], (four / "step_000003/__0_0.distcp").read_bytes()
+    assert set(manifest["files"]) == {"__0_0.safetensors", "hf/config.json"}
+    entry, data = manifest["files"]["__0_0.safetensors"], (four / "step_000003/__0_0.safetensors").read_bytes()
     assert entry == {"size": len(data), "crc32": binascii.crc32(data)}
 
 
-def test_an_index_that_would_run_code_is_refused(four, model, world, watch):
+def test_shards_that_would_run_code_are_no_safetensors(four, tmp_path):
     class Evil:
         def __reduce__(self):
-            return os.system, ("touch /tmp/evil",)
+            return os.system, (f"touch {tmp_path / 'evil'}",)
 
-    (four / "step_000004/.metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match=r"asks for posix\.system"):
-        state.Reader(four / "step_000004").read_metadata()
+    torch.save({"policy.model.weight": Evil()}, four / "step_000004/__0_0.safetensors")
+    with pytest.raises(SafetensorError):
+        next(state.open_shards(four / "step_000004"))
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(four, model, world, watch, tmp_path):
+    """Earlier versions wrote torch's distributed checkpoint."""
+    folder = four / "step_000004"
+    (folder / "__0_0.safetensors").rename(folder / "__0_0.distcp")
+    manifest = files.read_manifest(folder)
+    manifest["files"]["__0_0.distcp"] = manifest["files"].pop("__0_0.safetensors")
+    del manifest["model"]["checkpoint format"]
+    files.write_manifest(folder, manifest)
+    said = r"step_000004 does not fit this run: checkpoint format was None, is __{}_{}.safetensors: choose another"
+    with pytest.raises(ValueError, match=said):
+        resume(four.parent, model, world, watch)
+    with pytest.raises(ValueError, match=r"step_000004 has the format None, must have __{}_{}.safetensors: export it"):
+        checkpoints.export_checkpoint(str(folder), tmp_path / "out")
+
+
+def test_a_tensor_that_is_not_whole_is_an_error(tmp_path):
+    weight, into = torch.arange(12.0).view(4, 3), {"weight": torch.zeros(4, 3)}
+    for rank, rows in enumerate((slice(1, 4), slice(0, 1))):
+        entry = {"shape": [4, 3], "dtype": "float32", "start": [rows.start, 0]}
+        save_file({"weight": weight[rows].contiguous()}, tmp_path / state.FILE.format(rank, 0),
+                  {"entries": json.dumps({"weight": entry})})
+    files = list(state.open_shards(tmp_path))
+    with pytest.raises(ValueError, match=r"the checkpoint lacks weight in this run's shape, or a part of it"):
+        state.load_shards(into, files[:1])
+    assert torch.equal(into["weight"][1:], weight[1:]) and not into["weight"][0].any()
+    state.load_shards(into, files)
+    assert torch.equal(into["weight"], weight)
+    for name, shape in (("weight", (4, 4)), ("weight", (3, 3)), ("other", (4, 3))):
+        with pytest.raises(ValueError, match=rf"the checkpoint lacks {name} in this run's shape"):
+            state.load_shards({name: torch.zeros(shape)}, files)

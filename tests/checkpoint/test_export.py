@@ -123,8 +123,8 @@ def test_a_checkpoint_becomes_a_folder_for_hugging_face(trained, exported, model
     names = sorted(path.name for path in (folder / "hf").iterdir())
     assert sorted([*names, "model.safetensors"]) == sorted(path.name for path in (tmp_path / "again").iterdir())
     assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
-    (folder / "__0_0.distcp").write_bytes(bytes(folder.joinpath("__0_0.distcp").stat().st_size))
-    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.distcp is missing or has another checksum"):
+    (folder / "__0_0.safetensors").write_bytes(bytes(folder.joinpath("__0_0.safetensors").stat().st_size))
+    with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.safetensors is missing or has another"):
         checkpoints.export_checkpoint(str(folder), tmp_path / "again")
 
 

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from common.checkpoint import files
 from common.rollout import Response
 from common.rollouts.in_flight import Group
 from envs.stored import pack, split, write_parts
+from tests.checkpoint import shards
 from tests.checkpoint.faulty import server
 from tests.conftest import VLLM, VOCAB, launch, make_tiny_llama
 from tests.engine.episode_runs import FILE
@@ -47,10 +47,8 @@ def metrics(run_dir) -> list[dict[str, float]]:
 
 
 def final_state(run_dir, total: int = TOTAL) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of the last checkpoint, by torch's own converter."""
-    file = run_dir / "whole.pt"
-    dcp_to_torch_save(run_dir / f"checkpoints/step_{total:06d}", file)
-    return torch.load(file)
+    """Weights and optimizer state of the last checkpoint."""
+    return shards.whole(run_dir / f"checkpoints/step_{total:06d}")
 
 
 def assert_same_run(run, want, total: int = TOTAL) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from common.batch import Batch
 from common.checkpoint.state import load_parts, tensors_of
@@ -17,6 +16,7 @@ from common.model.policy import ModelConfig
 from common.optim import OptimConfig
 from common.parallel import ranks
 from common.parallel.ranks import make_groups
+from tests.checkpoint import shards
 from tests.model.adamw_oracle import before_step, bytes_of_moments, check_step, whole
 from tests.parallel import DIVIDES_EXPERTS
 
@@ -72,7 +72,7 @@ def go_on(mixture: str, world: ranks.World, kind: str, folder: Path) -> dict:
             optimizer.zero_grad()
         found[name]["trained"] = whole(policy, optimizer)
         saved = folder / f"{kind} {name}"
-        dcp.save(tensors_of({"policy": (policy, optimizer)}), checkpoint_id=saved)
+        shards.save(tensors_of({"policy": (policy, optimizer)}), saved)
     return found
 
 

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from common.checkpoint.state import load_parts, tensors_of
 from common.parallel import ranks
+from tests.checkpoint import shards
 from tests.model.adamw_oracle import bytes_of_moments
 from tests.model.muon_oracle import CASES, LAYOUTS, start, train, whole
 
@@ -20,7 +20,7 @@ if __name__ == "__main__":
         load_parts({"policy": (model, optimizer)}, folder / f"{name} saved")
         loaded = whole(model, optimizer)
         train(model, optimizer, range(2, 5))
-        dcp.save(tensors_of({"policy": (model, optimizer)}), checkpoint_id=folder / f"{name} {layout} trained")
+        shards.save(tensors_of({"policy": (model, optimizer)}), folder / f"{name} {layout} trained")
         found[name, layout] = {"saved": loaded, "trained": whole(model, optimizer)}
         sizes[name, layout] = bytes_of_moments(optimizer)
     torch.save((found, sizes), folder / f"{world.size} {world.rank}.pt")

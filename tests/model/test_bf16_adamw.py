@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from common.checkpoint.state import ShardWriter, load_parts, tensors_of
+from common.checkpoint.state import load_parts, tensors_of
 from common.model.loading import Weights, load_critic, load_policy
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import Model
@@ -24,6 +23,7 @@ from common.model.optimizers import (
 )
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
+from tests.checkpoint import shards
 from tests.conftest import launch
 from tests.model.adamw_oracle import before_step, bytes_of_moments, check_step, dynamic_map, ulp, whole
 from tests.rank_worker import everything, train
@@ -166,7 +166,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(kind, tiny_llama, world, tmp_
     what five steps give. Moments offloaded meanwhile."""
     policy, optimizer = start(tiny_llama, world, kind)
     train(policy, optimizer, range(3))
-    dcp.save(tensors_of({"policy": (policy, optimizer)}), storage_writer=ShardWriter(tmp_path / "saved"))
+    shards.save(tensors_of({"policy": (policy, optimizer)}), tmp_path / "saved")
     train(policy, optimizer, range(3, 5))
     again, other = start(tiny_llama, world, kind)
     Offload(OffloadConfig(optimizer=True), [again], [other])
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_the_other_kind_is_converted(tiny_llama, world, tmp_path
     plain = load_policy(tiny_llama, ModelConfig(), world)
     optimizer = make_optimizer(plain, OptimConfig())
     train(plain, optimizer, range(2))
-    dcp.save(tensors_of({"policy": (plain, optimizer)}), storage_writer=ShardWriter(tmp_path / "saved"))
+    shards.save(tensors_of({"policy": (plain, optimizer)}), tmp_path / "saved")
     policy, rounded = start(tiny_llama, world)
     load_parts({"policy": (policy, rounded)}, tmp_path / "saved")
     want, found = everything(plain, optimizer), everything(policy, rounded)
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_the_other_kind_is_converted(tiny_llama, world, tmp_path
     policy, coded = start(tiny_llama, world, "adamw-8bit")
     with pytest.raises(ValueError, match=r"saved and this run have other moments, \S+_scale for example: --optim\.k"):
         load_parts({"policy": (policy, coded)}, tmp_path / "saved")
-    dcp.save(tensors_of({"policy": (policy, coded)}), storage_writer=ShardWriter(tmp_path / "coded"))
+    shards.save(tensors_of({"policy": (policy, coded)}), tmp_path / "coded")
     with pytest.raises(ValueError, match=r"coded and this run have other moments, \S+_scale for example: --optim\.k"):
         load_parts({"policy": (plain, optimizer)}, tmp_path / "coded")
 
@@ -241,7 +241,7 @@ def ranks_found(tiny_llama, mixture, world, tmp_path_factory):
     for kind in KINDS:
         policy, optimizer = start(mixture, world, kind)
         train(policy, optimizer, range(1))
-        dcp.save(tensors_of({"policy": (policy, optimizer)}), checkpoint_id=folder / f"{kind} one")
+        shards.save(tensors_of({"policy": (policy, optimizer)}), folder / f"{kind} one")
         torch.save(whole(policy, optimizer), folder / f"{kind} one.pt")
     launch("tests/model/bf16_worker.py", tiny_llama, mixture, folder, ranks=4, warm=True)
     return folder

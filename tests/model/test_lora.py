@@ -153,7 +153,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues(tiny_llama, world, watc
     run = checkpoints_of(tmp_path, world, policy, optimizer, watch)
     run.after_step(STATE)
     run.wait()
-    size = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.distcp"))
+    size = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.safetensors"))
     assert size < 0.2 * 12 * sum(p.numel() for p in policy.parameters())
     again = load_policy(tiny_llama, FLOAT32, world, Weights(lora=RANK4))
     other = make_optimizer(again, OptimConfig())

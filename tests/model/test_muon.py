@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from common.checkpoint.state import load_parts, tensors_of
@@ -13,6 +12,7 @@ from common.model.offload import Offload, OffloadConfig
 from common.model.optimizers import make_optimizer, uses_muon
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig
+from tests.checkpoint import shards
 from tests.conftest import launch
 from tests.model.adamw_oracle import bytes_of_moments
 from tests.model.muon_oracle import CASES, DECAY, LAYOUTS, LR, MODELS, gradient, start, train, trained, whole
@@ -59,7 +59,7 @@ def one(folder, world):
     for name in MODELS:
         model, optimizer = start(name, folder, world)
         train(model, optimizer, range(2))
-        dcp.save(tensors_of({"policy": (model, optimizer)}), checkpoint_id=folder / f"{name} saved")
+        shards.save(tensors_of({"policy": (model, optimizer)}), folder / f"{name} saved")
         saved = whole(model, optimizer)
         train(model, optimizer, range(2, 5))
         found[name] = {"saved": saved, "trained": whole(model, optimizer)}
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_kind_is_refused(kind, folder, one, world, tmp_p
     message = r" and this run have other moments, policy\.optim\.\S+ for example: --optim\.kind \(and --critic-optim"
     with pytest.raises(ValueError, match="saved" + message):
         load_parts({"policy": (model, other)}, folder / "llama saved")
-    dcp.save(tensors_of({"policy": (model, other)}), checkpoint_id=tmp_path / "others")
+    shards.save(tensors_of({"policy": (model, other)}), tmp_path / "others")
     with pytest.raises(ValueError, match="others" + message):
         load_parts({"policy": (model, optimizer)}, tmp_path / "others")
 

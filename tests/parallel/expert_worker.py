@@ -8,7 +8,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,6 +17,7 @@ from common.model.optimizers import make_optimizer
 from common.model.policy import Policy
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
+from tests.checkpoint import shards
 from tests.parallel.layout_worker import Step, gradient
 from tests.parallel.sequence_worker import config_of, in_float64
 
@@ -59,7 +59,7 @@ def run(case: Case, folder: str, step: Step, world: ranks.World, saved: Path | N
     found["norm"] = optimizer_step(policy, parts["policy"][1], 0.01, OPTIM)
     found |= {"stepped": weights_of(policy), "state": whole(parts)}
     if saved is not None:
-        dcp.save(tensors_of(parts), checkpoint_id=saved)
+        shards.save(tensors_of(parts), saved)
         for loader in (world, here):
             again = load_policy(folder, config, loader)
             parts = {"policy": (again, make_optimizer(again, OPTIM))}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
@@ -25,6 +24,7 @@ from common.packing import Sequences, plan_step
 from common.parallel import ranks
 from common.parallel.exchange import exchange, gather_numbers
 from common.parallel.ranks import make_groups
+from tests.checkpoint import shards
 from tests.common.weigh import weigh as weigh_globally
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
@@ -145,7 +145,7 @@ def checkpoint(policy: Policy, folder: Path) -> dict[str, Tensor]:
     """The weights after a step of AdamW with the last gradient, saved with the moments."""
     optimizer = make_optimizer(policy, OptimConfig())
     optimizer_step(policy, optimizer, 0.01, OptimConfig())
-    dcp.save(tensors_of({"policy": (policy, optimizer)}), checkpoint_id=folder)
+    shards.save(tensors_of({"policy": (policy, optimizer)}), folder)
     return weights(policy)
 
 

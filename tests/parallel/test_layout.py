@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.checkpoint import shards
 from tests.conftest import launch
 from tests.oracles import AGGREGATIONS
 from tests.parallel.layout_worker import LORA, Step
@@ -317,10 +317,9 @@ def test_a_checkpoint_of_copies_holds_each_number_once_and_fits_other_ranks(run,
     if run[0] == 1:
         pytest.skip("one rank has one copy")
     saved, single = (folder / f"{name}_2_of_{run[0]}" for name in ("replicas", "single"))
-    bytes_of, bytes_of_single = (sum(x.stat().st_size for x in place.glob("*.distcp")) for place in (saved, single))
+    bytes_of, bytes_of_single = (sum(x.stat().st_size for x in place.iterdir()) for place in (saved, single))
     assert bytes_of < 1.02 * bytes_of_single                            # in fewer pieces; twice, were copies saved
-    dcp_to_torch_save(saved, saved / "whole.pt")                        # by torch's own converter, on one rank
-    whole = torch.load(saved / "whole.pt")
+    whole = shards.whole(saved)
     for found in (found["replicas"] for found in run[2]):
         assert sum(name.endswith("exp_avg_sq") for name in whole) == len(found["after_adam"])
         for restored in found["restored"]:
