@@ -1,6 +1,6 @@
 """Runs a script as `python SCRIPT FLAGS` does, with one fault at a chosen instant: `faulty.py FAULT SCRIPT FLAGS`.
 
-FAULT is POINT:COUNT:RANK:ACTION[:DELAY_S]; `write:3:0:kill`: as rank 0 writes its third tensor to disk, it is killed.
+FAULT is POINT:COUNT:RANK:ACTION[:DELAY_S]; `write:3:0:kill`: as rank 0 writes its third file of shards, it is killed.
 Several are joined by commas, at most one a rank. `rollout:9:1:slow:2`: from the ninth on each call takes 2 s more, and
 prints that.
 """
@@ -40,7 +40,7 @@ POINTS = {
     "optimizer": "torch.optim AdamW.step",
     "log": "common.tracking.logger Tracker.log",
     "save": "common.checkpoint.manager Checkpoints._save",
-    "write": "torch.distributed.checkpoint.filesystem _write_item",
+    "write": "common.checkpoint.state save_file",
     "checksum": "common.checkpoint.manager crc32",
     "manifest": "common.checkpoint.manager write_manifest",
     "rename": "pathlib Path.rename",

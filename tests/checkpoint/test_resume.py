@@ -187,7 +187,7 @@ def test_two_ranks_do_what_one_does_and_continue_exactly(flags, start, in_one_go
         if not key.startswith("global_seqlen/"):                            # tokens of a rank
             assert value == pytest.approx(theirs[key], rel=1e-5, abs=2e-6), key
     done = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-                  "tests/checkpoint/faulty.py", "write:90:1:kill", "grpo.py", *flags, "--run-dir", again, timeout=300)
+                  "tests/checkpoint/faulty.py", "write:2:1:kill", "grpo.py", *flags, "--run-dir", again, timeout=300)
     assert "resumed after step 2" in done.stdout
     assert_same_run(again, whole)
 

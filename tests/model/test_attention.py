@@ -189,7 +189,7 @@ def test_cost_is_the_sum_of_squares():
 def test_refusals():
     q = torch.randn(1, 2, 6, 4)
     for refused in ({"s_aux": torch.zeros(2)}, {"softcap": 2.0}):
-        with pytest.raises(ValueError, match="no soft-cap and no attention sinks"):
+        with pytest.raises(AssertionError, match="no soft-cap and no attention sinks"):
             packed_varlen(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 6]), **refused)
     with pytest.raises(RuntimeError, match="sum exactly to 6"):
         packed_sdpa(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 2, 5]), cu_seq_lens_k=torch.tensor([0, 2, 5]))

@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Qwen3Mo
 
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.manager import Checkpoints
-from common.checkpoint.state import tensors_of
+from common.checkpoint.state import FILE, tensors_of
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config
@@ -179,7 +179,7 @@ def test_a_checkpoint_fits_no_other_adapters(tiny_llama, world, watch, tmp_path)
         args = RunArgs(model=model, train_data=(), run_dir=str(tmp_path), lora=LoRAConfig(**flags))
         return Checkpoints(args, world, {}, {"config.json": b"{}"}, watch).model
 
-    assert needs() == {"trained parts": []}
+    assert needs() == {"trained parts": [], "checkpoint format": FILE}
     assert needs(rank=4) == needs(f"/moved/{tiny_llama.rpartition('/')[2]}", rank=4)
     for other in (needs(), needs(rank=8), needs(rank=4, alpha=1.0), needs(rank=4, targets=("q_proj",)),
                   needs("another", rank=4)):
