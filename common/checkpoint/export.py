@@ -90,9 +90,7 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
     new one; between the two renames it leaves both, under hidden names. `described`: `tensors` on the meta device. Each
     of `size` ranks writes some of the files, and holds one or two of them; the index is written last."""
     partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
-    if rank == 0:
-        remove(partial)
-    together(lambda: rank == 0 and write_files(partial, files), OSError)
+    together(lambda: rank == 0 and (remove(partial), write_files(partial, files)), OSError)
     lm = model_of(files) if described else None
     plan = revert_weight_conversion(lm, described) if lm else described
     split = split_state_dict_into_shards_factory(

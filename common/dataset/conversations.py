@@ -103,8 +103,7 @@ def load_conversations(
                 loaded.num_filtered += 1
                 return []
             loaded.num_truncated += 1
-        margin: dict[str, Any] = {} if row.get("margin") is None else {"margin": row["margin"]}
-        return [{"tokens": tokens, "mask": mask} | margin for tokens, mask in encoded]
+        return [{"tokens": tokens, "mask": mask, "margin": row.get("margin")} for tokens, mask in encoded]
 
     form = RowFormat(config, ("--data.max-length", config.max_length), SCHEMA, parser.columns, encode_row)
     return ConversationSet(*load_rows(files, form), parser.per_row)
