@@ -34,9 +34,6 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import tyro
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -62,6 +59,7 @@ from envs.runtime.response import Response
 from envs.stored import split, unpack
 from rewards.runtime.pool import RewardPool
 from tests.bench.bench_data import make_file
+from tests.bench.bench_many_ranks import own_files
 from tests.bench.bench_packing import QWEN_7B
 from tests.bench.record import ROOT, report
 
@@ -79,8 +77,8 @@ class Args:
     """Ranks, with 32 responses each."""
     tokens: tuple[int, int, int] = (320, 3200, 32000)
     """Of a response."""
-    plan_ranks: tuple[int, int, int] = (1, 10, 100)
-    """Ranks of a checkpoint's plan, whose objects for 1,024 would not fit in 3 GB."""
+    file_ranks: tuple[int, int, int] = (1, 10, 100)
+    """Ranks that write a checkpoint's files."""
     rows: tuple[int, ...] = (10_000, 1_000_000)
     """Of a parquet file that one process of a node reads and tokenises."""
     responses: tuple[int, ...] = (32, 256, 2048)
@@ -223,31 +221,6 @@ def measure(job: Job) -> dict[str, tuple[str, float, int]]:
         print(f"{job.num_ranks} ranks, {job.length} tokens: {name}: {min(took):.5f} s, {num_bytes:,} bytes", flush=True)
     dist.destroy_process_group()
     return found
-
-
-def checkpoint_plan(num_ranks: int, num_tensors: int = TENSORS_70B) -> tuple[float, int]:
-    """What rank 0 does in each save for the tensors of a 70B model: gathered plans, one plan, and the index's file."""
-    size = torch.Size([1024 * 8, 8192])
-    rows = size[0] // num_ranks
-    properties = TensorProperties(dtype=torch.float32)
-
-    def item(number: int, rank: int) -> WriteItem:
-        offsets, sizes = torch.Size([rank * rows, 0]), torch.Size([rows, size[1]])
-        whole = torch.Size([rows * num_ranks, size[1]])
-        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, whole)
-        return WriteItem(MetadataIndex(f"policy.model.layers.{number}", offsets), WriteItemType.SHARD, tensor_data=data)
-
-    def local_plan(rank: int) -> SavePlan:
-        items = [item(number, rank) for number in range(num_tensors)]
-        return SavePlan(items, planner_data={item.index.fqn: (item.index.fqn,) for item in items})
-
-    sent = [pickle.dumps(local_plan(rank)) for rank in range(num_ranks)]
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({}, None, True)
-    start = time.process_time()
-    _, metadata = planner.create_global_plan([pickle.loads(plan) for plan in sent])
-    data = pickle.dumps(metadata)
-    return time.process_time() - start, len(data)
 
 
 def sync_calls(num_ranks: int, num_tensors: int = TENSORS_70B // 3) -> float:
@@ -456,14 +429,12 @@ def main(args: Args) -> None:
     rows["sync: calls for each weight"] = {
         "part": SYNC, "ranks": [*zip(args.ranks, syncs)], "ranks_exponent": exponent(args.ranks, syncs),
         "tokens_exponent": 0.0, "s": syncs[-1], "bytes": 0}
-    plans = [checkpoint_plan(num_ranks) for num_ranks in args.plan_ranks]
-    growth = exponent(args.plan_ranks, [s for s, _ in plans])
-    more = args.ranks[-1] / args.plan_ranks[-1]
-    at_most = plans[-1][0] * more**growth
-    rows["checkpoint: plan and index"] = {
-        "part": SYNC, "ranks": [*zip(args.plan_ranks, (s for s, _ in plans)), (args.ranks[-1], at_most)],
-        "ranks_exponent": growth, "tokens_exponent": 0.0, "s": at_most, "bytes": int(plans[-1][1] * more),
-        "measured": plans}
+    files = [own_files(num_ranks) for num_ranks in args.file_ranks]
+    seconds, growth = [of["written"] for of in files], exponent(args.file_ranks, [of["written"] for of in files])
+    at_most = seconds[-1] * (args.ranks[-1] / args.file_ranks[-1]) ** growth
+    rows["checkpoint: entries"] = {
+        "part": SYNC, "ranks": [*zip(args.file_ranks, seconds), (args.ranks[-1], at_most)], "ranks_exponent": growth,
+        "tokens_exponent": 0.0, "s": at_most, "bytes": files[-1]["bytes"], "measured": files}
     print("| thing | ranks^ | tokens^ | CPU s at the largest | bytes | of the limit |\n|" + " --- |" * 6)
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["s"]):
         print(f"| {name} | {row['ranks_exponent']:.1f} | {row['tokens_exponent']:.1f} | {row['s']:.4f} | "
