@@ -441,13 +441,16 @@ def main(args: Args) -> None:
 
 
 def table(rows: dict[tuple[str, str], dict[str, Any]], capabilities: list[str]) -> str:
-    """Markdown: what became of each case, what vLLM chose; a choice that all GPUs share is written once."""
+    """Markdown: what became of each case, what vLLM chose; what GPUs share is written once, after their names."""
     cases = list(dict.fromkeys(case for case, _ in rows))
     lines = ["| options | " + " | ".join(capabilities) + " | chosen |", "| --- |" + " --- |" * (len(capabilities) + 1)]
     for case in cases:
         cells = [rows[case, capability]["result"] for capability in capabilities]
-        chosen = [", ".join(rows[case, capability]["choices"].values()) for capability in capabilities]
-        last = "<br>".join(dict.fromkeys(filter(None, chosen)))
+        chosen: dict[str, list[str]] = {}
+        for capability in capabilities:
+            if choices := rows[case, capability]["choices"]:
+                chosen.setdefault(", ".join(choices.values()), []).append(capability)
+        last = "<br>".join(f"{', '.join(where)}: {text}" for text, where in chosen.items())
         lines.append("| " + " | ".join([case, *cells, last]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -59,3 +59,16 @@ def test_what_common_imports_is_there(tmp_path):
     (tmp_path / "a.py").write_text("def f():\n    from vllm import LLM, Nothing\n    import no_such_package\n")
     found = failed_imports(tmp_path)
     assert len(found) == 2 and "vllm Nothing" in found[0] and "no_such_package" in found[1]
+
+
+def test_the_table_says_which_gpus_chose_what():
+    def row(result, **choices):
+        return {"result": result, "choices": choices}
+
+    x, y = (row("accepted", attention=name, graphs="9") for name in "XY")
+    rows = {("a", "8.0"): x, ("a", "9.0"): y, ("a", "10.0"): x, ("b", "8.0"): row("refused: no"), ("b", "9.0"): y,
+            ("b", "10.0"): y}
+    assert engine_configs.table(rows, ["8.0", "9.0", "10.0"]).splitlines()[2:] == [
+        "| a | accepted | accepted | accepted | 8.0, 10.0: X, 9<br>9.0: Y, 9 |",
+        "| b | refused: no | accepted | accepted | 9.0, 10.0: Y, 9 |",
+    ]
