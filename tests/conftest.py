@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.parallel import ranks
-from tests.checkpoint.faulty import Server, server
+from tests.checkpoint.faulty import Server, python_path, server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
@@ -139,7 +139,7 @@ def launch(
             python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             python += ["--log-dir", logs.name]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        environment["PYTHONPATH"] = python_path(ROOT, (env or {}).get("PYTHONPATH", ""))
         environment["PYTHONSAFEPATH"] = "1"                             # or tests/common would hide common/
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "LD_PRELOAD"):
             environment.pop(name, None)

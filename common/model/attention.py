@@ -101,11 +101,11 @@ def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, co
         return "packed_sinks"
     if torch.device(device).type != "cuda" or config.compute_dtype == "float32":    # faster kernels take no float32
         return "packed_sdpa"
-    if is_flash_attn_2_available() and not config.share_prompt and config.sequence_parallel == 1:
-        return "flash_attention_2"                              # it needs the keys in one piece
     hf_config = hf_config.get_text_config()
-    has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
     width = head_dims(hf_config)[0]
+    if is_flash_attn_2_available() and width <= 256 and not config.share_prompt and config.sequence_parallel == 1:
+        return "flash_attention_2"                              # it needs the keys in one piece
+    has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
     return "packed_sdpa" if has_softcap or width > 256 or width % 8 else "packed_varlen"
 
 

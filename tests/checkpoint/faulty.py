@@ -210,6 +210,11 @@ def fork(command: dict, env: dict[str, str]) -> int:
     sys.exit(0)
 
 
+def python_path(*folders: Path | str) -> str:
+    """PYTHONPATH of a child: these folders, then what this process was given, where packages may lie."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
 class Server:
     """`start(log, fault, script, *flags)` without the seconds that imports take, and without torchrun."""
 
@@ -218,7 +223,7 @@ class Server:
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         self.process = subprocess.Popen(
             [sys.executable, __file__, "serve", *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+            cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT)})
 
     def __call__(
         self, log: Path, *arguments: str, ranks: int = 1, errors: Path | None = None, env: dict | None = None

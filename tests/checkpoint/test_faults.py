@@ -23,7 +23,7 @@ import torch
 
 from common.checkpoint import files, run_folder, signals
 from common.checkpoint.export import export
-from tests.checkpoint.faulty import server
+from tests.checkpoint.faulty import Server, server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
 from tests.checkpoint.test_resume import flags  # noqa: F401
 from tests.conftest import ROOT, launch
@@ -442,3 +442,16 @@ def test_ranks_end_with_their_launcher(flags, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     note("kill -9 of torchrun", (tmp_path / "log").read_text().splitlines()[-1])
+
+
+def test_packages_of_the_tests_may_lie_in_pythonpath(tmp_path, monkeypatch):
+    """As on a machine whose Python lacks some of them. Whatever PYTHONPATH a test itself wants is beside them."""
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"only_{name}.py").write_text("")
+    (tmp_path / "script.py").write_text("import only_theirs\n")
+    (tmp_path / "both.py").write_text("import only_theirs, only_ours\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
+    with contextlib.closing(Server()) as start:
+        assert start(tmp_path / "log", "none", tmp_path / "script.py") == 0, (tmp_path / "log").read_text()
+    launch(tmp_path / "both.py", env={"PYTHONPATH": str(tmp_path / "ours")})

@@ -1,6 +1,7 @@
 """The engine's code for GPUs where there is none: vLLM and CUDA are stood in for, what they are asked for is compared
 with the order that sleep mode needs. Kernels and memory are for tests/gpu."""
 
+import contextlib
 import types
 
 import numpy as np
@@ -163,6 +164,26 @@ def test_vllm_empties_torchs_cache(monkeypatch):
     assert log[3:] == ["collect", "empty"]
     allocator.wake_up(tags=["weights"])
     assert log[5:] == ["collect", "empty", "map"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_vllm_gives_a_users_allocator_options_back(fails, monkeypatch):
+    """Its pool takes no expandable segments. torch forgets what is not in the string that it is given."""
+    cumem, log = pytest.importorskip("vllm.device_allocator.cumem"), []
+    asked = "max_split_size_mb:512,expandable_segments:True,garbage_collection_threshold:0.8"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", asked)
+    monkeypatch.setattr(cumem, "set_alloc_conf", log.append)
+    pool = types.SimpleNamespace(snapshot=list)
+    monkeypatch.setattr(cumem, "use_memory_pool_with_allocator", lambda *_: contextlib.nullcontext((pool, None)))
+    allocator = cumem.CuMemAllocator.__new__(cumem.CuMemAllocator)
+    allocator.current_tag, allocator.allocator_and_pools, allocator.pointer_to_data = "default", {}, {}
+    allocator.python_malloc_callback = allocator.python_free_callback = None
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext(), allocator.use_memory_pool("weights"):
+        assert log == [asked.replace("True", "False")]
+        if fails:
+            raise KeyError
+    assert log[1:] == [asked] and allocator.current_tag == "default"
 
 
 def test_weights_come_back(start):

@@ -268,8 +268,9 @@ def build(config: Any) -> nn.Module:
 def load(model: nn.Module, case: Case, config: Any) -> str:
     """Send the trainer's names and shapes, as a weight sync does, without values. vLLM's loaders refuse a wrong name or
     shape. Raises ValueError if nothing goes into a weight of the engine. Weights that vLLM quantises are not sent:
-    the kernel for that has no form without a GPU."""
+    the kernel for that has no form without a GPU. Raises it too if level 2 of sleep would lose a tensor."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     names = {name for name, _ in model.named_parameters()}
     methods = {type(method).__name__ for module in model.modules()
@@ -281,9 +282,28 @@ def load(model: nn.Module, case: Case, config: Any) -> str:
         trained = auto_class(hf_config).from_config(hf_config, dtype=config.model_config.dtype)
     with set_current_vllm_config(config):
         loaded = model.load_weights((name, weight.data) for name, weight in trained.named_parameters())
+        process_weights_after_loading(model, config.model_config, torch.device("meta"))
+    if lost := lost_in_sleep(model):
+        raise ValueError(f"sleep loses {', '.join(lost)}")
     if missing := sorted(names - loaded):
         raise ValueError(f"nothing goes into {len(missing)} weights, such as {missing[0]}")
     return f"{len(names)} weights loaded"
+
+
+def lost_in_sleep(model: nn.Module) -> list[str]:
+    """Tensors on the GPU, as Class.attribute, that neither a sync sends again, as parameters, nor vLLM keeps, as
+    buffers, nor its scheduler writes, as the cache: plain attributes of a layer or of an object that it holds."""
+    kept = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    found = set()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules", "kv_cache"):
+                continue
+            inside = {} if isinstance(value, (nn.Module, type)) else getattr(value, "__dict__", {})
+            for tensor in (value, *inside.values(), *(value if isinstance(value, (list, tuple)) else ())):
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in kept and tensor.device.type != "cpu":
+                    found.add(f"{type(module).__name__}.{name}")
+    return sorted(found)
 
 
 # --------------------------------------------------------------------------- a GPU that is not there
@@ -441,13 +461,16 @@ def main(args: Args) -> None:
 
 
 def table(rows: dict[tuple[str, str], dict[str, Any]], capabilities: list[str]) -> str:
-    """Markdown: what became of each case, what vLLM chose; a choice that all GPUs share is written once."""
+    """Markdown: what became of each case, what vLLM chose; what GPUs share is written once, after their names."""
     cases = list(dict.fromkeys(case for case, _ in rows))
     lines = ["| options | " + " | ".join(capabilities) + " | chosen |", "| --- |" + " --- |" * (len(capabilities) + 1)]
     for case in cases:
         cells = [rows[case, capability]["result"] for capability in capabilities]
-        chosen = [", ".join(rows[case, capability]["choices"].values()) for capability in capabilities]
-        last = "<br>".join(dict.fromkeys(filter(None, chosen)))
+        chosen: dict[str, list[str]] = {}
+        for capability in capabilities:
+            if choices := rows[case, capability]["choices"]:
+                chosen.setdefault(", ".join(choices.values()), []).append(capability)
+        last = "<br>".join(f"{', '.join(where)}: {text}" for text, where in chosen.items())
         lines.append("| " + " | ".join([case, *cells, last]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -66,6 +66,7 @@ def parts(work: Path, is_tiny: bool) -> list[Part]:
 
     hf = ("--rollout.engine", "hf")
     cycles = ["--shapes", "tiny" if is_tiny else "0.5B", "--cycles", "5", "--extra", extra, "--in-process"]
+    cycles += ["--prompts", "4", "--max-tokens", "32"] if is_tiny else []   # 8,192 tokens in all, not 524,288
     return [
         Part("environment", "versions, driver, GPUs", 60, (measure("environment"),)),
         Part("models", "random models and data, made here", 100, (

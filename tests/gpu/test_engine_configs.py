@@ -1,8 +1,11 @@
 """What can be known of the engine's options for GPUs without the packages of GPUs."""
 
 import dataclasses
+import types
 
 import pytest
+import torch
+from torch import nn
 
 from tests.gpu import engine_configs
 from tests.gpu.engine_configs import CASES, Case, failed_imports, options_of
@@ -59,3 +62,29 @@ def test_what_common_imports_is_there(tmp_path):
     (tmp_path / "a.py").write_text("def f():\n    from vllm import LLM, Nothing\n    import no_such_package\n")
     found = failed_imports(tmp_path)
     assert len(found) == 2 and "vllm Nothing" in found[0] and "no_such_package" in found[1]
+
+
+def test_the_table_says_which_gpus_chose_what():
+    def row(result, **choices):
+        return {"result": result, "choices": choices}
+
+    x, y = (row("accepted", attention=name, graphs="9") for name in "XY")
+    rows = {("a", "8.0"): x, ("a", "9.0"): y, ("a", "10.0"): x, ("b", "8.0"): row("refused: no"), ("b", "9.0"): y,
+            ("b", "10.0"): y}
+    assert engine_configs.table(rows, ["8.0", "9.0", "10.0"]).splitlines()[2:] == [
+        "| a | accepted | accepted | accepted | 8.0, 10.0: X, 9<br>9.0: Y, 9 |",
+        "| b | refused: no | accepted | accepted | 9.0, 10.0: Y, 9 |",
+    ]
+
+
+def test_what_sleep_loses_is_found():
+    """Level 2 keeps buffers, and the trainer sends parameters; whatever else a layer holds on the GPU is gone."""
+    with torch.device("meta"):
+        layer = nn.Linear(2, 2)
+        layer.register_buffer("table", torch.ones(2), persistent=False)
+        layer.tied, layer.kv_cache, layer.on_the_host = layer.weight, torch.ones(2), torch.ones(2, device="cpu")
+        model = nn.Sequential(layer)
+        assert engine_configs.lost_in_sleep(model) == []
+        layer.plain, layer.some = torch.ones(2), [1, torch.ones(2)]
+        layer.method = types.SimpleNamespace(scale=torch.ones(2), weight=layer.weight)
+    assert engine_configs.lost_in_sleep(model) == ["Linear.method", "Linear.plain", "Linear.some"]

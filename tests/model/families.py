@@ -182,7 +182,7 @@ def measure(family: str, folder: Path, world: World, engines: tuple[str, ...] = 
     found.num_adapters = sum(bool(x.any()) for name, x in gradient.items() if name.endswith("lora_B"))
     found.bfloat16 = float((load("bfloat16").score(batch, 1.0) - want_logp)[batch.mask].abs().mean())
     if any(parameter.ndim == 3 and "expert" in name for name, parameter in oracle.named_parameters()):
-        found.experts = "yes" if "ep_dispatch_experts" in oracle.ep_plan.values() else "no"
+        found.experts = "yes" if "ep_dispatch_experts" in getattr(oracle, "ep_plan", {}).values() else "no"
     found.engines = {kind: compare_engine(kind, path, world) for kind in engines}
     return found
 

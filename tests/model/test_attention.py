@@ -214,6 +214,7 @@ def test_choose_attention(monkeypatch, has_flash_attn):
     for name in ("llama", "gemma2"):
         want = "flash_attention_2" if has_flash_attn else choose_attention("cuda", config[name], gathers)
         assert choose_attention("cuda", config[name], default) == want
+    assert choose_attention("cuda", LlamaConfig(**SIZES | {"head_dim": 264}), default) == "packed_sdpa"
     for gathers in (default, ModelConfig(share_prompt=True)):
         assert choose_attention("cuda", GptOssConfig(), gathers) == "packed_sinks"
     for name in ("packed_sdpa", "packed_varlen", "packed_sinks"):

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.checkpoint.faulty import python_path
 from tests.conftest import MODEL, ROOT
 
 GOOD = "--model MODEL --train-data DATA"
@@ -144,7 +145,7 @@ def main() -> None:
             environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | given
             before = os.times()
             done = subprocess.run(
-                [sys.executable, *arguments], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, text=True,
+                [sys.executable, *arguments], cwd=ROOT, env=environment | {"PYTHONPATH": python_path(ROOT)}, text=True,
                 capture_output=True, stdin=subprocess.DEVNULL, check=False,
             )
             after = os.times()

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.checkpoint.faulty import python_path
 from tests.conftest import MODEL, ROOT, launch
 from tests.scripts.mistyped import EARLY, parts, prepare
 from tools.command_line import check_command, definitions, in_one_line
@@ -40,7 +41,7 @@ for script, *arguments, environment in json.load(sys.stdin):
 def answers(commands: list[list]) -> list[tuple[str, int, list[str]]]:
     """What each command said, its exit code, and which of the packages that take long it imported."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, "-c", SERVER], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
+    done = subprocess.run([sys.executable, "-c", SERVER], cwd=ROOT, env=environment | {"PYTHONPATH": python_path(ROOT)},
                           input=json.dumps(commands), capture_output=True, text=True, check=True)
     found = []
     for line in done.stdout.splitlines():
