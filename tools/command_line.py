@@ -159,7 +159,8 @@ def check_paths(args: Any) -> None:
     for flag in ("--model", "--critic-model", "--reward-model.path"):
         if given.get(flag):
             check_model(given[flag], flag, is_evaluated="--compare" in given)
-    for teacher in given.get("--teacher") or ():
+    teachers = given.get("--teacher") or ()
+    for teacher in (teachers,) if isinstance(teachers, str) else teachers:      # one of grpo_variants.py, or several
         check_model(teacher.rpartition("=")[2], "--teacher")
     find_files = definitions(ROOT / "common/dataset/store.py")["find_files"]
     for flag, name in {"--train-data": "--train-data", "--val-data": "--val-data", "--files": "--data"}.items():

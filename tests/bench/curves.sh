@@ -9,7 +9,7 @@
 #   make reward-model a reward model of pairs of responses, then ppo.py with it alone: reward_model.png and .md
 #   make agent        a task of several turns: agent.png and agent.md
 #   TASK=... tests/bench/curves.sh in_flight      numbers of tests/evidence/asynchronous.md; async: too
-#   TASK=... tests/bench/curves.sh distill        the numbers of tests/evidence/distillation.md, in 45 minutes
+#   TASK=... tests/bench/curves.sh distill        numbers of tests/evidence/distillation.md, in 45 minutes of one core
 #   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and long_tail.png
 #
 # DTYPE, of tools/environment.mk, is --policy.compute-dtype float32 on CPUs without bfloat16 instructions.
@@ -23,10 +23,10 @@ STEPS="--total-steps 16 --eval-every 8"
 CARRIED="--total-steps 12 --eval-every 6 --eval-prompts 48 --eval-n 2 --save.every 0 --save.hf never"    # and split
 OUT=runs
 
-# train SCRIPT FLAGS...: a script that samples
+# train SCRIPT FLAGS...: a script that samples. CLOCK: the module of Python that runs it
 train() {
     # shellcheck disable=SC2086
-    .venv/bin/python "$1" $TASK $STEPS "${@:2}" ${SHORT:-}
+    .venv/bin/python ${CLOCK:-} "$1" $TASK $STEPS "${@:2}" ${SHORT:-}
 }
 
 # supervise SCRIPT FLAGS...: a script that trains on text, with the model of the task
@@ -80,23 +80,29 @@ distil() {
     train distill.py --run-dir runs/learn/distilled --teacher runs/learn/grpo/model
 }
 
-# the same from a teacher of 30 steps: the whole distribution, its 64 best words, the sampled word, and another divergence
+# the same from a teacher whose accuracy is measured: the whole distribution, its 64 best words, and the sampled word.
+# Seconds are CPU seconds.
 distill() {
-    STEPS="--total-steps 30 --save.every 0"
-    [[ -e $OUT/teacher/finished ]] || train grpo.py --run-dir $OUT/teacher
-    STEPS="--total-steps 16 --eval-every 4 --save.every 0 --save.hf never --prompts-per-step 16 --samples-per-prompt 2"
+    [[ -e $OUT/teacher/finished ]] || train grpo.py --run-dir $OUT/teacher --total-steps 14 --optim.lr 6e-5 \
+        --eval-every 0 --eval-prompts 8 --eval-n 0 --save.every 0
+    # shellcheck disable=SC2086
+    .venv/bin/python evaluate.py --model $OUT/teacher/model --val-data data/word_problems/test.parquet \
+        --eval-prompts 48 --eval-n 8 --run-dir $OUT/teacher_accuracy --data.max-prompt-length 160 \
+        --rollout.max-response-length 40 --rollout.max-num-seqs 64 --reward.num-workers 1 ${DTYPE:-}
+    STEPS="--total-steps 6 --optim.schedule constant --prompts-per-step 3 --samples-per-prompt 4 --eval-every 3
+        --eval-prompts 24 --eval-n 2 --save.every 0 --save.hf never"
     local seed way script runs=()
     for seed in ${SEEDS:-1 2 3}; do
         while read -r way script; do
             # shellcheck disable=SC2086
-            train $script --run-dir "$OUT/distill/$way.$seed" --seed "$seed" --teacher $OUT/teacher/model </dev/null
+            CLOCK="-m tests.bench.cpu_seconds" train $script --run-dir "$OUT/distill/$way.$seed" --seed "$seed" \
+                --teacher $OUT/teacher/model </dev/null
             runs+=("$OUT/distill/$way.$seed")
         done <<<"exact distill.py
 k1 grpo_variants.py --kl-loss-coef 1 --kl-estimator k1+ --reward-coef 0
-top64 distill.py --divergence forward-kl --top-k 64
-jsd distill.py --divergence jsd"
+top64 distill.py --divergence forward-kl --top-k 64"
     done
-    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
+    .venv/bin/python -m tests.bench.steps_to $OUT/teacher_accuracy "${runs[@]}"
 }
 
 lessons() {

@@ -70,8 +70,8 @@ def test_a_mistyped_command_gets_one_line_before_torch_is_imported(what, said):
 
 
 GOOD = {
-    "grpo.py": [], "ppo.py": [], "dapo.py": [], "rloo.py": [], "grpo_variants.py": ["--loss", "gspo"],
-    "online_dpo.py": [],
+    "grpo.py": [], "ppo.py": [], "dapo.py": [], "rloo.py": [], "online_dpo.py": [],
+    "grpo_variants.py": ["--loss", "gspo", "--teacher", "MODEL", "--kl-loss-coef", "1"],
     "distill.py": ["--teacher", "MODEL"], "sft.py": [], "dpo.py": [], "rm.py": [], "evaluate.py": [],
     "async_grpo.py": ["--samplers", "1"],
 }
