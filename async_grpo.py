@@ -119,9 +119,9 @@ def sample(run: Run, bridge: Bridge) -> None:
         kind, *asked = bridge.receive(lambda: run.watchdog.phase("waiting for the trainers"))
         run.watchdog.phase(f"{kind}, for the trainers")
         if kind == "end":
-            return bridge.ended()
+            return
         if kind == "weights":
-            bridge.send(receive_weights(engine, bridge))
+            bridge.send(receive_weights(engine, bridge, asked[0]))
             continue
         start = time.perf_counter()
         request = asked[0]
@@ -160,7 +160,7 @@ def main(args: Args) -> None:
         bridge = Bridge(run.world)
         if not run.world.trains:
             return sample(run, bridge)
-        run.closing.callback(bridge.end)
+        run.closing.callback(bridge.send, ("end",))
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
         engine.bridge = bridge  # type: ignore[attr-defined]
         policy, optimizer = run.load_trained(args.model, args.optim)

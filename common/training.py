@@ -117,6 +117,8 @@ class Training:
             ranks.print_on_main(self.world, said)
             ranks.shutdown()
             sys.exit(0)
+        self.watchdog.watch(self.world.job_store)
+        self.closing.callback(self.watchdog.leave)
         if self.world.trains:
             open_run_folder(args.run_dir, self.world)
         self.hf_config = read_config(args.model, args.policy)
@@ -171,11 +173,9 @@ class Training:
     def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
         self._before_loading()
         args = self.args
-        model = load(path, args.policy, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
-        optimizer = make_optimizer(model, optim)
-        self.models[name] = model
-        self.optimizers[name] = optimizer
-        return model, optimizer
+        self.models[name] = load(path, args.policy, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
+        self.optimizers[name] = make_optimizer(self.models[name], optim)
+        return self.models[name], self.optimizers[name]
 
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and

@@ -148,14 +148,12 @@ class Engine:
         for moments in self.offload.moments:
             moments.to_host()
         self._wake_weights()
-        metrics = {}
-        if self._loaded != policy.version:
-            metrics |= self._sync(policy)
-            self._loaded = policy.version
+        self._policy, self._version = policy, policy.version
+        metrics = {} if self._loaded == policy.version else self._sync(policy)
+        self._loaded = policy.version
         self.offload.params.to_host()
         self._wake_cache()
         self.awake = True
-        self._policy, self._version = policy, policy.version
         return metrics | {"timing_s/update_weights": time.perf_counter() - start}
 
     def complete(
@@ -227,7 +225,8 @@ class Engine:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
-            for name, tensor in policy.full_tensors(self.dtype if self.world.size > 1 else None):
+            travels = self.world.size > 1 or self.world.num_samplers
+            for name, tensor in policy.full_tensors(self.dtype if travels else None):
                 sent[self.name_of(name)] = checksum(tensor, self.dtype)
                 yield name, tensor
 

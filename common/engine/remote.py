@@ -1,13 +1,9 @@
 """Messages and weights between the ranks that train and the ranks that sample (async_grpo.py). Messages go through the
 job's store. Trainers ask for one thing at a time and samplers do it, so no number depends on which side is faster."""
 
-import contextlib
 import pickle
-import re
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +16,6 @@ from common.engine.sync import Checksum
 from common.parallel.ranks import World, all_gather_objects, all_names, collective_timeout, on_main
 
 PART = 1 << 22  # bytes in one entry of the store, which takes 8 MiB
-LEAVE_S = 10  # a stop signal leaves 30 s to the whole run
 
 
 class Bridge:
@@ -72,17 +67,6 @@ class Bridge:
             time.sleep(0.005)
         return on_main(self.world, lambda: pickle.loads(self._pop(self.inbox)))
 
-    def end(self) -> None:
-        """The trainers end the samplers, which answer with `ended`. Without torchrun the first trainer has the store:
-        it leaves after the samplers, unless a scorer or an engine keeps them for longer than LEAVE_S."""
-        self.send(("end",))
-        if self.world.rank == 0:
-            with contextlib.suppress(dist.DistStoreError):
-                self.store.wait(["ended"], timedelta(seconds=LEAVE_S))
-
-    def ended(self) -> None:
-        self.store.set("ended", "")
-
 
 class RemoteEngine(Engine):
     """The samplers' engines, as the trainers see them."""
@@ -90,14 +74,12 @@ class RemoteEngine(Engine):
     bridge: Bridge  # the script sets it
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        self.bridge.send(("weights",))
-        for _, layer in groupby(tensors, lambda named: re.match(r"\D*\d*", named[0])[0]):  # up to a layer's number
-            bucket = list(layer)
-            self.bridge.send([(name, tensor.shape, tensor.dtype, sent[name]) for name, tensor in bucket])
+        """Tensor by tensor, so that no rank holds a whole layer of them."""
+        self.bridge.send(("weights", self._policy.described(self.dtype)))
+        for _, tensor in tensors:
             if self.world.is_main:
-                data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
-                self.bridge.group.broadcast(data, 0).wait()
-        self.bridge.send([])
+                self.bridge.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
+        self.bridge.send(sent)
         num_compared, differing, self.probed = self.bridge.receive()
         return num_compared, differing
 
@@ -105,18 +87,17 @@ class RemoteEngine(Engine):
         return self.probed.to(self.world.device)
 
 
-def receive_weights(engine: Engine, bridge: Bridge) -> tuple[int, list[str], Batch]:
-    """The samplers' part of `RemoteEngine._load`. Also returns what all engines sampled on the probe."""
+def receive_weights(engine: Engine, bridge: Bridge, described: dict[str, Tensor]) -> tuple[int, list[str], Batch]:
+    """The samplers' part of `RemoteEngine._load`. `described`: the tensors that will come, on the meta device. Also
+    returns what all engines sampled on the probe."""
     sent: dict[str, Checksum] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        while bucket := bridge.receive():
-            sizes = [shape.numel() * dtype.itemsize for _, shape, dtype, _ in bucket]
-            data = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.world.device)
-            bridge.group.broadcast(data, 0).wait()
-            for (name, shape, dtype, known), part in zip(bucket, data.split(sizes)):
-                sent[engine.name_of(name)] = known
-                yield name, part.clone().view(dtype).view(shape)
+        for name, like in described.items():
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=engine.world.device)
+            bridge.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
+            yield name, tensor
+        sent.update({engine.name_of(name): known for name, known in bridge.receive().items()})
 
     engine._wake_weights()
     num_compared, differing = engine._load(tensors(), sent)

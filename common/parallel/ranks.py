@@ -2,11 +2,9 @@
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +89,11 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}                                      # vLLM reads them
-    own, hook = dist.PrefixStore("trainers" if trains else "samplers", store), sys.excepthook
+    own = dist.PrefixStore("trainers" if trains else "samplers", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
-    if num_samplers:  # the hook that torch has just set would name the rank within its side
-        sys.excepthook = partial(report_error, hook, job_rank)
     groups = make_groups(device.type, timeout, replicas, sequence_parallel, expert_parallel)
     return World(rank, size, device, **groups, trains=trains, samples=not (trains and num_samplers),
                  num_samplers=num_samplers, job_store=store)
-
-
-def report_error(hook: Callable[..., None], job_rank: int, *error: Any) -> None:
-    """Print an error that ends the process, and on which rank of the job. `hook`: Python's own."""
-    print(f"[rank {job_rank}] ended by an error:", file=sys.stderr)
-    hook(*error)
 
 
 def collective_timeout(timeout_s: float) -> timedelta:

@@ -35,6 +35,7 @@ POINTS = {
     "validation": "common.run evaluate",
     "send": "common.engine.remote Bridge.send",
     "receive": "common.engine.remote Bridge.receive",
+    "weights": "common.engine.remote receive_weights",
     "reward": "rewards.runtime.pool RewardPool.results",
     "forward": "common.model.policy Policy.forward",
     "optimizer": "torch.optim AdamW.step",
@@ -56,6 +57,8 @@ def ranks() -> list[int]:
 
 
 def act(action: str) -> None:
+    if "EVENT_TIME" in os.environ:
+        Path(os.environ["EVENT_TIME"]).write_text(str(time.time()))
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,6 +72,8 @@ def act(action: str) -> None:
             os.kill(pid, signal.SIGUSR1)
     elif action == "raise":
         raise ArithmeticError("asked to fail")
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif action == "hang":
         time.sleep(600)
     elif action == "freeze":                            # the other ranks, until this one has ended, or for 3 s
@@ -136,6 +141,8 @@ def record_phases(path: str) -> None:
 
 
 def run(fault: str, script: str, *flags: str) -> None:
+    if "SILENT_S" in os.environ:                        # a test need not wait for as long as users do
+        importlib.import_module("common.checkpoint.signals").SILENT_S = float(os.environ["SILENT_S"])
     if "DRAWS" in os.environ:
         record_draws(os.environ["DRAWS"])
     if "PHASES" in os.environ:
@@ -147,13 +154,18 @@ def run(fault: str, script: str, *flags: str) -> None:
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def serve(*more: str) -> None:
-    """Commands as JSON lines on stdin, exit codes on stdout; each runs in forks of this process, one a rank, which has
-    imported all that is slow to import and done nothing else."""
+def import_all(*more: str) -> None:
+    """All that is slow to import."""
     for name in ("common.run", "common.losses", "common.correction", "variants.losses", "common.engine.hf",
                  "pandas", "torch._dynamo", "transformers.models.llama.modeling_llama", *more):
         importlib.import_module(name)
     freeze()                                            # or the end of each fork copies and visits all of these objects
+
+
+def serve(*more: str) -> None:
+    """Commands as JSON lines on stdin, exit codes on stdout; each runs in forks of this process, one a rank, which has
+    imported all that is slow to import and done nothing else."""
+    import_all(*more)
     for line in sys.stdin:
         command = json.loads(line)
         open(command["log"], "w").close()

@@ -101,16 +101,37 @@ def test_two_ranks_on_each_side_give_the_same_numbers(flags, in_one_go, tmp_path
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
 
+def names(rank: int | str) -> str:
+    """What another rank says of one that ended, as a regular expression: its number and the phase that it reported."""
+    report = rf"(\[rank {rank}\] in phase '[^']+' at|rank {rank}: ended by an error: ArithmeticError)"
+    return rf"\[rank \d\] another rank ended, in phase '[^']+'. Its last report: (rank 0: .*)?{report}"
+
+
 @pytest.mark.parametrize("fault", ["rollout:100:1:kill", "optimizer:6:0:kill"])
 def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_one_go, tmp_path):
     """kill -9 while a sampler samples; while a trainer makes an optimizer step."""
-    done = launch(FAULTY, fault, "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2, timeout=90, check=False)
-    assert done.returncode == 1 and "another rank ended, in phase" in done.stderr
+    done = launch(FAULTY, fault, "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2, timeout=170, check=False)
+    assert done.returncode == 1 and re.search(names(fault.split(":")[2]), done.stderr), done.stderr[-6000:]
     saved = steps_on_disk(tmp_path)[-1]
     assert 1 <= saved < TOTAL
     again = launch("async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2, warm=True)
     assert f"resumed after step {saved}" in again.stdout
     assert_same_run(tmp_path, in_one_go, TOTAL)
+
+
+@pytest.mark.parametrize(("fault", "codes"), [("rollout:60:2:kill", [1, 1, -9]), ("reward:2:1:raise", [1, 1, 1])])
+def test_a_sampler_that_ends_without_torchrun_ends_the_run_which_names_it(fault, codes, flags, in_one_go, tmp_path):
+    """Of two samplers, whose reports alone end the other ranks. The next start continues exactly."""
+    start = server()
+    flags = [*flags, "--samplers", "2", "--total-steps", "3", "--run-dir", tmp_path]
+    start(tmp_path / "log", fault, "async_grpo.py", *flags, ranks=3, env={"SILENT_S": "6"})
+    said = (tmp_path / "log").read_text()
+    assert start.codes == codes and re.search(names(fault.split(":")[2]), said), said[-6000:]
+    assert steps_on_disk(tmp_path) in ([], [1])
+    assert start(tmp_path / "log", "none", "async_grpo.py", *flags, ranks=3) == 0
+    for ours, theirs in zip(metrics(tmp_path)[1:], metrics(in_one_go)[1:4], strict=True):
+        assert ours["critic/score/mean"] == pytest.approx(theirs["critic/score/mean"]), ours["step"]
+        assert ours["rollout/staleness"] == theirs["rollout/staleness"]
 
 
 @pytest.mark.parametrize("fault", ["rollout:100:1:usr1", "forward:16:0:usr1"])

@@ -1,9 +1,8 @@
 """The gradient of rows with images is the same on one rank and on two, of which one may have no image. Samplers of
-async_grpo.py get the weights block by block."""
+async_grpo.py get the weights one by one."""
 
 import base64
 import types
-from collections import defaultdict
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from common.dataset.images import load_processor
 from common.dataset.store import load_prompts
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.remote import RemoteEngine
+from common.engine.sync import checksum
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
@@ -75,18 +75,22 @@ def test_own_pictures_have_the_gradient_of_each_response_alone(family, tmp_path,
     assert_close(found, {name: p.grad for name, p in lm.named_parameters()})
 
 
-def test_samplers_get_no_more_than_a_block_at_a_time(tmp_path, world, smollm):
-    """The names of a vision-language model's weights have a part more than those of a text model."""
+def test_samplers_get_one_tensor_at_a_time(tmp_path, world, smollm):
+    """They learn before which tensors will come, and in which order; the checksums come last."""
     config = ModelConfig(compute_dtype="float32")
     policy = load_policy(make_vision_model("qwen3_vl", tmp_path / "model"), config, world)
-    second = types.SimpleNamespace(num_samplers=1, size=3, rank=1, is_main=False)           # it sends no data
-    engine, sent = RemoteEngine(EngineSetup("", None, RolloutConfig(), config, second, [], [], 0, 0)), []
-    engine.bridge = types.SimpleNamespace(send=sent.append, receive=lambda: (0, [], None))
-    engine._load(policy.full_tensors(None), defaultdict(int))           # checksums
-    begin, *buckets, end = sent
-    assert begin == ("weights",) and end == []
-    names = [[name for name, *_ in bucket] for bucket in buckets]
-    assert [name for bucket in names for name in bucket] == [name for name, _ in policy.full_tensors(None)]
-    for part in ("language_model.layers", "visual.blocks"):
-        blocks = [bucket for bucket in names if part in bucket[0]]
-        assert [{name.split(part)[1][:3] for name in bucket} for bucket in blocks] == [{".0."}, {".1."}]
+    first, sent = types.SimpleNamespace(num_samplers=1, size=1, rank=0, is_main=True), []
+    done = types.SimpleNamespace(wait=lambda: None)
+    engine = RemoteEngine(EngineSetup("", None, RolloutConfig(), config, first, [], [], 0, 0))
+    engine.bridge = types.SimpleNamespace(
+        send=sent.append, receive=lambda: (0, [], None),
+        group=types.SimpleNamespace(broadcast=lambda data, rank: sent.append(data.clone()) or done),
+    )
+    engine.wake(policy)
+    (kind, described), *parts, checksums = sent
+    weights = dict(policy.full_tensors(torch.float32))
+    assert kind == "weights" and [*described] == [*weights] == [*checksums] and len(parts) == len(weights) > 20
+    assert all(tensor.is_meta for tensor in described.values())
+    for (name, like), part in zip(described.items(), parts):
+        assert torch.equal(part.view(like.dtype).view(like.shape), weights[name]), name
+        assert checksums[name] == checksum(weights[name], torch.float32)
