@@ -98,7 +98,7 @@ class Run(Training):
             self.plan_memory(max_tokens, frozen, critic)
             beside_engine_gb = sum(self.plan.beside_engine().values())
         print_on_main(self.world, f"engine {args.rollout.engine}")
-        self.watchdog.phase("start of the engine")
+        self.watchdog.phase("setup of the engine")
         self.engine = make_engine(EngineSetup(
             args.model, self.hf_config, args.rollout, args.policy, self.world,
             [prompt.tokens for prompt in self.train_set[:4]], stop_tokens(args.model, self.tokenizer),

@@ -151,7 +151,7 @@ class Training:
     def load_trained(self, path: str, optim: OptimConfig, load=load_policy) -> tuple[Policy, torch.optim.Optimizer]:
         """The policy, a causal LM (or what else `load` makes), and its optimizer. Raises RuntimeError before the engine
         was started, because the engine measures how much memory is free."""
-        self.watchdog.phase("loading models")
+        self.watchdog.phase("setup of models")
         set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
         self.policy, optimizer = self._load("policy", load, path, optim)
         return self.policy, optimizer

@@ -5,12 +5,10 @@ longer than `--save.timeout-s`; 1 when torchrun or another rank is gone or stand
 these cases; its report names the ranks' codes.
 """
 
-import faulthandler
 import os
 import select
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -44,7 +42,6 @@ class Watchdog:
         self.watched = [*map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))] if self.rank == "0" else ["0"]
         self.heard: dict[str, float] = {}
         """The last report of each watched rank that has not left, and `seconds` when it came."""
-        self.silent_s = SILENT_S if timeout_s else float("inf")
         self.leaving = threading.Event()
         self.reporter = threading.Thread(target=self._report, name="reporter", daemon=True)
         pipe, wakeup = os.pipe()
@@ -55,8 +52,10 @@ class Watchdog:
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        """Begin a phase and its time limit; a report of a hang prints `name`."""
+        """Begin a phase and its time limit; a report of a hang prints `name`. In a setup ranks may be silent for longer,
+        because the import of a package from a slow disk keeps Python's lock."""
         self.current = name, self.seconds
+        self.silent_s = float("inf") if not self.timeout_s else 15 * SILENT_S if "setup" in name else SILENT_S
 
     def watch(self, store) -> None:
         """The ranks have met: from now on each one reports its phase to the job's `store` once a second, and ends if
@@ -127,10 +126,8 @@ class Watchdog:
 
     def _end(self, why: str, code: int) -> None:
         if code == HANG_EXIT_CODE:
-            with tempfile.TemporaryFile("w+") as file:
-                faulthandler.dump_traceback(file)
-                file.seek(0)
-                why += f"; all Python stacks:\n{file.read()}"
+            stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+            why += "; all Python stacks:\n" + "\n".join(stacks)
         print(f"[rank {self.rank}] {why}\n", end="", file=sys.stderr, flush=True)  # one write: reports do not mix
         if code == HANG_EXIT_CODE:
             time.sleep(min(30.0, self.timeout_s))  # so that each rank shows its stacks before one leaves

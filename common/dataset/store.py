@@ -10,11 +10,10 @@ import json
 import os
 import tempfile
 from base64 import b64decode
-from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +121,6 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
         return None
     arguments = json_object("--data.chat-template-kwargs", config.chat_template_kwargs)
     if config.chat_template_file:
-        if not Path(config.chat_template_file).is_file():
-            raise ValueError(f"--data.chat-template-file {config.chat_template_file} does not exist")
         arguments["chat_template"] = Path(config.chat_template_file).read_text()
     elif not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template (a base model?); use "
@@ -268,7 +265,7 @@ def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
 def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
     """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the columns
     in `names`; all columns if `names` is empty."""
-    num_read, ends = 0, []
+    num_read, num_rows = 0, 0
     try:
         if not file.endswith(PARQUET):
             with open(file, "rb") as text:
@@ -279,19 +276,16 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
             if not found:
                 raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
                                  f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
-            groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-            ends = list(accumulate(group.num_rows for group in groups))
-            row_bytes = sum(group.total_byte_size for group in groups) // max([1, *ends]) + 1
-            num_rows = min(BATCH_ROWS, BATCH_BYTES // row_bytes + 1)
-            for batch in parquet.iter_batches(num_rows, columns=found):
+            num_rows = parquet.metadata.num_rows
+            num_bytes = sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups))
+            at_once = min(BATCH_ROWS, BATCH_BYTES // (num_bytes // max(1, num_rows) + 1) + 1)
+            for batch in parquet.iter_batches(at_once, columns=found):
                 yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
                 num_read += len(batch)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         where = " as parquet" if file.endswith(PARQUET) else ""
-        if ends and not isinstance(error, KeyError):
-            last = min(num_read + num_rows, ends[-1]) - 1
-            where += (f" in its rows {num_read} to {last} (of row groups {bisect(ends, num_read)} to "
-                      f"{bisect(ends, last)}, all counted from 0)")
+        if num_rows and not isinstance(error, KeyError):
+            where += f" in its rows {num_read} to {min(num_read + at_once, num_rows) - 1} (counted from 0)"
         raise ValueError(f"{file} cannot be read{where}: {error}") from None
 
 

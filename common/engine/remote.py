@@ -26,11 +26,9 @@ class Bridge:
         self.store = dist.PrefixStore("bridge", world.job_store)
         self.inbox, self.outbox = ("trainers", "samplers") if world.trains else ("samplers", "trainers")
         if world.is_main or world.samples:  # the first trainer and all samplers
-            member = world.rank + world.samples, 1 + world.num_samplers
-            if world.device.type == "cpu":
-                self.group = dist.ProcessGroupGloo(self.store, *member, collective_timeout(0))
-            else:
-                self.group = dist.ProcessGroupNCCL(self.store, *member, dist.ProcessGroupNCCL.Options())
+            place, on_cpu = (world.rank + world.samples, 1 + world.num_samplers), world.device.type == "cpu"
+            self.group = (dist.ProcessGroupGloo(self.store, *place, collective_timeout(0)) if on_cpu
+                          else dist.ProcessGroupNCCL(self.store, *place, dist.ProcessGroupNCCL.Options()))
 
     def send(self, message: Any) -> None:
         """The first rank sends, and does not wait."""

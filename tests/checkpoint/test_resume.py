@@ -106,7 +106,7 @@ def test_the_run_learns_something(in_one_go, tiny_llama):
 def test_what_takes_long_before_the_first_step_is_a_phase_of_its_own(in_one_go):
     """Each of them has the whole of --save.timeout-s."""
     phases = [name for name in (in_one_go / "phases").read_text().splitlines() if not name.startswith("after ")]
-    assert phases[:5] == ["setup", "start of the engine", "loading models", "validation", "gen"]
+    assert phases[:5] == ["setup", "setup of the engine", "setup of models", "validation", "gen"]
     assert phases[5 : phases.index("gen", 5)] == ["reward", "old_log_prob", "ref", "update_actor"]
     assert phases[-3:] == ["update_actor", "testing", "save_checkpoint"]
 
