@@ -52,8 +52,8 @@ class Watchdog:
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        """Begin a phase and its time limit; a report of a hang prints `name`. In a setup ranks may be silent for longer,
-        because the import of a package from a slow disk keeps Python's lock."""
+        """Begin a phase and its time limit; a report of a hang prints `name`. In a setup, ranks may be silent for
+        longer, because the import of a package from a slow disk keeps Python's lock."""
         self.current = name, self.seconds
         self.silent_s = float("inf") if not self.timeout_s else 15 * SILENT_S if "setup" in name else SILENT_S
 

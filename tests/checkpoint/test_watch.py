@@ -45,7 +45,8 @@ def test_a_rank_that_ends_before_its_first_round_is_named(tmp_path):
     """As one that lacks the model's folder."""
     codes, said = ranks_that("ends at once", tmp_path)
     assert codes == [1, 1, 2], said
-    assert "[rank 0] another rank ended, in phase 'first round'. Its last report: [rank 2] in phase 'setup'\n" in said, said
+    of_last = "another rank ended, in phase 'first round'. Its last report: [rank 2] in phase 'setup'\n"
+    assert f"[rank 0] {of_last}" in said, said
 
 
 def test_of_two_ranks_the_first_to_end_is_named(tmp_path):
