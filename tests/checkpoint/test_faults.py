@@ -312,10 +312,10 @@ def test_a_hang_shows_all_stacks(flags, tmp_path):
     text = log.read_text()
     assert signals.HANG_EXIT_CODE in start.codes and 0 not in start.codes, (start.codes, text[-3000:])
     for rank, where in ((0, "all_reduce"), (1, "faulty.py")):
-        report = text[text.index(f"[rank {rank}] phase ") :]
+        report = text[text.index(f"[rank {rank}] phase ") :].partition("\n[rank ")[0]
         said = rf"\[rank {rank}\] phase '[a-z ]+' takes longer than --save.timeout-s 15; all Python stacks:"
         assert re.match(said, report), report[:3000]
-        assert where in report[: report.index("<module>")] and "grpo.py" in report, report[:3000]
+        assert where in report and "grpo.py" in report, report[:3000]
     note("a rank hangs (here in its reward)", text[text.index("[rank ") :].splitlines()[0] + " ...")
 
 
@@ -373,7 +373,7 @@ def test_a_phase_without_end_is_reported():
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == signals.HANG_EXIT_CODE
     assert stderr.startswith("[rank 0] phase 'update' takes longer than --save.timeout-s 1; all Python stacks:\n")
-    assert 'File "<string>", line 9 in <module>' in stderr
+    assert 'File "<string>", line 9, in <module>' in stderr
 
 
 def test_a_suspended_process_does_not_hang():
