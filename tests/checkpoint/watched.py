@@ -60,9 +60,9 @@ def main(case: str) -> None:
         time.sleep(100)
     if case == "late" and is_last:
         time.sleep(4)
-    print(f"rank {world.rank} leaves", flush=True)
+    print(f"rank {world.rank} leaves\n", end="", flush=True)     # one write: lines of ranks do not mix
     watch.leave()
-    print(f"rank {world.rank} has left", flush=True)
+    print(f"rank {world.rank} has left\n", end="", flush=True)
     ranks.shutdown()
 
 
