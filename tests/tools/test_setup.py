@@ -16,6 +16,8 @@ from tests.conftest import ROOT
 STAND_IN = f"""#!/bin/bash
 case "$*" in
     "-m venv "*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
+    "-m pip install uv=="*) [[ -z ${{UV:-}} ]] || {{ echo "$UV" > .venv/bin/uv; chmod +x .venv/bin/uv; }} ;;
+    "-m pip config list"*) echo "$PIP_SETTINGS"; exit ;;
     "-m pip "*) [[ "$*" != *"$PIP_HANGS"* ]] || {{ touch hangs; exec sleep 60; }}
                 [[ "$*" != *"$PIP_FAILS"* ]] || {{ echo "no such wheel"; exit 1; }} ;;
     "-c import matplotlib"*) ;;
@@ -23,7 +25,7 @@ case "$*" in
     *) exec {sys.executable} "$@" ;;
 esac
 for file in "$@"; do
-    [[ $file != /dev/fd/* ]] || names=$(echo $(sed -n 's/==.*//p' "$file"))
+    [[ $file != */pinned.txt && $file != */hashed.txt ]] || names=$(echo $(sed -n 's/==.*//p' "$file"))
 done
 echo "$*${{names:+ # $names}}" >> calls
 """
@@ -40,7 +42,8 @@ def clone(tmp_path) -> Path:
 
 
 def start(clone: Path, *arguments: str, **variables: str) -> subprocess.Popen:
-    environment = os.environ | {"PYTHON": "./python", "NO_VLLM": "1", "PIP_FAILS": "never", "PIP_HANGS": "never"}
+    environment = os.environ | {"PYTHON": "./python", "NO_VLLM": "1", "PIP_FAILS": "never", "PIP_HANGS": "never",
+                                "PIP_SETTINGS": ""}
     return subprocess.Popen(["bash", "tools/setup.sh", *arguments], cwd=clone, env=environment | variables, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
@@ -66,10 +69,12 @@ def test_a_fresh_environment_is_made_and_then_left_as_it_is(clone):
     assert out.partition(" ...")[0] == (
         f"setup: 1/3 virtual environment, Python 3.{sys.version_info.minor}")
     assert len(out.splitlines()) == 3
-    venv, *installed, imports = calls(clone)
+    venv, uv, *installed, imports = calls(clone)
+    assert uv.startswith("-m pip install uv==")
     hashed, pinned, torch = sorted(installed)                           # at the same time, so in any order
     assert venv == "-m venv .venv"
-    assert torch.startswith("-m pip install torch==") and all("--no-deps" in call for call in installed)
+    assert torch.startswith("-m pip install --no-deps --no-compile torch==")
+    assert all("--no-deps" in call for call in installed)
     assert " tyro " in pinned and " torch " not in pinned
     assert "--require-hashes" in hashed
     assert imports == "-c import matplotlib, pyarrow, pytest, transformers, tyro"
@@ -114,9 +119,40 @@ def test_a_step_that_fails_is_shown_and_the_next_run_starts_anew(clone):
 
 
 def test_torch_comes_from_its_own_index_if_need_be(clone):
-    setup(clone, PIP_FAILS="install torch==")
-    assert any("pip install --index-url https://download.pytorch.org/whl/cpu torch==" in call for call in calls(clone))
-    assert (clone / ".venv/setup.log").read_text() == "no such wheel\n"
+    setup(clone, PIP_FAILS="no-compile torch==")
+    assert any("--index-url https://download.pytorch.org/whl/cpu torch==" in call for call in calls(clone))
+    assert (clone / ".venv/setup.log").read_text().count("no such wheel") == 1
+
+
+# Says what it was asked to do and where to look. `pip install` of two kinds of packages works.
+UV = """#!/bin/bash
+echo "uv $* index=$UV_DEFAULT_INDEX links=$UV_FIND_LINKS cert=$SSL_CERT_FILE" >> calls
+[[ "$*" != *"${UV_FAILS:-never}"* ]]
+"""
+SETTINGS = """:env:.cert='/certificates'
+:env:.find-links='/wheels'
+global.extra-index-url='https://other/simple'
+global.find-links='/ignored'
+user.index-url='https://mirror/simple'"""
+
+
+def test_uv_installs_where_it_can_be_had(clone):
+    """With pip's own settings, the first of each; pip installs what uv does not."""
+    setup(clone, UV=UV, PIP_SETTINGS=SETTINGS, SSL_CERT_FILE="", UV_DEFAULT_INDEX="", UV_FIND_LINKS="")
+    _, _, *installed, _ = calls(clone)
+    hashed, pinned, torch = sorted(installed)
+    where = " index=https://mirror/simple links=/wheels cert=/certificates"
+    common = "uv pip install --python .venv/bin/python --no-deps "
+    assert hashed == f"{common}--require-hashes -r .venv/hashed.txt{where}"
+    assert pinned == f"{common}-r .venv/pinned.txt{where}"
+    assert torch.startswith(f"{common}torch==") and torch.endswith(where)
+    (clone / "requirements-cpu.txt").open("a").write("new==1.0\n")
+    setup(clone, UV=UV, UV_FAILS="pinned.txt", UV_DEFAULT_INDEX="https://mine", SSL_CERT_FILE="", UV_FIND_LINKS="")
+    made = calls(clone)
+    assert [call.split()[0] for call in made].count("uv") == 3
+    (by_pip,) = [call for call in made if call.startswith("-m pip install --no-deps --no-compile -r")]
+    assert " tyro " in by_pip and by_pip.endswith(" new") and " torch " not in by_pip
+    assert any("index=https://mine links= cert=" in call for call in made)
 
 
 def test_killed_half_way_it_starts_anew(clone):
