@@ -7,7 +7,7 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 RUN useradd --create-home --uid 1000 plainrl && install --directory --owner plainrl --group plainrl /plainrl
 WORKDIR /plainrl
 USER 1000
-ENV PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1
+ENV PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1
 
 # The packages come first: a change of the code makes no layer of them anew.
 COPY --chown=plainrl:plainrl requirements*.txt ./

@@ -14,3 +14,6 @@ export MALLOC_TOP_PAD_ := 67108864
 export TORCH_CPP_LOG_LEVEL := ERROR
 # Without bfloat16 instructions a CPU emulates its products, at an eighth of float32's speed (measured, AVX2).
 export DTYPE := $(shell grep -qs bf16 /proc/cpuinfo || echo --policy.compute-dtype float32)
+# Images of containers like to set it. Each process would then compile all that it imports, which is half of the seconds
+# until torch and vLLM are there (measured).
+unexport PYTHONDONTWRITEBYTECODE

@@ -16,6 +16,7 @@ NO_VLLM=${NO_VLLM:-}
 [[ ${1:-} != gpu ]] || VENV=${VENV:-.venv-gpu}
 VENV=${VENV:-.venv}
 log=$VENV/setup.log
+unset PYTHONDONTWRITEBYTECODE  # what the imports compile stays
 
 fail() {
     echo "error: $*" >&2
