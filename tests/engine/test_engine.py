@@ -474,8 +474,8 @@ def test_in_flight_without_correction_is_said(has_correction, smollm, world, cap
 ])
 def test_other_vllm_versions_are_refused(installed, said, smollm, world, monkeypatch):
     hf_config = read_config(smollm, ModelConfig())
-    found = [types.SimpleNamespace(name="vllm", version=installed)] if installed else []
-    monkeypatch.setattr("importlib.metadata.distributions", lambda: found)
+    found = [types.SimpleNamespace(version=installed)] if installed else []
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: found if name == "vllm" else [])
     with pytest.raises(ValueError, match=rf"needs vllm 0.26.\* or 0.32.\*, installed is {said}: install"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
 
@@ -483,5 +483,5 @@ def test_other_vllm_versions_are_refused(installed, said, smollm, world, monkeyp
 @pytest.mark.parametrize("installed", ["0.26.0", "0.32.0+cu130"])
 def test_two_vllm_versions_are_taken(installed, smollm, world, monkeypatch):
     monkeypatch.setattr("importlib.metadata.distributions",
-                        lambda: [types.SimpleNamespace(name="vllm", version=installed)])
+                        lambda name: [types.SimpleNamespace(version=installed)] if name == "vllm" else [])
     check_rollout(RolloutConfig(max_response_length=40), read_config(smollm, ModelConfig()), world, 200)
