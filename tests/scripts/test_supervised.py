@@ -304,6 +304,7 @@ def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):
         check(dataclasses.replace(args, **flags))
 
 
+@pytest.mark.slow
 def test_two_steps_on_the_135m_model(smollm, tmp_path):
     """The same four rows twice: their loss falls, and the chosen answers gain on the rejected ones."""
     rows = [{"prompt": f"What is {n} + 2?", "response": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(4)]
