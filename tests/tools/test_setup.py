@@ -20,7 +20,7 @@ case "$*" in
     "-m pip config list"*) echo "$PIP_SETTINGS"; exit ;;
     "-m pip "*) [[ "$*" != *"$PIP_HANGS"* ]] || {{ touch hangs; exec sleep 60; }}
                 [[ "$*" != *"$PIP_FAILS"* ]] || {{ echo "no such wheel"; exit 1; }} ;;
-    "-c import matplotlib"*) ;;
+    "-c import matplotlib"* | "-c from vllm"*) [[ "$*" != *"$IMPORT_FAILS"* ]] || {{ echo "no module"; exit 1; }} ;;
     "tools/doctor.py"*) PYTHONPATH=packages exec {sys.executable} -S "$@" ;;
     *) exec {sys.executable} "$@" ;;
 esac
@@ -43,7 +43,7 @@ def clone(tmp_path) -> Path:
 
 def start(clone: Path, *arguments: str, **variables: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHON": "./python", "NO_VLLM": "1", "PIP_FAILS": "never", "PIP_HANGS": "never",
-                                "PIP_SETTINGS": ""}
+                                "PIP_SETTINGS": "", "IMPORT_FAILS": "never"}
     return subprocess.Popen(["bash", "tools/setup.sh", *arguments], cwd=clone, env=environment | variables, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
@@ -77,7 +77,7 @@ def test_a_fresh_environment_is_made_and_then_left_as_it_is(clone):
     assert all("--no-deps" in call for call in installed)
     assert " tyro " in pinned and " torch " not in pinned
     assert "--require-hashes" in hashed
-    assert imports == "-c import matplotlib, pyarrow, pytest, transformers, tyro"
+    assert imports == "-c import matplotlib, pyarrow, pytest, tyro; from transformers import AutoModelForCausalLM"
     assert not (clone / ".venv/half-made").exists()
     assert setup(clone) == "setup: .venv is complete\n"
     assert calls(clone) == []
@@ -91,7 +91,7 @@ def test_a_changed_pin_or_choice_installs_again(clone):
     assert len(list((clone / ".venv").glob("complete-*"))) == 1
     calls(clone)
     assert "3/3" in setup(clone, NO_VLLM="")
-    assert calls(clone)[-1].endswith("tyro; from vllm import LLM")
+    assert "-c from vllm import LLM" in calls(clone)[-2:]
 
 
 def by_hash(made: list[str]) -> str:
@@ -116,6 +116,13 @@ def test_a_step_that_fails_is_shown_and_the_next_run_starts_anew(clone):
     out = setup(clone)
     assert out.startswith("setup: .venv is half-made (an earlier set-up did not finish); making it anew\n")
     assert not (clone / ".venv/leftover").exists() and not (clone / ".venv/half-made").exists()
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "vllm"])
+def test_packages_that_cannot_be_imported_are_no_environment(clone, package):
+    out = setup(clone, code=1, NO_VLLM="", IMPORT_FAILS=package)
+    assert "trying the imports ... failed" in out and "no module" in out
+    assert (clone / ".venv/half-made").exists()
 
 
 def test_torch_comes_from_its_own_index_if_need_be(clone):
