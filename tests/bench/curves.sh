@@ -143,9 +143,9 @@ reward-model() {
     for seed in ${SEEDS:-1 2 3}; do
         # shellcheck disable=SC2086
         .venv/bin/python rm.py --model models/SmolLM2-135M-Instruct --train-data "$out/pairs/train.parquet" \
-            --val-data "$out/pairs/test.parquet" --run-dir "$out/rm$seed" --seed "$seed" --total-steps 40 \
+            --val-data "$out/pairs/test.parquet" --run-dir "$out/rm$seed" --seed "$seed" --total-steps 60 \
             --rows-per-step 16 --max-tokens-per-gpu 1024 --optim.lr 1e-4 --optim.warmup-steps 4 \
-            --optim.schedule linear --optim.min-lr-frac 0.1 --eval-every 20 --eval-prompts 128 --save.keep 1 \
+            --optim.schedule linear --optim.min-lr-frac 0.1 --eval-every 30 --save.keep 1 \
             ${DTYPE:-} ${SHORT:-}
         STEPS="--total-steps 14 --eval-every 7"
         train ppo.py --run-dir "$out/ppo$seed" --seed "$seed" --minibatches-per-step 1 --critic-optim.lr 1e-4 \
