@@ -146,8 +146,8 @@ def main(jobs: list[list]) -> None:
     from common.model import loading
     from common.parallel import ranks
 
-    vllm = types.SimpleNamespace(name="vllm", version="0.32.0")
-    make.importlib = types.SimpleNamespace(metadata=types.SimpleNamespace(distributions=lambda: [vllm]))
+    vllm = types.SimpleNamespace(version="0.32.0")
+    make.importlib = types.SimpleNamespace(metadata=types.SimpleNamespace(distributions=lambda name: [vllm]))
     write = Checkpoints._write
     Checkpoints._write = lambda self, *arguments: device.in_this_thread(write, self, *arguments)
     world = ranks.init()
