@@ -33,6 +33,9 @@ if __name__ == "__main__":
             said[name] = ["", ""]
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
-        if scoring := vars(names["run"]).get("scoring") if "run" in names else None:
-            scoring.close()                                             # after an error a run closes nothing
+        made = vars(names["run"]) if "run" in names else {}              # after an error a run closes nothing
+        if "scoring" in made:
+            made["scoring"].close()
+        if "watchdog" in made:                                          # its thread in C++ would abort Python's end
+            made["watchdog"].leave()
     Path(folder, "said.json").write_text(json.dumps(said))
