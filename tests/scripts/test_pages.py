@@ -56,7 +56,7 @@ def flags_of_scripts() -> set[str]:
 def flags_of_tools() -> set[str]:
     """Of argparse, of tyro's dataclasses and functions, and names that `tyro.conf.arg` gives."""
     found = set()
-    folders = ("tools", "data", "tests/bench", "tests/gpu", "tests/cuda", "tests/checkpoint")
+    folders = ("tools", "data", *(f"tests/{name}" for name in ("bench", "gpu", "cuda", "checkpoint", "model")))
     for file in [file for folder in folders for file in (ROOT / folder).glob("*.py")]:
         text = file.read_text()
         found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text))
