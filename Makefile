@@ -38,7 +38,7 @@ try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), a
 	@.venv/bin/python -m tools.try_script $(SCRIPT) $(ARGS)
 learn seeds adapters optimizers: model data ## the quickstart with every script (40 minutes), three seeds (20), LoRA ranks (25), Muon beside AdamW
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
-reward-model: model data ## pairs of responses, a reward model, ppo.py with it (SEEDS="1 2 3": 35 minutes each), curves
+reward-model: model data ## pairs of responses, a reward model, ppo.py with it (SEEDS="1 2 3": about 35 minutes each), curves
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
 agent: model ## episodes with a calculator: a supervised warm start, then GRPO (SEEDS="1 2 3": 10 minutes each), curves, page
 	@ARGS="$(ARGS) $(if $(NO_VLLM),--rollout.engine hf)" tests/bench/curves.sh $@

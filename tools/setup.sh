@@ -85,7 +85,7 @@ empty_if_unusable() {
     rm -f "$VENV"/complete-*
 }
 
-# uv takes an eighth of pip's CPU seconds. It reads no settings of pip, so those that say where packages are go with it.
+# uv takes a quarter of pip's CPU seconds. It reads no settings of pip, so those that say where packages are go with it.
 # Where uv could not be installed, or does not find or get something, pip installs.
 install() {
     local settings variable value found=()

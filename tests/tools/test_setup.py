@@ -153,7 +153,8 @@ def test_uv_installs_where_it_can_be_had(clone):
     assert hashed == f"{common}--require-hashes -r .venv/hashed.txt{where}"
     assert pinned == f"{common}-r .venv/pinned.txt{where}"
     assert torch.startswith(f"{common}torch==") and torch.endswith(where)
-    (clone / "requirements-cpu.txt").open("a").write("new==1.0\n")
+    with (clone / "requirements-cpu.txt").open("a") as file:
+        file.write("new==1.0\n")
     setup(clone, UV=UV, UV_FAILS="pinned.txt", UV_DEFAULT_INDEX="https://mine", SSL_CERT_FILE="", UV_FIND_LINKS="")
     made = calls(clone)
     assert [call.split()[0] for call in made].count("uv") == 3
