@@ -115,7 +115,7 @@ class Batch:
 
         `masks` is False on tool output, whose rollout_logp becomes 0; without it the whole response was sampled. A
         response without tokens stays as its prompt alone, without a mask: it has no loss and is in no denominator.
-        Raises ValueError, naming the sample, for log-probs that are not finite."""
+        Raises ValueError, naming the response, for log-probs that are not finite."""
         assert all(map(len, prompts)), "a prompt is empty: the first response token must follow something"
         for rows in (rollout_logps, masks):
             assert rows is None or list(map(len, rows)) == list(map(len, responses)), "one number for each token"
@@ -133,11 +133,7 @@ class Batch:
         batch = cls(tokens, mask, offsets(lengths), index, number)
         if rollout_logps is not None:
             batch.rollout_logp = flat(zeros, rollout_logps, np.float32).where(mask, 0.0)
-            broken = (~batch.rollout_logp.isfinite()).nonzero()[:, 0]
-            if len(broken):
-                t = broken[0]
-                raise ValueError(f"sample {batch.sequence_ids[t]}, token {batch.position_ids[t]}: the engine's "
-                                 f"log-prob is {batch.rollout_logp[t]}, must be finite: check the engine")
+            batch.check_finite("the engine's log-prob", batch.rollout_logp, "check the engine")
         return batch
 
     def dummy(self) -> "Batch":
@@ -150,13 +146,13 @@ class Batch:
             zeros[name] -= 1
         return Batch.of_fields(zeros, self.cu_seqlens.new_tensor([0, 2]))
 
-    def check_finite(self, name: str, x: Tensor) -> None:
+    def check_finite(self, name: str, x: Tensor, advice: str = "look at grad_norm before, and at its text") -> None:
         """Refuse NaN and infinity in a per-token tensor [T], naming the first response that has some."""
         broken = (~x.isfinite()).nonzero()[:, 0]
         if len(broken):
             t = broken[0]
             raise ValueError(f"{name} is {x[t]} for response {self.index[self.sequence_ids[t]]} at its token "
-                             f"{self.position_ids[t]}: look at grad_norm of earlier steps, and at the response's text")
+                             f"{self.position_ids[t]}: {advice}")
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """A number for each response of the step, [S] -> float32 [T] of this batch: the response's number on each of

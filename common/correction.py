@@ -154,9 +154,7 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, c
             for kind, over, (below, above) in zip(config.reject, config.reject_over, bounds):
                 estimate = _over_response(_estimate(kind, log_ratio), over, batch, mask)                    # [T]
                 batch.mask = batch.mask & (estimate >= below) & (estimate <= above)
-            sampled = batch.mask.nonzero()[:, 0]
-            batch.sampled = sampled
-            batch.known["sampled"] = sampled
+            batch.sampled = batch.known["sampled"] = batch.mask.nonzero()[:, 0]
         meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
         lost = had_tokens & ~_has_tokens(batch)                                                             # [S]
         meter.mean("rollout_corr/rejected_frac", lost, had_tokens)

@@ -32,9 +32,8 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
         model.version += 1  # the engine's weights are old now: its next `wake` loads these
     model.skipped_in_a_row = 0 if norm.isfinite() else model.skipped_in_a_row + 1
     if model.skipped_in_a_row >= config.max_skipped_steps:
-        raise RuntimeError(
-            f"the gradient norm was not finite {model.skipped_in_a_row} times in a row (--optim.max-skipped-steps): "
-            f"lower --optim.lr, look at actor/ppo_kl and training/rollout_probs_diff_max of the steps before"
-        )
+        raise RuntimeError(f"the gradient norm was not finite {model.skipped_in_a_row} times in a row (--optim."
+                           f"max-skipped-steps): lower --optim.lr, look at actor/ppo_kl and "
+                           f"training/rollout_probs_diff_max of the steps before")
     optimizer.zero_grad(set_to_none=True)  # also after a skipped step: its gradients must not reach the next one
     return float(norm)

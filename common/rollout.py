@@ -264,9 +264,7 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
         lengths, sequence_cost(lengths, layout.hf_config), sequence_runs, index.numpy(),
         rollout.group[index].numpy() if share_prompt else None, prompt_lengths.numpy(),
     )
-    plan = plan_step(
-        sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size
-    )
+    plan = plan_step(sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size)
     batch = batch.select(torch.from_numpy(np.flatnonzero(sequence_runs[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
     counted_lengths = rollout.response_lengths * in_loss                                            # [S]

@@ -71,10 +71,8 @@ class Run(Training):
         """Also check the flags of the engine, read the prompts, start the reward workers."""
         super().__enter__()
         args = self.args
-        self.max_sequence_length = check_rollout(
-            args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
-            self.correction.covers_cut_sampling, args.policy.router_replay,
-        )
+        self.max_sequence_length = check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
+                                                 self.correction.covers_cut_sampling, args.policy.router_replay)
         all_columns = bool(args.rollout.episode)
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
@@ -104,6 +102,7 @@ class Run(Training):
             [prompt.tokens for prompt in self.train_set[:4]], stop_tokens(args.model, self.tokenizer),
             self.max_sequence_length, args.seed, beside_engine_gb,
         ))
+        self.engine_bytes = self.engine.pool_bytes
         self.closing.callback(self.engine.close)
         if args.reward_model.path and self.world.samples:
             self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)

@@ -87,6 +87,7 @@ class Training:
     begin to exist later than the object."""
 
     max_sequence_length: int  # most tokens of a prompt and its response; scripts that do not sample set it
+    engine_bytes = 0  # of a GPU: the engine's own, which torch counts as the trainer's, also while the engine sleeps
 
     def __init__(self, args: TrainArgs):
         self.args = args
@@ -292,8 +293,8 @@ class Training:
         args, done = self.args, step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
-        peak = peak_flops(self.world, args.policy.compute_dtype)
-        self.metrics |= step_metrics(self.meter, self.timer, self.world, lengths, minibatches, (flops, peak))
+        used = (flops, peak_flops(self.world, args.policy.compute_dtype), self.engine_bytes)
+        self.metrics |= step_metrics(self.meter, self.timer, self.world, lengths, minibatches, used)
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
         state |= {"sampler": self.sampler.state_dict(), "script": self.script_state}

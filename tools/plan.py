@@ -107,7 +107,7 @@ class Command:
         )
         moments = [
             (at_start, hidden, 0),
-            (in_block, self.tokens * in_forward(model), 0),
+            (in_block, self.tokens * in_forward(model) + hidden, 0),    # the loop has the embedding and the input
             (in_head, hidden, model.tiles(self.tokens)),
         ]
         return {part: x / GIB for part, x in zip(IN_PASSES, max(moments, key=sum))}

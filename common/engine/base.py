@@ -125,6 +125,7 @@ class Engine:
         self.probe = [list(prompt) for prompt in setup.probe]
         self.name_of: Callable[[str], str] = lambda weight: weight  # the engine's name of a weight of the trainer's
         self.awake = False
+        self.pool_bytes = 0  # of the engine's own allocator on a GPU
         self.offload = Offload(OffloadConfig(), [], [])
         """Moves trainer tensors to the host while the engine is awake. Set it once the optimizer exists."""
         self._loaded: int | None = None

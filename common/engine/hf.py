@@ -91,12 +91,9 @@ class HFEngine(Engine):
             cache.reorder_cache(ids.new_zeros(ROWS))  # ROWS times its only row; states of linear attention too
             self.chosen += zip(*(router.own[:, None].expand(-1, ROWS, -1) for router in self.routers))
         self.model.generate(
-            ids,
-            GenerationConfig(max_new_tokens=sampling.max_response_length),
-            logits_processor=[self._sample],
+            ids, GenerationConfig(max_new_tokens=sampling.max_response_length),
+            attention_mask=torch.ones_like(ids), past_key_values=cache, logits_processor=[self._sample],
             stopping_criteria=[lambda *_: self.stop() or all(r.response.finish_reason for r in self.block)],
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
         )
         for row, request in enumerate(self.block):
             if request.response.finish_reason:

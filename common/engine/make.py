@@ -17,10 +17,8 @@ from common.parallel.ranks import World, check_at_least, print_on_main
 VLLM_SUPPORTED = ("0.26.", "0.32.")  # 0.26 is the last one for torch 2.11
 
 
-def check_rollout(
-    config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int,
-    has_correction: bool = False, router_replay: str = "none",
-) -> int:
+def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int,
+                  has_correction: bool = False, router_replay: str = "none") -> int:
     """Refuse what cannot work, before anything heavy. Returns the maximum length of a sequence (prompt and response) in
     tokens.
 

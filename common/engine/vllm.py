@@ -83,8 +83,7 @@ class VLLMEngine(Engine):
             from vllm import LLM
 
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
-            extra = {} if self.on_cpu else {"moe_backend": "triton"}
-            extra |= json_object("--rollout.extra", config.extra)
+            extra = ({} if self.on_cpu else {"moe_backend": "triton"}) | json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
         self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
@@ -95,9 +94,11 @@ class VLLMEngine(Engine):
         if mapper is not None:
             self.name_of = replace(mapper, orig_to_new_stacked={})._map_name  # what is fused is compared in parts
         self._sleep()
+        self.pool_bytes = torch.cuda.memory_reserved()  # torch counts its pools on, though what they had is unmapped
 
     def _wake_weights(self) -> None:
-        if not self.on_cpu:  # vLLM empties torch's cache before, whose blocks its own allocator cannot use
+        if not self.on_cpu:
+            torch.cuda.empty_cache()  # its blocks are of no use to vLLM's own allocator; vLLM 0.26 leaves them
             self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
@@ -115,6 +116,7 @@ class VLLMEngine(Engine):
 
     def _wake_cache(self) -> None:
         if not self.on_cpu:
+            torch.cuda.empty_cache()  # what the sync took
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.llm_engine.reset_encoder_cache()  # the old tower's
         # the cache holds keys and values of the old weights

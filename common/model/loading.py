@@ -1,6 +1,7 @@
 """Load a policy or a critic from a Hugging Face folder and shard it with FSDP2: each rank reads its own shards."""
 
 import importlib.util
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
         model.base_model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)
     if uses_liger(world.device, hf_config, config):
+        logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # else it tells of kernels for other accelerators
         apply_liger_kernel(model, LIGER_KERNELS)
     if weights.lora.rank:
         add_adapters(model, weights.lora, weights.dtype)

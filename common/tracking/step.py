@@ -32,12 +32,13 @@ def peak_flops(world: World, dtype: str) -> float | None:
 
 
 def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, minibatches: list[Minibatch],
-                 flops: tuple[float, float | None]) -> dict[str, float]:
+                 used: tuple[float, float | None, int]) -> dict[str, float]:
     """The step's metrics; the only place where its meter is reduced. All ranks call this together.
 
-    `lengths` [S]: tokens of the sequences in the update. `minibatches`: this rank's micro-batches. `flops`: of the
-    policy's updates on all ranks; and the peak FLOP/s of one rank's chip (None: unknown, then there is no MFU)."""
-    update_flops, peak = flops
+    `lengths` [S]: tokens of the sequences in the update. `minibatches`: this rank's micro-batches. `used`: FLOPs of the
+    policy's updates on all ranks; the peak FLOP/s of one rank's chip (None: unknown, then there is no MFU); and bytes
+    of the engine's own allocator, which are no memory of the trainer."""
+    update_flops, peak, engine_bytes = used
     num_tokens = int(lengths.sum())
     here = torch.tensor([float(sum(len(microbatch.tokens) for microbatch in chain(*minibatches)))])
     meter.max("global_seqlen/balanced_max", here)
@@ -45,8 +46,9 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss                        # Linux counts in KiB
     meter.max("perf/cpu_memory_peak_gb", torch.tensor(resident / 2**30))
     if world.device.type == "cuda":
-        meter.max("perf/max_memory_allocated_gb", torch.tensor(torch.cuda.max_memory_allocated() / 2**30))
-        meter.max("perf/max_memory_reserved_gb", torch.tensor(torch.cuda.max_memory_reserved() / 2**30))
+        most = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]) - engine_bytes
+        meter.max("perf/max_memory_allocated_gb", most[0] / 2**30)
+        meter.max("perf/max_memory_reserved_gb", most[1] / 2**30)
     metrics = meter.reduce() | timer.metrics() | {"timing_s/step": time.perf_counter() - timer.start}
     as_sampled = [int(part.sum()) for part in np.array_split(lengths, world.size)]              # tokens by rank
     metrics |= spread("global_seqlen", torch.tensor(as_sampled)) | {

@@ -125,8 +125,10 @@ def test_build_defaults():
     ({"prompts": [[1], []]}, "a prompt is empty"),
     ({"rollout_logps": [[-1.0, -1.0], [-1.0, -1.0]]}, "one number for each token"),
     ({"masks": [[True], [True]]}, "one number for each token"),
-    ({"rollout_logps": [[-1.0, -1.0], [math.nan]]}, "sample 1, token 1: the engine's log-prob is nan"),
-    ({"rollout_logps": [[-1.0, -math.inf], [-1.0]]}, "sample 0, token 2: the engine's log-prob is -inf"),
+    ({"rollout_logps": [[-1.0, -1.0], [math.nan]]},
+     "the engine's log-prob is nan for response 1 at its token 1: check the engine"),
+    ({"rollout_logps": [[-1.0, -math.inf], [-1.0]]},
+     "the engine's log-prob is -inf for response 0 at its token 2: check the engine"),
     ({"index": [3]}, r"Batch.index has shape \[1\], must be \[2\]: one per response"),
 ])
 def test_build_refuses(arguments, message):

@@ -264,7 +264,7 @@ def reports(world, device) -> dict:
         torch.ones(4, device="cuda").mul_(2)
     waited = device.reads["common/metrics.py:__call__"]
     torch.empty(2**26, dtype=torch.uint8, device="cuda")                # is gone at once
-    metrics = step_metrics(Meter(), timer, world, np.array([3]), [[batch]], (0.0, None))
+    metrics = step_metrics(Meter(), timer, world, np.array([3]), [[batch]], (0.0, None, 2**24))
     peaks = {name: metrics[f"perf/max_memory_{name}_gb"] for name in ("allocated", "reserved")}
     left, meter, values = device.allocator.allocated, Meter(), torch.arange(4.0, device="cuda")
     device.reads.clear()

@@ -135,14 +135,16 @@ def cycle(engine, policy) -> dict:
     return metrics | engine.sleep()
 
 
-def test_the_order_of_a_cycle(start):
+def test_the_order_of_a_cycle(start, monkeypatch):
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 7 * len(StandIn.log))    # after the first sleep
     engine, policy = start()
     made, used = StandIn.log.copy(), engine.llm.options["gpu_memory_utilization"]
-    assert made == [("sleep", 2)]
+    assert made == [("sleep", 2)] and engine.pool_bytes == 7
     assert used == min((80 - 4 - 1.5) / 80, 0.92) and engine.llm.options["enable_sleep_mode"]
     StandIn.log.clear()
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: StandIn.log.append("empty"))
     metrics = cycle(engine, policy)
-    assert StandIn.log == [("wake", "weights"), "load", ("wake", "kv_cache"), "reset", ("sleep", 2)]
+    assert StandIn.log == ["empty", ("wake", "weights"), "load", "empty", ("wake", "kv_cache"), "reset", ("sleep", 2)]
     assert metrics["sleep/used_gb"] == StandIn.kept
 
 

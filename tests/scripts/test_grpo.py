@@ -242,7 +242,7 @@ def test_broken_weights_are_refused_with_the_sample(tiny, tmp_path):
     flags += ("--reward.function", f"{REWARD}:compute_score")
     done = launch("grpo.py", *flags, warm=True, check=False)
     assert done.returncode == 2
-    assert re.search(r"error: sample \d+, token \d+: the engine's log-prob is nan", done.stderr)
+    assert re.search(r"error: the engine's log-prob is nan for response \d+ at its token \d+: check", done.stderr)
     assert len(metrics_of(tmp_path)) == 1
 
 
