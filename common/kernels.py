@@ -133,8 +133,9 @@ def _slope(z: Tensor, logsumexp: Tensor, grad_logp: Tensor, entropy: Tensor, gra
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     """On a GPU what is done to a tile is a quarter of a small model's update, and one or two kernels do it instead of
-    seven. The first call takes some seconds. "deterministic": another run must not choose other kernels."""
-    return torch.compile(function, dynamic=True, options={"deterministic": True})
+    seven. The first call takes some seconds. "deterministic": another run must not choose other kernels.
+    "compile_threads": two small kernels need no pool of processes on each rank."""
+    return torch.compile(function, dynamic=True, options={"deterministic": True, "compile_threads": 1})
 
 
 def linear_divergence(student: tuple[Tensor, Head], teacher: tuple[Tensor, Head],

@@ -238,7 +238,7 @@ BREAKS = [
          OPTIMIZERS),
         ("table of codes on the host", "torch.cat([sizes, torch.ones(1)]).float().to(device)",
          "torch.cat([sizes, torch.ones(1)]).float()", "the kernel refuses", OPTIMIZERS),
-        ("a step of whole weights", "PIECE = 2**20", "PIECE = 2**40", "float32 copies of the largest weight",
+        ("a step of whole weights", '"cuda": 2**22', '"cuda": 2**40', "float32 copies of the largest weight",
          OPTIMIZERS),
     ),
     *of(

@@ -212,7 +212,7 @@ def saves(folder: Path, world, device) -> dict:
 
 
 def optimizers(folder: Path, world, device) -> dict[str, int]:
-    """Bytes that the second step of each kind takes beside what is there: of a small model, and of one matrix with 4
+    """Bytes that the second step of each kind takes beside what is there: of a small model, and of one matrix with 16
     million weights."""
     import torch
     from torch.distributed.fsdp import fully_shard
@@ -233,7 +233,7 @@ def optimizers(folder: Path, world, device) -> dict[str, int]:
         before = device.allocator.allocated
         optimizer.step()
         found[kind] = device.allocator.peak_allocated - before
-        layer = torch.nn.Linear(2048, 2048, bias=False, device=world.device, dtype=WEIGHTS[kind])
+        layer = torch.nn.Linear(4096, 4096, bias=False, device=world.device, dtype=WEIGHTS[kind])
         fully_shard(layer, mesh=world.mesh)
         optimizer = make_optimizer(layer, OptimConfig(kind=kind))
         for _ in range(2):
@@ -241,7 +241,7 @@ def optimizers(folder: Path, world, device) -> dict[str, int]:
             device.allocator.reset_peaks()
             before = device.allocator.allocated
             optimizer.step()
-        found[f"{kind}, 4 million"] = device.allocator.peak_allocated - before
+        found[f"{kind}, 16 million"] = device.allocator.peak_allocated - before
     return found
 
 
