@@ -23,15 +23,12 @@ TRAIN, VAL = ROOT / "data/word_problems/train.parquet", ROOT / "data/word_proble
 
 # Measured, longest first; with `--dist loadfile --no-loadscope-reorder` the workers then end together.
 LONGEST_FILES = (
-    "checkpoint/test_resume.py", "scripts/test_scripts.py", "scripts/test_grpo.py", "scripts/test_slurm.py",
-    "engine/test_sync.py", "cuda/test_scripts_on_cuda.py", "checkpoint/test_faults.py", "engine/test_engine.py",
-    "scripts/test_evaluate.py", "scripts/test_rm.py",
-    "scripts/test_online_dpo.py", "parallel/test_layout.py", "cuda/test_memory_plan.py", "cuda/test_memory.py",
-    "parallel/test_sequence_parallel.py", "parallel/test_exchange.py", "scripts/test_supervised.py",
-    "parallel/test_expert_parallel.py",
-    "cuda/test_many_ranks.py", "cuda/test_step_on_cuda.py", "model/test_liger.py",
-    "scripts/test_any_script.py", "scripts/test_distillation.py", "common/test_correction.py",
-    "model/test_packing_check.py", "engine/test_engine_cuda.py", "checkpoint/test_chaos.py",
+    "checkpoint/test_resume.py", "scripts/test_async.py", "scripts/test_scripts.py", "scripts/test_grpo.py",
+    "checkpoint/test_watch.py", "engine/test_engine.py", "cuda/test_scripts_on_cuda.py", "scripts/test_evaluate.py",
+    "engine/test_sync.py", "checkpoint/test_faults.py", "forks/test_forks.py", "engine/test_episodes.py",
+    "vision/test_episodes.py", "cuda/test_memory.py", "gpu/test_first_hour.py", "cuda/test_memory_plan.py",
+    "engine/test_in_flight.py", "tools/test_play.py", "scripts/test_agents.py", "scripts/test_slurm.py",
+    "model/test_bf16_adamw.py", "parallel/test_layout.py", "scripts/test_rm.py", "scripts/test_distill.py",
 )
 
 NO_BROWSER = "no Chromium: apt-get install chromium"

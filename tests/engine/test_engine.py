@@ -20,13 +20,14 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
 from common.prompts import DataConfig
 from rewards import json_object
-from tests.conftest import TRAIN
+from tests.conftest import FAST_DTYPE, TRAIN
 from tests.engine.engine_models import make_model
 from tests.engine.episode_runs import Runs, make_prompt
 from tests.generate import generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 SAMPLING = SamplingConfig(temperature=1.0, max_response_length=12)
+COMPUTE = FAST_DTYPE[-1] if FAST_DTYPE else "bfloat16"      # of the real model, in engine and trainer
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def start(kind, model, world, prompts, compute_dtype="bfloat16", **flags):
 
 @pytest.fixture(scope="module")
 def policy(smollm, world):
-    return load_policy(smollm, ModelConfig(), world)
+    return load_policy(smollm, ModelConfig(compute_dtype=COMPUTE), world)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def process(world):
 
 @pytest.fixture(scope="module")
 def vllm(smollm, world, prompts, process):
-    engine = start("vllm", smollm, world, prompts)
+    engine = start("vllm", smollm, world, prompts, COMPUTE)
     yield engine
     engine.close()
 
