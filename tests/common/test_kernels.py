@@ -353,3 +353,22 @@ def test_bfloat16_divergences_sum_the_heads_gradient_in_float32():
 
     exact, ours = gradient(F64, 128), gradient(BF16, 1)
     assert ((ours - exact).abs() / exact.abs().max()).max() < 2**-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_entropy_grad", [False, True])
+def test_compiled_tiles_are_those_of_the_same_code(with_entropy_grad, monkeypatch):
+    """What GPUs run, compiled for a CPU, with tiles of several sizes."""
+    found = []
+    for compiled in (False, True):
+        hidden, weight, targets, up = inputs(N=37, H=8, V=300, dtype=F32)
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        monkeypatch.setattr(kernels, "CPU_TILE", (16, 128))
+        if compiled:
+            for name in ("_absorb", "_slope"):
+                monkeypatch.setattr(kernels, name, kernels._compiled(getattr(kernels, name)))
+        logp, entropy, sum_p2 = kernels.linear_logp(hidden, Head(weight), targets, 0.7, with_entropy_grad, True)
+        loss = (logp * up[0]).sum() + ((entropy * up[1]).sum() if with_entropy_grad else 0)
+        found.append([logp, entropy, sum_p2, *torch.autograd.grad(loss, leaves)])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-5)
