@@ -111,6 +111,7 @@ def test_an_engine_that_is_there_is_in_the_report():
     assert installed("vllm")[0].isdigit() and installed("no-such-package") == "not installed"
 
 
+@pytest.mark.slow                                                      # an H100 has run them: tests/evidence/h100.md
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_parts_measure_on_a_gpu(tmp_path):
     """On the stand-in for CUDA, whose memory is counted: the branches for GPUs run, and a phase takes no more than is

@@ -68,7 +68,7 @@ def test_two_real_steps_with_vllm(request, small_val, tmp_path, script, model, f
         flags = [*flags, "--optim.lr", "1e-3", "--reward.function", f"{REWARD}:compute_score"]
     launch(
         script, "--model", folder, "--train-data", str(TRAIN), "--val-data", small_val, "--run-dir", str(tmp_path),
-        "--data.max-prompt-length", "200", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2",
+        "--data.max-prompt-length", "200", "--prompts-per-step", "2", "--samples-per-prompt", "4", "--total-steps", "2",
         "--rollout.max-response-length", "24", "--rollout.max-num-seqs", "16", "--rollout.kv-cache-gb", "0.25",
         "--eval-n", "0", "--optim.lr", "1e-5", "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048",
         *FAST_DTYPE, *flags,
