@@ -132,7 +132,7 @@ def _slope(z: Tensor, logsumexp: Tensor, grad_logp: Tensor, entropy: Tensor, gra
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    """On an H100 what is done to a tile was a fifth of a 0.6B model's update; now one or two kernels do it, not seven.
+    """On an H100 what is done to tiles was a sixth of a 0.6B model's update. Now each of the two is one kernel.
     The first call takes some seconds. "deterministic": another run must not choose other kernels.
     "compile_threads": two small kernels need no pool of processes on each rank."""
     return torch.compile(function, dynamic=True, options={"deterministic": True, "compile_threads": 1})

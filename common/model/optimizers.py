@@ -22,8 +22,8 @@ from common.parallel.ranks import seed_of
 WEIGHTS = {"adamw": torch.float32, "muon": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
 """--optim.kind -> the dtype of trained weights, of their gradients and of moments that are no codes."""
 PIECE = {"cpu": 2**20, "cuda": 2**22}
-"""Number of values that are computed in float32 at a time, a multiple of every block. A piece takes some 40 kernels: on
-an H100 the host needed 12 us to launch each, and with pieces of 2**20 a step took 18 times as long as AdamW's."""
+"""Number of values that are computed in float32 at a time, a multiple of every block. A piece takes some 40 kernels,
+which the host launches: on an H100, with pieces of 2**20, a step took 18 times as long as AdamW's."""
 
 
 @dataclass
