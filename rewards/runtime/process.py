@@ -33,12 +33,8 @@ class WorkerProcess:
         # one folder for all temporary files of this worker: it is removed with it, and its name marks what it started
         env["TMPDIR"] = self.folder = tempfile.mkdtemp(prefix="reward_worker_", dir=own_folder())
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rewards.runtime.worker", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env=env,
-        )
+            [sys.executable, "-m", "rewards.runtime.worker", str(os.getpid())], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, start_new_session=True, env=env)
         self.lock = threading.Lock()
         reply = self.request(pickle.dumps(scorer_args), START_S)
         if "failure" in reply:

@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+# by the controller in /proc/self/cgroup: version 2 names none
+MEMORY_EVENTS = {"": "/sys/fs/cgroup{}/memory.events", "memory": "/sys/fs/cgroup/memory{}/memory.oom_control"}
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,12 @@ def run_once(program: str, stdin: str, limits: Limits, isolated: bool, forks: bo
 
 
 def count_memory_kills() -> int:
-    """Processes that the kernel has killed on this machine for want of memory."""
-    with open("/proc/vmstat") as file:
-        counts = dict(line.split() for line in file)
-    return int(counts.get("oom_kill", 0))
+    """Processes that the kernel has killed for want of memory: those of this control group where it counts them (what
+    is killed in another job or container says nothing of this program), else those of the machine."""
+    groups = (line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    own = [Path(MEMORY_EVENTS[name].format(path)) for name, path in groups if name in MEMORY_EVENTS]
+    texts = [file.read_text() for file in (*own, Path("/proc/vmstat")) if file.is_file()]
+    return int(re.findall(r"^oom_kill (\d+)$", "\n".join([*texts, "oom_kill 0"]), re.MULTILINE)[0])
 
 
 def interpreter(isolated: bool) -> dict:
@@ -119,10 +124,8 @@ def interpreter(isolated: bool) -> dict:
     return {"python": f"/venv/bin/{Path(sys.executable).name}", "folders": folders | {sys.prefix: "/venv"}}
 
 
-REWARD_FLAGS = tuple(
-    f"--reward.kwargs '{json.dumps(kwargs)}'"
-    for kwargs in ({"sandbox_fusion_url": "http://HOST:8080/run_code"}, {"allow_weak_sandbox": True})
-)
+REWARD_FLAGS = ("""--reward.kwargs '{"sandbox_fusion_url": "http://HOST:8080/run_code"}'""",
+                """--reward.kwargs '{"allow_weak_sandbox": true}'""")
 
 
 @functools.cache

@@ -116,7 +116,9 @@ print(sandbox.run("import os; os.kill(os.getpid(), 9)").exit_code)
 @needs_isolation
 def test_a_kill_for_want_of_memory_is_the_machines_failure():
     """In a control group of 130 MB, of which the parent holds 60: a program that may take 1024 is killed at 70. It is
-    run twice, then an error. One that kills itself is a result."""
+    run twice, then an error. One that kills itself is a result. The kernel's kills in another group count for nobody
+    here (of other jobs on a node; of this test, for the programs that other tests run meanwhile)."""
+    counted, killed = sandbox.count_memory_kills(), machine_kills()
     group = Path("/sys/fs/cgroup/memory/rewards_test")
     try:
         group.mkdir()
@@ -131,3 +133,10 @@ def test_a_kill_for_want_of_memory_is_the_machines_failure():
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 the machine ran out of memory while a program ran"), done
     assert lines[1] == "137"
+    assert machine_kills() >= killed + 2
+    assert sandbox.count_memory_kills() == counted
+
+
+def machine_kills() -> int:
+    """As the kernel counts them, whatever the group."""
+    return int(dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())["oom_kill"])
