@@ -159,7 +159,7 @@ def part_of(part: Any) -> str | bytes:
 def png_of(picture: Image.Image) -> bytes:
     """A file of what the model sees of the picture, without loss."""
     file = BytesIO()
-    to_rgb(picture).save(file, "PNG")
+    to_rgb(picture).save(file, "PNG", compress_level=1)  # in half of the time, 4% larger than by default
     return file.getvalue()
 
 

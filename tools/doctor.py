@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 DRIVER = "Login nodes have none; on a machine with GPUs, see nvidia-smi: CUDA 13 needs driver 580 or newer"
 OPEN_FILES, SHARED_GB = 4096, 1.0
+QUICKSTART = "models/SmolLM2-135M-Instruct"  # made by `make model`
 GREEDY_TOKENS = 8
 PROMPTS = ["Count from one to ten.", "What is the capital of France?"]
 CHECKS = ("packages", "limits", "model", "ranks", "memory", "engine", "log-probs")
@@ -91,6 +92,8 @@ class Doctor:
         model = self.options.model
         if os.path.isdir(model):
             return f"{model} is a folder"
+        if model == QUICKSTART:
+            raise Problem(f"{model} is missing: `make model` makes it; or name another, --model")
         if not constants.is_offline_mode():
             return f"{model} comes from the hub; HF_HUB_OFFLINE=1 would read the cache {constants.HF_HUB_CACHE} alone"
         try:
@@ -242,7 +245,7 @@ def say(result: Result, rank: int = 0) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="folder or name of a hub model")
+    parser.add_argument("--model", default=QUICKSTART, help="folder or name of a hub model")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"), help="as --rollout.engine")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that torch must see on this machine")
     parser.add_argument("--only", nargs="+", choices=CHECKS, help="these checks alone")

@@ -26,6 +26,7 @@ from typing import Any
 
 from envs.runtime.chat import Chat
 from envs.runtime.conversation import environments
+from envs.tools import prepare_schemas
 from rewards import load_function
 from rewards.runtime.worker import failure_of, ignore_stops, packed, plain, reply_of
 
@@ -166,11 +167,13 @@ def main() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=fd)
+    ours = set(sys.modules)
     try:
         episodes = {name: load_episode(file) for name, file in environments(spec).items()}
     except (Exception, SystemExit) as error:
         control.sendall(json.dumps(failure_of(error)).encode())
         return
+    prepare_schemas([sys.modules[name] for name in sys.modules.keys() - ours])
     control.sendall(b"{}")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away processes that ended
     server = os.getpid()

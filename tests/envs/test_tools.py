@@ -194,3 +194,18 @@ def test_a_tool_has_places_and_is_called_again(tmp_path, monkeypatch):
     depths = [log[:i].count("+") - log[:i].count("-") for i in range(len(log) + 1)]
     assert len(log) == 2 * 11 + 1 and max(depths) <= 3           # the one that died never says that it ended
     assert depths[-1] == 1 and max(depths[-8:]) <= 3
+
+
+@pytest.mark.parametrize("tools", ["in the file", "in another", ""])
+def test_schemas_are_prepared_once_where_there_are_tools(tmp_path, tools):
+    """What makes schemas takes a second to import: not in every episode, and not where nothing needs it."""
+    tool = 'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: A number.\n    """\n    return a\n'
+    (tmp_path / "helpers_of_test.py").write_text(f"{tool}def offer(chat):\n    chat.tools = [add]\n" if tools else "")
+    lines = {"in the file": "    chat.tools = [add]\n", "in another": "    helpers_of_test.offer(chat)\n", "": ""}
+    (tmp_path / "env.py").write_text(
+        f"import sys\nimport helpers_of_test\n{tool}async def episode(chat, row):\n"
+        f"    before = 'transformers' in sys.modules\n{lines[tools]}    await chat.reply()\n"
+        f"    return {{'score': 1.0, 'before': float(before), 'after': float('transformers' in sys.modules)}}\n")
+    with Player(str(tmp_path / "env.py")) as player:
+        message, _ = player.play({}, ["Yes."])
+    assert (message["extra"]["before"], message["extra"]["after"]) == (bool(tools), bool(tools))

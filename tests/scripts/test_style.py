@@ -4,6 +4,7 @@ Where a rule is checked by a function of sources, a second test shows that the f
 """
 
 import ast
+import functools
 import importlib
 import io
 import itertools
@@ -51,6 +52,7 @@ CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py":
 # --------------------------------------------------------------------------- flags
 
 Key = tuple[str, str]                                                   # (file, class)
+parse, unparse = functools.cache(ast.parse), functools.cache(ast.unparse)   # most sources are read a dozen times
 
 
 class Flags:
@@ -58,7 +60,7 @@ class Flags:
     declares it first; a class that inherits it and repeats it with another default has the same flag."""
 
     def __init__(self, sources: dict[str, str]):
-        self.trees = {file: ast.parse(text) for file, text in sources.items()}
+        self.trees = {file: parse(text) for file, text in sources.items()}
         self.classes: dict[Key, dict[str, ast.AnnAssign]] = {}
         self.bases: dict[Key, list[ast.expr]] = {}
         self.functions: dict[str, ast.FunctionDef] = {}                 # `__init__` of a class under its name
@@ -72,15 +74,15 @@ class Flags:
                         self.functions[node.name] = method
                 fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
                 if not node.name.endswith(("Args", "Config")):
-                    self.holders[node.name] = {ast.unparse(x.target): x.annotation for x in fields}
-                decorated = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+                    self.holders[node.name] = {unparse(x.target): x.annotation for x in fields}
+                decorated = any("dataclass" in unparse(decorator) for decorator in node.decorator_list)
                 if decorated and node.name.endswith(("Args", "Config")):
-                    self.classes[file, node.name] = {ast.unparse(x.target): x for x in fields}
+                    self.classes[file, node.name] = {unparse(x.target): x for x in fields}
                     self.bases[file, node.name] = node.bases
 
     def find(self, file: str, annotation: ast.expr | None) -> Key | None:
         """The flag class that an annotation in `file` names: its own, else the one of that name elsewhere."""
-        name = ast.unparse(annotation).rpartition(".")[2] if annotation is not None else ""
+        name = unparse(annotation).rpartition(".")[2] if annotation is not None else ""
         if (file, name) in self.classes:
             return file, name
         return next((key for key in self.classes if key[1] == name != "Args"), None)
@@ -102,7 +104,7 @@ class Flags:
             for node, following in zip(body, [*body[1:], None]):
                 documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                 if isinstance(node, ast.AnnAssign) and not documented and not self.find(file, node.annotation):
-                    found.append(f"{file} {name}.{ast.unparse(node.target)}")
+                    found.append(f"{file} {name}.{unparse(node.target)}")
         return found
 
     def unread(self) -> list[str]:
@@ -131,14 +133,14 @@ class Flags:
         """What is known of a function's parameters, and of the fields of those that hold flag classes."""
         arguments = [*function.args.args, *function.args.kwonlyargs]
         held = {f"{a.arg}.{name}": key for a in arguments if a.annotation is not None
-                for name, kind in self.holders.get(ast.unparse(a.annotation), {}).items()
+                for name, kind in self.holders.get(unparse(a.annotation), {}).items()
                 if (key := self.find("", kind))}
         return held | {a.arg: key for a in arguments if (key := self.find(file, a.annotation))}
 
     def type_of(self, node: ast.expr, names: dict[str, Key]) -> Key | None:
         """The flag class of an expression, where `names` are of known classes."""
-        if ast.unparse(node) in names:
-            return names[ast.unparse(node)]
+        if unparse(node) in names:
+            return names[unparse(node)]
         if isinstance(node, ast.Attribute) and (outer := self.type_of(node.value, names)):
             owner = self.declared_in(outer, node.attr)
             return owner and self.find(owner[0], self.classes[owner][node.attr].annotation)
@@ -150,14 +152,14 @@ class Flags:
         found = {}
         for node in ast.walk(function):
             if isinstance(node, ast.AnnAssign) and (key := self.find("", node.annotation)):
-                found[ast.unparse(node.target)] = key
+                found[unparse(node.target)] = key
             if isinstance(node, ast.Assign):
                 pairs = [(node.targets[0], node.value)]
                 if isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
                     pairs = zip(node.targets[0].elts, node.value.elts)
                 for target, value in pairs:
                     if isinstance(value, ast.Name | ast.Attribute) and (key := self.type_of(value, names | found)):
-                        found[ast.unparse(target)] = key
+                        found[unparse(target)] = key
         return found
 
     def visit(self, root, names, read) -> None:
@@ -170,7 +172,7 @@ class Flags:
                 for keyword in node.keywords:
                     match keyword:
                         case ast.keyword(arg=None, value=ast.Call(func=ast.Name(id="vars"), args=[config])):
-                            callee = self.functions[ast.unparse(node.func)]
+                            callee = self.functions[unparse(node.func)]
                             used = {x.id for x in ast.walk(callee) if isinstance(x, ast.Name)}
                             key = self.type_of(config, names)
                             read |= {(key, a.arg) for a in callee.args.args if a.arg in used}

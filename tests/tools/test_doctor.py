@@ -104,8 +104,9 @@ def test_a_model_that_is_not_there(examine, monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for model, message in {f"{tmp_path}/no": "neither a folder here nor", "some/model": "run `hf download some/model`"
-                           }.items():
+    monkeypatch.chdir(tmp_path)
+    for model, message in {f"{tmp_path}/no": "neither a folder here nor", "some/model": "run `hf download some/model`",
+                           doctor.QUICKSTART: "`make model` makes it"}.items():
         said, code = examine("--only", "model", "engine", "--model", model)
         assert code == 1 and message in said and lines(said) == {"model": "FAIL"}
 

@@ -2,14 +2,13 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from common.rollout import Sample
 from envs.runtime.response import Response
-from tests.conftest import ROOT, TRAIN
+from tests.conftest import TRAIN, launch
 from tools.play import GREEN, described
 
 EPISODE = r'''
@@ -29,8 +28,7 @@ async def fail(chat, row):
 
 
 def play(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tools.play", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return launch("tools/play.py", *flags, warm=True, check=False)
 
 
 @pytest.fixture(scope="module")
