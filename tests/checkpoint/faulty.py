@@ -159,7 +159,7 @@ def run(fault: str, script: str, *flags: str) -> None:
 def import_all(*more: str) -> None:
     """All that is slow to import."""
     for name in ("common.run", "common.losses", "common.correction", "variants.losses", "common.engine.hf",
-                 "pandas", "torch._dynamo", "transformers.models.llama.modeling_llama", "tools.command_line", *more):
+                 "pandas", "torch._dynamo", "transformers.models.llama.modeling_llama", *more):
         importlib.import_module(name)
     fill_caches()
     freeze()                                            # or the end of each fork copies and visits all of these objects
@@ -168,7 +168,7 @@ def import_all(*more: str) -> None:
 def fill_caches() -> None:
     """What tyro reads from the files of the flags, and transformers' table of the names of weights: a fifth of the CPU
     seconds of a tiny run."""
-    tyro.cli(importlib.import_module("grpo").Args, args=["--model", "any", "--train-data", "any"])
+    tyro.cli(importlib.import_module("common.run").RunArgs, args=["--model", "any", "--train-data", "any"])
     get_checkpoint_conversion_mapping("llama")
 
 
