@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import math
+import sys
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import grpo_variants
 import rloo
@@ -18,6 +18,7 @@ from grpo_variants import covariances, select_clip_cov, select_kl_cov
 from ppo import adapt_kl_coef, explained_variance, value_loss
 from tests import oracles
 from tests.common.weigh import weigh
+from tests.conftest import launch
 from tests.oracles import AGGREGATIONS
 from variants.losses import LOSSES, Tokens
 
@@ -764,8 +765,9 @@ def test_selection_breaks_ties_and_survives_no_candidate():
 
 # --------------------------------------------------------------------------- two ranks
 
-def _on_rank(rank, path, folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def _on_rank(folder):
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     batch = selection_batch()
     batch.returns = batch.returns.double()
     mine = pieces(batch, [[6, 1], [3, 7]] if rank == 0 else [[0, 2], [4, 5]])
@@ -783,7 +785,7 @@ def _on_rank(rank, path, folder):
 
 def test_two_ranks_agree_with_one(tmp_path):
     """Whitening, explained variance, selection and every denominator, with the batch spread unevenly over two ranks."""
-    mp.spawn(_on_rank, (tmp_path / "rendezvous", tmp_path), nprocs=2)
+    launch("tests/common/test_losses.py", tmp_path, ranks=2, warm=True)
     ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
     batch = selection_batch()
     whole = pieces(batch, [torch.cat([r["index"] for r in ranks]).tolist()])
@@ -797,3 +799,7 @@ def test_two_ranks_agree_with_one(tmp_path):
     for aggregation in AGGREGATIONS:
         weigh(whole, aggregation, 9.0)
         assert error(torch.cat([r[aggregation] for r in ranks]), whole[0].extra["weight"]) < 1e-7
+
+
+if __name__ == "__main__":
+    _on_rank(sys.argv[1])

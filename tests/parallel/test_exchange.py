@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from common.batch import Batch
 from common.packing import Sequences, plan_step
 from common.parallel.exchange import exchange, gather_numbers
 from tests.common.weigh import weigh
+from tests.conftest import launch
 
 FIELDS = ("tokens", "mask", "index", "rollout_logp", "value", "routing", "cu_seqlens")
 
@@ -125,9 +125,10 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
         assert plain.grad.any()
 
 
-def worker(rank: int, world_size: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+def work() -> None:
+    """On each rank."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     for seed in range(20):
         check_round_trip(rank, world_size, seed)
     check_one_gets_all(rank, world_size)
@@ -139,5 +140,9 @@ def worker(rank: int, world_size: int, store: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_exchange_between_ranks(world_size, tmp_path):
-    mp.spawn(worker, args=(world_size, str(tmp_path / "store")), nprocs=world_size)
+def test_exchange_between_ranks(world_size):
+    launch("tests/parallel/test_exchange.py", ranks=world_size, warm=True)
+
+
+if __name__ == "__main__":
+    work()
