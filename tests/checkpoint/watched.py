@@ -30,8 +30,8 @@ def main(case: str) -> None:
     everyone = " ".join(map(str, pids))
     watch.phase(f"work of {world.rank}")
     pair = dist.new_group([1, 2]) if case == "waited for" else None
+    end = time.monotonic() + 18                         # before the pause: the others may be stopped at its end
     time.sleep(3)                                       # all of them have reported it
-    end = time.monotonic() + 15
     if case == "suspended":                             # by Slurm, or the lid of a laptop
         if is_last:
             shell(f"kill -STOP {everyone}; sleep 12; kill -CONT {everyone}")

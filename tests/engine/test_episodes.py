@@ -39,6 +39,7 @@ from tests.generate import generate
 from tests.model.test_reward_model import make_reward_model
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
+TOOLS = FILE.with_name("tool_episodes.py")
 STOPS = tuple(range(0, 49152, 64))  # else a random model never ends a reply
 
 
@@ -247,7 +248,7 @@ def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer, tool
         {"name": "", "error": "this call cannot be read"},
     ]
     metrics = {}
-    (sample,) = run("with_tools", [make_prompt(tokenizer, 0, calls=calls)], metrics=metrics, **tools)
+    (sample,) = run(f"{TOOLS}:with_tools", [make_prompt(tokenizer, 0, calls=calls)], metrics=metrics, **tools)
     five, broken, unknown, missing, unread = sample.extras["results"].split(" / ")
     assert five == "5"
     assert broken.startswith("Error: JSONDecodeError") and "there is no tool 'os.system'; there are add" in unknown
@@ -258,7 +259,7 @@ def test_tools_are_called_by_name_and_their_errors_are_told(run, tokenizer, tool
 
 
 def test_a_slow_tool_is_told_to_the_model(run, tokenizer, tools):
-    (sample,) = run("slow_tool", [make_prompt(tokenizer, 0)], tool_timeout_s=1.0, **tools)
+    (sample,) = run(f"{TOOLS}:slow_tool", [make_prompt(tokenizer, 0)], tool_timeout_s=1.0, **tools)
     assert sample.extras["result"] == "Error: TimeoutError: it took longer than 1 s"
     assert sample.response.end_reason == "done"
 
@@ -466,10 +467,10 @@ def test_an_error_in_a_conversation_ends_one_episode(run, tokenizer, tmp_path):
 def test_tools_that_nobody_can_call_are_refused(run, tokenizer, tools):
     prompts = [make_prompt(tokenizer, 0, calls=[])]
     with pytest.raises(FlagError, match=r"chat\.tools needs --rollout\.tool-parser"):
-        run("with_tools", prompts, template=tools["template"])
+        run(f"{TOOLS}:with_tools", prompts, template=tools["template"])
     with pytest.raises(FlagError, match=r"does not show the model its tools: --data\.chat-template-file"):
-        run("with_tools", prompts, tool_parser="hermes")
-    (sample,) = run("late_tools", prompts, **tools)
+        run(f"{TOOLS}:with_tools", prompts, tool_parser="hermes")
+    (sample,) = run(f"{TOOLS}:late_tools", prompts, **tools)
     assert sample.response.end_reason == "error"
 
 
