@@ -97,7 +97,7 @@ def prepare_schemas(modules: Iterable[ModuleType]) -> None:
     then have it. Without it a fork takes half the time."""
     for file in (Path(getattr(module, "__file__", None) or "") for module in modules):
         installed = file.is_relative_to(sys.prefix) or file.is_relative_to(sys.base_prefix)
-        if file.suffix == ".py" and not installed and ".tools" in file.read_text(errors="replace"):
+        if file.suffix == ".py" and file.is_file() and not installed and ".tools" in file.read_text(errors="replace"):
             importlib.import_module("transformers.utils.chat_template_utils")
             return
 

@@ -170,10 +170,10 @@ def main() -> None:
     ours = set(sys.modules)
     try:
         episodes = {name: load_episode(file) for name, file in environments(spec).items()}
+        prepare_schemas([sys.modules[name] for name in sys.modules.keys() - ours])
     except (Exception, SystemExit) as error:
         control.sendall(json.dumps(failure_of(error)).encode())
         return
-    prepare_schemas([sys.modules[name] for name in sys.modules.keys() - ours])
     control.sendall(b"{}")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away processes that ended
     server = os.getpid()

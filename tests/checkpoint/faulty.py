@@ -26,7 +26,6 @@ import numpy as np
 import psutil
 import torch
 import tyro
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIKE_TORCHRUN = {"TORCHELASTIC_RUN_ID": "warm"}  # with this in `env` of a warm start, its server stands for torchrun
@@ -166,8 +165,9 @@ def import_all(*more: str) -> None:
 
 
 def fill_caches() -> None:
-    """What tyro reads from the files of the flags, and transformers' table of the names of weights: a fifth of the CPU
-    seconds of a tiny run."""
+    """What tyro reads from the files of the flags, and transformers' table of the names of weights."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     tyro.cli(importlib.import_module("common.run").RunArgs, args=["--model", "any", "--train-data", "any"])
     get_checkpoint_conversion_mapping("llama")
 
