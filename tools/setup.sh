@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes the environments that the Makefile uses. It can be killed at any moment and run again.
 #
-#   tools/setup.sh           .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
+#   tools/setup.sh           .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete. Its two parts alone:
+#   tools/setup.sh packages  installs
+#   tools/setup.sh imports   tries to import what was installed
 #   tools/setup.sh extras    adds to .venv what only some tests need
 #   tools/setup.sh trl       .venv-trl for bench_step: TRL alone (8 MB), which finds all other packages in .venv
 #   tools/setup.sh gpu       .venv-gpu with requirements.txt and CUDA wheels; does nothing but check it when it is complete
@@ -121,15 +123,6 @@ install_packages() {
     done
 }
 
-# Two at the same time. What they compile stays, so that the next process starts in half of the seconds.
-try_imports() {
-    local pid
-    "$VENV/bin/python" -c "import matplotlib, pyarrow, pytest, tyro; from transformers import AutoModelForCausalLM" &
-    pid=$!
-    [[ $NO_VLLM ]] || "$VENV/bin/python" -c "from vllm import LLM" || { wait "$pid"; return 1; }
-    wait "$pid"
-}
-
 make_venv() {
     check_python
     local version stamp torch
@@ -144,9 +137,24 @@ make_venv() {
     torch=$(grep '^torch==' requirements-cpu.txt)
     step "1/3 virtual environment, Python $version" "$PYTHON" -m venv "$VENV"
     step "2/3 $torch and $(grep -c == requirements-cpu.txt) other pinned packages" install_packages "$torch"
-    step "3/3 trying the imports" try_imports
     touch "$stamp"
     rm "$VENV/half-made"
+}
+
+# What the imports compile stays, so that the next process starts in half of the seconds. The Makefile runs this beside
+# other work: its line appears when it ends.
+try_imports() {
+    local start=$SECONDS code="import matplotlib, pyarrow, pytest, tyro; from transformers import AutoModelForCausalLM"
+    [[ ! -e $VENV/complete-imports ]] || return 0
+    [[ $NO_VLLM ]] || code+="; from vllm import LLM"
+    if ! "$VENV/bin/python" -c "$code" >> "$log" 2>&1; then
+        rm -f "$VENV"/complete-*
+        touch "$VENV/half-made"
+        tail -n 25 "$log" >&2
+        fail "what was installed cannot be imported; the whole log is $log. Run the same command again when the cause is gone"
+    fi
+    touch "$VENV/complete-imports"
+    echo "setup: 3/3 trying the imports ... $((SECONDS - start)) s"
 }
 
 # beside FOLDER PACKAGES...: packages that others would find and use, in a folder of their own
@@ -211,9 +219,11 @@ land on top of it and train on the CPU. Name another folder: make setup-gpu VENV
 
 ! command -v flock > /dev/null || wait_for_others
 case "${1:-}" in
-    "") make_venv ;;
+    "") make_venv && try_imports ;;
+    packages) make_venv ;;
+    imports) try_imports ;;
     extras) add_extras ;;
     trl) make_trl_venv ;;
     gpu) make_gpu_venv ;;
-    *) fail "tools/setup.sh knows extras, trl and gpu, not $1" ;;
+    *) fail "tools/setup.sh knows packages, imports, extras, trl and gpu, not $1" ;;
 esac
