@@ -36,7 +36,7 @@ ready:
 
 quickstart: ready ## train a real chat model with GRPO (or SCRIPT=mine.py) on this machine's CPU, and draw the curve
 	@echo "loading torch and transformers ..."
-	.venv/bin/python $(SCRIPT) --run-dir $(RUN) $(TASK) --eval-prompts 48 $(ARGS)
+	.venv/bin/python $(SCRIPT) --run-dir $(RUN) $(TASK) --eval-prompts 48 --eval-every 0 --save.every 0 $(ARGS)
 	.venv/bin/python -m tools.report $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
 try: ready ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers

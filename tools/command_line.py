@@ -237,5 +237,14 @@ def check_ranks(args: Any) -> None:
         num_shards(ranks, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
 
 
+def keep_compiled_code_at_home() -> None:
+    """torch runs compiled code from a folder, which it chooses when it is imported: by default one in /tmp, under a
+    name that another user can take first."""
+    home = os.path.expanduser("~")
+    if os.access(home, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(home, ".cache/torchinductor"))
+
+
+keep_compiled_code_at_home()
 if Path(getattr(sys.modules["__main__"], "__file__", "")).suffix == ".py":
     check_command(Path(sys.modules["__main__"].__file__).resolve())

@@ -235,10 +235,14 @@ def start_on_cpu() -> Iterator[None]:
     It packs the weights of linear layers for its kernels and would remove the originals. They stay beside the packed
     copies, so that a sync can write and read them. It names the shared memory of tensor-parallel ranks by rank number
     alone, so a second job on the machine, or leftovers of a killed job, make the start fail. Without that memory the
-    ranks use the process group."""
+    ranks use the process group.
+
+    One patch stays: vLLM counts how many tokens are more probable than the sampled one. Nothing here reads that, and
+    torch would compile the kernel for it first, which takes 10 s and a C++ compiler."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
 
+    mock.patch("vllm.v1.sample.sampler.batched_count_greater_than", lambda logp, _: torch.zeros(len(logp))).start()
     pack_layer = utils.dispatch_cpu_unquantized_gemm
     keep_weights = mock.patch.object(
         utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: pack_layer(layer, remove_weight=False)

@@ -66,8 +66,6 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     if not trains:
         replicas = sequence_parallel = expert_parallel = 1  # they are of the trainers' models
     num_shards(size, replicas, sequence_parallel, expert_parallel)  # before the ranks wait for each other
-    # torch runs compiled code from here: by default from a folder in /tmp, whose name another user can take first
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:

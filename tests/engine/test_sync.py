@@ -10,7 +10,6 @@ import threading
 import psutil
 import pytest
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from common.engine import vllm
 from common.engine.base import SamplingConfig
@@ -100,8 +99,7 @@ def test_two_ranks_are_one_engine(tmp_path):
     models = [make_model(family, family == "llama", tmp_path) for family in families]
     before = {*os.listdir("/dev/shm")}                                  # also of other people's jobs
     with tempfile.TemporaryDirectory() as files:                        # the paths of sockets must be short
-        env = {"TMPDIR": files, "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
-        launch("tests/engine/engine_models.py", tmp_path, *models, ranks=2, warm=VLLM, env=env)
+        launch("tests/engine/engine_models.py", tmp_path, *models, ranks=2, warm=VLLM, env={"TMPDIR": files})
         left = [name for name in os.listdir(files) if not name.startswith("plainrl_")]     # they are just being removed
     left += [name for name in os.listdir("/dev/shm") if "cpushm" in name and name not in before]
     assert left == []

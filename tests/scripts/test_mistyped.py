@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.faulty import python_path
 from tests.conftest import MODEL, ROOT, launch
 from tests.scripts.mistyped import EARLY, parts, prepare
-from tools.command_line import check_command, definitions, in_one_line
+from tools.command_line import check_command, definitions, in_one_line, keep_compiled_code_at_home
 
 # What `python SCRIPT` does first, once for each command, in a fork of a process that has imported neither torch nor
 # transformers. Of the hub's name, no network answers here or in CI.
@@ -139,3 +139,17 @@ def test_a_framed_message_in_one_line():
               "│     --model STR  │\n│   Help. │\n│ ──── │\n│ For full helptext, run x --help │\n╰─────╯\n")
     assert in_one_line(framed) == "Unrecognized options: --modle, x; did you mean --model?"
     assert in_one_line("no frame\nat all") == "no frame at all"
+
+
+@pytest.mark.parametrize(("home", "mine", "kept"), [
+    ("there", None, "there/.cache/torchinductor"), ("there", "mine", "mine"), ("missing", None, None)])
+def test_compiled_code_comes_from_no_folder_that_others_can_make(home, mine, kept, tmp_path, monkeypatch):
+    """torch's own default is a folder in /tmp with a name that all users know."""
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine or "")
+    if not mine:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_code_at_home()
+    found = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert found == (kept and (kept if mine else str(tmp_path / kept)))

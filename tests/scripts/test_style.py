@@ -643,11 +643,12 @@ MOST_MODULES = 3200                                                     # 2,970 
 
 def test_importing_needs_neither_vllm_nor_a_gpu(tmp_path):
     """In a fresh process without a GPU, in which importing vLLM fails; nothing is started or written. grpo.py loads
-    nothing that can wait."""
+    nothing that can wait. torch will run compiled code from no folder that others can make."""
     modules = [file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in SOURCES]
     code = f"""
 import os, sys, threading
 sys.modules["vllm"] = None
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 before = dict(os.environ)
 import importlib
 import grpo
@@ -655,6 +656,8 @@ assert not {LATE} & sys.modules.keys() and len(sys.modules) < {MOST_MODULES}, {L
 for name in {modules}:
     importlib.import_module(name)
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+assert cache_dir() == {str(tmp_path)!r} + "/.cache/torchinductor", cache_dir()
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
 assert threading.active_count() == 1, threading.enumerate()
 added = {{k for k in os.environ if before.get(k) != os.environ[k]}}
@@ -662,7 +665,7 @@ assert added <= {{"KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_
 """
     (tmp_path / "imports.py").write_text(code)
     files = sorted(ROOT.iterdir())
-    launch(tmp_path / "imports.py", env={"CUDA_VISIBLE_DEVICES": ""}, timeout=170)
+    launch(tmp_path / "imports.py", env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}, timeout=170)
     assert sorted(ROOT.iterdir()) == files
 
 
