@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -44,7 +45,7 @@ class ScriptedChat:
         self.num_tool_calls = self.num_tool_errors = self.turns = 0
         self.finish_reason, self.content, self.usage = "", "", (0, 0)
         self.asked: list[dict[str, Any]] = []
-        self.gate: asyncio.Event | None = None
+        self.gate: asyncio.Event | SimpleNamespace | None = None
         self.is_asking = False
 
     def begin(self, role: str = "") -> "ScriptedChat":
@@ -186,8 +187,7 @@ def test_a_lost_answer_is_kept_for_the_repeat():
         chat = ScriptedChat(counting)
 
         async def agent(endpoint):
-            chat.gate = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.5, chat.gate.set)
+            chat.gate = SimpleNamespace(wait=lambda: asyncio.sleep(0.5))  # from the request on, however late it comes
             return await ask(endpoint)
 
         return serve(agent, chat=chat)
