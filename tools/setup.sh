@@ -141,8 +141,8 @@ make_venv() {
     rm "$VENV/half-made"
 }
 
-# What the imports compile stays, so that the next process starts in half of the seconds. The Makefile runs this beside
-# other work: its line appears when it ends.
+# What the imports compile stays, so that the next process starts in half of the seconds. The Makefile runs this
+# while the model is made: its line appears when it ends.
 try_imports() {
     local start=$SECONDS code="import matplotlib, pyarrow, pytest, tyro; from transformers import AutoModelForCausalLM"
     [[ ! -e $VENV/complete-imports ]] || return 0
@@ -219,7 +219,10 @@ land on top of it and train on the CPU. Name another folder: make setup-gpu VENV
 
 ! command -v flock > /dev/null || wait_for_others
 case "${1:-}" in
-    "") make_venv && try_imports ;;
+    "")
+        make_venv
+        try_imports
+        ;;
     packages) make_venv ;;
     imports) try_imports ;;
     extras) add_extras ;;

@@ -44,7 +44,7 @@ FILE_CEILING = 260                                                      # any fi
 ZONES = {r"common/\w+\.py": 1550, r"common/\w+/.*": 4500, r"envs/runtime/.*": 750, r"rewards/runtime/.*": 1150,
          r"variants/.*": 140}
 FILES_CEILING = 10                                                      # of the project that grpo.py imports from
-MAKEFILE_CEILING = 56
+MAKEFILE_CEILING = 59
 # Lines of `diff grpo.py SCRIPT`, added plus removed. grpo_variants.py has none: its subject is the choice.
 CHANGED_LINES = {"dapo.py": 140, "rloo.py": 180, "ppo.py": 190, "online_dpo.py": 120, "async_grpo.py": 100}
 
@@ -459,8 +459,7 @@ def test_functions_take_objects_rather_than_many_parameters():
 
 
 def test_the_makefile_is_short():
-    lines = (ROOT / "Makefile").read_text().splitlines()
-    assert len([line for line in lines if line and not line.startswith("#")]) <= MAKEFILE_CEILING
+    assert len((ROOT / "Makefile").read_text().splitlines()) <= MAKEFILE_CEILING
 
 
 # --------------------------------------------------------------------------- imports

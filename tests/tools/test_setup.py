@@ -84,7 +84,7 @@ def test_a_fresh_environment_is_made_and_then_left_as_it_is(clone):
 
 
 def test_the_imports_can_be_tried_beside_other_work(clone):
-    """`make quickstart` makes its model and data meanwhile. Killed between the two, the second is made up for."""
+    """`make quickstart` makes its model meanwhile. Killed between the two, the second is made up for."""
     assert len(setup(clone, "packages").splitlines()) == 2
     assert not any(call.startswith("-c import") for call in calls(clone))
     assert setup(clone, "packages") == "setup: .venv is complete\n"
