@@ -461,7 +461,10 @@ def add_grpo(new: Translation) -> None:
         new.flags.pop("--clip-dual", None)
     scale = new.text("scale_rewards", "group")
     if scale in ("none", *OFF):
-        new.add("--norm-by-std", "False")
+        if new.script == "grpo_variants":                               # there the loss has a say
+            new.add("--norm-by-std", "False")
+        else:
+            new.add("--no-norm-by-std")
     elif scale == "batch":
         new.without["--scale_rewards batch"] = "advantages are divided by their group's deviation, or not"
     elif loss == "dr_grpo":

@@ -113,6 +113,9 @@ def test_the_configuration_in_the_code(tmp_path):
     ("trl grpo --loss_type cispo --epsilon_high 5", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
     ("trl grpo --loss_type cispo", {"loss": "cispo"}), ("trl grpo --loss_type sapo", {"loss": "sapo"}),
     ("trl grpo --loss_type dr_grpo", {"loss": "dr_grpo", "norm_by_std": True}),
+    ("trl grpo --scale_rewards none", {"script": "grpo", "norm_by_std": False}),
+    ("trl grpo --loss_type dapo --scale_rewards False", {"norm_by_std": False}),
+    ("trl grpo --loss_type grpo --scale_rewards none", {"script": "grpo_variants", "norm_by_std": False}),
     ("trl grpo --num_iterations 2 --max_steps 20", {"epochs_per_step": 2, "total_steps": 10}),
     ("trl sft --max_steps 50 --warmup_steps 0.1", {"script": "sft", "total_steps": 50}),
 ])
