@@ -5,7 +5,7 @@
 A row has `messages`, and every turn of the assistant is trained on; or `prompt` and `response`, and the response is.
 
     torchrun --standalone --nproc-per-node 8 sft.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet --run-dir runs/gsm8k_sft
+        --train-data data/word_problems/solved/train.parquet --val-data data/word_problems/solved/test.parquet
 """
 
 from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
