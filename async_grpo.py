@@ -29,7 +29,7 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.make import check_sizes
 from common.engine.remote import Bridge, receive_weights
 from common.metrics import Meter, spread
-from common.parallel.ranks import SAMPLERS, all_max
+from common.parallel.ranks import SAMPLERS, all_max, check_at_least
 from common.rollouts.scoring import RemoteRollout, RolloutSource, responses_to_state, start_rollout
 from common.run import Run, RunArgs
 from common.segments import group_mean, group_std
@@ -81,11 +81,12 @@ def check(args: Args) -> None:
     if not 1 <= args.samplers < world_size:
         raise ValueError(f"--samplers {args.samplers} must be at least 1 and below the world size {world_size}, as the "
                          f"other ranks train; where all ranks train and sample: grpo.py")
-    if args.max_staleness < 0:
-        raise ValueError(f"--max-staleness {args.max_staleness} must be at least 0 training steps")
+    check_at_least(0, {"--max-staleness": args.max_staleness})
     if args.offload.optimizer or args.offload.params or args.rollout.in_flight > 1:
         raise ValueError("--offload.optimizer, --offload.params and --rollout.in-flight must be left out: samplers "
                          "have GPUs of their own, and nobody waits for their slowest response")
+    if args.reward_model.path and not args.rollout.gpu_memory_utilization and torch.cuda.is_available():
+        raise ValueError("--reward-model.path needs --rollout.gpu-memory-utilization, as its memory is not planned")
     check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
@@ -116,24 +117,24 @@ def sample(run: Run, bridge: Bridge) -> None:
     """The samplers: take the weights that the trainers send, make the rollouts that they ask for, until they end."""
     engine, _ = run.start_engine()
     while True:
-        kind, *asked = bridge.receive(lambda: run.watchdog.phase("waiting for the trainers"))
+        kind, asked = bridge.receive(lambda: run.watchdog.phase("waiting for the trainers"))
         run.watchdog.phase(f"{kind}, for the trainers")
         if kind == "end":
             return
         if kind == "weights":
-            bridge.send(receive_weights(engine, bridge, asked[0]))
+            bridge.send(receive_weights(engine, bridge, asked))
             continue
         start = time.perf_counter()
-        request = asked[0]
-        data = run.val_set if request.with_greedy else run.train_set    # only validation has greedy responses
-        pending = start_rollout(RolloutSource(engine, run.scoring, data, bridge.has_message), request)
+        data = run.val_set if asked.with_greedy else run.train_set    # only validation has greedy responses
+        engine._wake_cache()                                    # no prefixes of a validation, as after engine.wake
+        pending = start_rollout(RolloutSource(engine, run.scoring, data, bridge.has_message), asked)
         gen_s = time.perf_counter() - start
         if all_max([bridge.has_message()]).item():
             continue                                            # the trainers have ended: nobody wants this rollout
         meter = Meter()
         bridge.send_share(responses_to_state(pending.collect(meter)))
         made = {"metrics": meter.reduce(), "gen_s": gen_s}
-        bridge.send((made, run.watchdog.signal))
+        bridge.send((made, int(all_max([run.watchdog.signal]))))    # of any sampler
 
 
 def wait(run: Run, step: int, rollouts: list[RemoteRollout]) -> None:
@@ -142,8 +143,7 @@ def wait(run: Run, step: int, rollouts: list[RemoteRollout]) -> None:
         for pending in rollouts:
             if pending.made is None:
                 pending.made, signal = pending.bridge.receive(run.checkpoints.check)
-                # they are made in the step that asks for them
-                pending.made |= {"version": step, "samples": pending.bridge.receive_share()}
+                pending.made |= {"version": step, "samples": pending.bridge.receive_share()}    # made when asked for
                 run.watchdog.signal = run.watchdog.signal or signal
 
 
@@ -160,7 +160,7 @@ def main(args: Args) -> None:
         bridge = Bridge(run.world)
         if not run.world.trains:
             return sample(run, bridge)
-        run.closing.callback(bridge.send, ("end",))
+        run.closing.callback(bridge.send, ("end", None))
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
         engine.bridge = bridge  # type: ignore[attr-defined]
         policy, optimizer = run.load_trained(args.model, args.optim)

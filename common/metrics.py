@@ -61,8 +61,7 @@ class Meter:
     def reduce(self) -> dict[str, float]:
         """The step's numbers, the same on every rank: one sum and one maximum over the ranks. Metrics with no values
         are left out."""
-        names = sorted(self.sums)
-        tops = sorted(self.maxima)
+        names, tops = sorted(self.sums), sorted(self.maxima)
         columns = [float(numbers.get(name, 0.0)) for numbers in (self.sums, self.counts) for name in names]
         sums, counts = all_sum(columns).view(2, -1).tolist()
         metrics = {}

@@ -96,8 +96,7 @@ class PromptSampler:
         self.num_prompts = num_prompts
         self.data_hash = data_hash
         self.seed = seed
-        self.epoch = 0
-        self.position = 0
+        self.epoch = self.position = 0
 
     def take(self, n: int) -> list[int]:
         taken: list[int] = []
@@ -121,5 +120,4 @@ class PromptSampler:
             raise ValueError(f"the saved run trained on {state['num_prompts']} prompts, not on the {self.num_prompts} "
                              f"that are given now; --train-data and --data.* must stay as they were, or start a new "
                              f"--run-dir")
-        self.epoch = state["epoch"]
-        self.position = state["position"]
+        self.epoch, self.position = state["epoch"], state["position"]

@@ -224,6 +224,8 @@ class Training:
         """The numbers of the steps, from 0. After the last one the trained model is written. Raises RuntimeError if the
         step before was not ended by `finish` or `end_step`."""
         self.resume()
+        if self.metrics and self.val_set is None:  # a stop signal kept a step from its validation, which is off now
+            self.log_validation({})
         self.checkpoints.timer = Timer(self.watchdog.phase)
         for step in range(self.first_step, self.total_steps):
             # a fork may draw from the global generators, also after a resume
@@ -253,13 +255,12 @@ class Training:
     def phase(self, name: str, minibatches: list[Minibatch]) -> Iterator[Phase]:
         """Time a phase that walks over these mini-batches, and show its progress. A name "update_NAME" gives its
         metrics NAME/..."""
-        num_microbatches = sum(len(minibatch) for minibatch in minibatches)
-        with self.timer(name), self.tracker.progress(name, num_microbatches) as advance:
-            phase = Phase(self, name, minibatches, advance)
+        phase = Phase(self, name, minibatches)
+        with self.timer(name), self.tracker.progress(name, phase.num_microbatches) as phase.advance:
             yield phase
             phase.check_complete()
         if name == "update_actor":
-            self.updated_microbatches += num_microbatches
+            self.updated_microbatches += phase.num_microbatches
 
     def before_update(self, model: PackedModel) -> None:
         """Before each optimizer step of `model`."""

@@ -38,6 +38,7 @@ class Watchdog:
         self.rank = os.environ.get("RANK", "0")
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.seconds = 0.0  # that this process has run: no clock, because Slurm or Ctrl-Z may suspend it
+        self.silent_s = SILENT_S if timeout_s else float("inf")  # without a report a rank is gone after this
         self.phase("setup")
         self.watched = [*map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))] if self.rank == "0" else ["0"]
         self.heard: dict[str, float] = {}
@@ -52,10 +53,8 @@ class Watchdog:
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        """Begin a phase and its time limit; a report of a hang prints `name`. In a setup, ranks may be silent for
-        longer, because the import of a package from a slow disk keeps Python's lock."""
+        """Begin a phase and its time limit; a report of a hang prints `name`."""
         self.current = name, self.seconds
-        self.silent_s = float("inf") if not self.timeout_s else 15 * SILENT_S if "setup" in name else SILENT_S
 
     def watch(self, store) -> None:
         """The ranks have met: from now on each one reports its phase to the job's `store` once a second, and ends if
@@ -106,8 +105,11 @@ class Watchdog:
                 self._end(f"phase {phase!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
             # the cause comes first: of two that were heard of at the same time, the one that said nothing at its end
             when, report = min(((when, report) for report, when in self.heard.items()), default=(self.seconds, ""))
+            # a rank in a setup may be silent for longer: the import of a package from a slow disk keeps Python's lock
+            in_setup = "in phase 'setup" in report and self.silent_s >= SILENT_S
             # the process that made a last report has some seconds to end, so that torchrun's own report names it
-            if not self.leaving.is_set() and self.seconds - when > (4.0 if report[:4] == "rank" else self.silent_s):
+            limit = 4.0 if report[:4] == "rank" else 15 * self.silent_s if in_setup else self.silent_s
+            if not self.leaving.is_set() and self.seconds - when > limit:
                 self._end(f"another rank ended, in phase {phase!r}. Its last report: {report}", 1)
 
     def _on_signal(self, number: int) -> None:

@@ -51,8 +51,7 @@ def inputs_of(file: bytes, model: str) -> tuple[list[int], dict[str, Tensor]]:
     processor, _ = load_processor(model)
     made = processor(text=[processor.image_token], images=decode([file]), add_special_tokens=False,
                      return_tensors="pt")
-    names = processor.image_processor.model_input_names
-    return made["input_ids"][0].tolist(), {name: made[name] for name in names}
+    return made["input_ids"][0].tolist(), {name: made[name] for name in processor.image_processor.model_input_names}
 
 
 @cache

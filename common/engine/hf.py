@@ -78,8 +78,7 @@ class HFEngine(Engine):
     def step(self) -> Iterator[tuple[int, Response]]:
         """All tokens of a block: responses to the same prompt, sampled in the same way."""
         _, prompt, images, sampling, *_ = first = self.waiting[0]
-        alike = takewhile(lambda request: request[1:4] == first[1:4], self.waiting)
-        self.block = [*islice(alike, ROWS)]
+        self.block = [*islice(takewhile(lambda request: request[1:4] == first[1:4], self.waiting), ROWS)]
         ids = torch.tensor([prompt] * ROWS, device=self.world.device)  # [ROWS, L]
         cache, self.chosen = None, []  # for each input the experts [ROWS, k] of each layer
         if len(prompt) > 1:  # all but its last token, which `generate` adds, is computed once and not for each row

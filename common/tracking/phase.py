@@ -25,12 +25,13 @@ class Phase:
     of its own over `phase.minibatches`, and calls `done` after each backward pass and `optimizer_step` after each
     mini-batch. Leaving the block raises RuntimeError where one of these calls was forgotten."""
 
-    def __init__(self, run: Any, name: str, minibatches: list[Minibatch], advance: Callable[[], None]):
+    advance: Callable[[], None]  # shows the progress of a micro-batch
+
+    def __init__(self, run: Any, name: str, minibatches: list[Minibatch]):
         self.run = run
         self.name = name
         self.model = name.removeprefix("update_")  # "actor" or "critic": how this phase's metrics begin
         self.minibatches = minibatches
-        self.advance = advance
         self.num_microbatches = sum(len(minibatch) for minibatch in minibatches)
         self.check_every = math.ceil(self.num_microbatches / MAX_CHECKS)
         self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update

@@ -55,7 +55,7 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
         "global_seqlen/minmax_diff": max(as_sampled) - min(as_sampled),
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": metrics["timing_s/step"],
-        "perf/throughput": num_tokens / metrics["timing_s/step"] / world.size,
+        "perf/throughput": num_tokens / metrics["timing_s/step"] / (world.size + world.num_samplers),
     }
     for phase in PER_TOKEN_PHASES & timer.seconds.keys():
         metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / num_tokens

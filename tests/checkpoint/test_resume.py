@@ -161,8 +161,25 @@ def test_a_run_stopped_in_its_last_validation_makes_up_for_it(flags, start, in_o
     assert start(log, "rollout:112:0:term", "grpo.py", *flags) == 128 + signal.SIGTERM
     assert f"stopped by SIGTERM after step {TOTAL}, which is saved" in log.read_text()
     assert [row["step"] for row in metrics(run)] == list(range(TOTAL)) and not (run / "model").exists()
+    unvalidated = shutil.copytree(run, tmp_path / "unvalidated")
     assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
     assert_same_run(run, in_one_go)
+    where = flags.index("--val-data")                       # nothing is validated now: it is logged all the same
+    flags = [*flags[:where], *flags[where + 2 :], "--run-dir", unvalidated]
+    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert [row["step"] for row in metrics(unvalidated)] == list(range(TOTAL + 1))
+
+
+def test_a_stop_while_the_engine_is_awake_saves_what_is_offloaded(flags, start, tmp_path):
+    """dapo.py collects its rewards between wake and sleep, when weights and moments are in host memory."""
+    where, log = flags.index("--kl-loss-coef"), tmp_path / "log"
+    flags = [*flags[:where], *flags[where + 2 :], "--save.every", "0", "--offload.params", "--offload.optimizer"]
+    assert start(log, "none", "dapo.py", *flags, "--run-dir", tmp_path / "whole") == 0, log.read_text()[-6000:]
+    flags += ["--run-dir", tmp_path / "again"]
+    assert start(log, "rollout:81:0:usr1", "dapo.py", *flags) == 128 + signal.SIGUSR1, log.read_text()[-6000:]
+    assert steps_on_disk(tmp_path / "again") == [2] and "phase 'gen'" not in log.read_text()
+    assert start(log, "none", "dapo.py", *flags) == 0, log.read_text()[-6000:]
+    assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
 def test_a_run_stopped_before_its_first_step_starts_again(flags, start, in_one_go, tmp_path):

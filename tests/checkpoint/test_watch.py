@@ -66,11 +66,12 @@ def test_the_end_of_the_rank_with_the_store_is_noticed(tmp_path):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("case", ["busy", "suspended", "stopped, no limit", "late"])
+@pytest.mark.parametrize("case", ["busy", "imports", "suspended", "stopped, no limit", "late"])
 def test_ranks_that_are_not_silent_are_left_alone(case, tmp_path):
-    """Busy in one call or in Python for longer than a rank may be silent; all suspended, as by Slurm or a laptop's lid;
-    one that stands still in a run without limits (--save.timeout-s 0); one that ends some seconds after the others, for
-    which the rank with the store waits."""
+    """Busy in one call or in Python for longer than a rank may be silent; in a setup, with Python's lock, while others
+    work (as samplers that start vLLM, while trainers wait for the first validation); all suspended, as by Slurm or a
+    laptop's lid; one that stands still in a run without limits (--save.timeout-s 0); one that ends some seconds after
+    the others, for which the rank with the store waits."""
     codes, said = ranks_that(case, tmp_path)
     assert codes == [0, 0, 0] and "another rank" not in said, said
     lines = said.splitlines()

@@ -64,7 +64,9 @@ def update_of(minibatches, name="update_actor") -> Phase:
         meter=Meter(), metrics={}, total_steps=1, world=SimpleNamespace(size=1), before_update=lambda model: None,
         policy=SimpleNamespace(router_changed=None), checkpoints=Looks())
     run.checkpoints.events = []
-    return Phase(run, name, minibatches, advance=lambda: None)
+    phase = Phase(run, name, minibatches)
+    phase.advance = lambda: None
+    return phase
 
 
 def test_a_broken_gradient_names_the_response_whose_output_is_not_finite(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import async_grpo
 from common.checkpoint import files
+from common.engine.base import RolloutConfig
+from common.rollouts.scoring import RolloutRequest
 from envs.stored import join, unpack
 from tests.checkpoint.faulty import LIKE_TORCHRUN, server
 from tests.checkpoint.test_resume import assert_same_run, final_state, metrics, steps_on_disk, tiny_run
@@ -149,6 +152,32 @@ def test_a_signal_to_either_side_stops_both_and_the_run_continues_exactly(fault,
     assert_same_run(tmp_path, in_one_go, TOTAL)
 
 
+def test_a_signal_to_any_sampler_stops_the_run(flags, tmp_path):
+    """Here to the last of two."""
+    start = server()
+    flags = [*flags, "--run-dir", tmp_path, "--save.every", "0", "--samplers", "2"]
+    start(tmp_path / "log", "rollout:100:2:usr1", "async_grpo.py", *flags, ranks=3)
+    said = (tmp_path / "log").read_text()
+    assert start.codes == [138, 0, 0] and "stopped by SIGUSR1" in said, said[-3000:]
+
+
+def test_no_rollout_finds_the_prefixes_of_a_validation(monkeypatch):
+    """After engine.wake the cache is empty, also in grpo.py and in a run that continues after the validation."""
+    seen = []
+    engine = SimpleNamespace(_wake_cache=lambda: seen.append("empty"))
+    pending = SimpleNamespace(collect=lambda meter: None)
+    monkeypatch.setattr(async_grpo, "start_rollout", lambda source, request: seen.append(request.rows) or pending)
+    monkeypatch.setattr(async_grpo, "responses_to_state", lambda rollout: b"")
+    requests = [RolloutRequest([row], 1, RolloutConfig(), (0,), with_greedy=row == 0) for row in range(2)]
+    asked = [*(("rollout", request) for request in requests), ("end", None)]
+    bridge = SimpleNamespace(receive=lambda on_wait: asked.pop(0), has_message=lambda: False,
+                             send_share=lambda share: None, send=lambda message: None)
+    run = SimpleNamespace(start_engine=lambda: (engine, 0), scoring=None, train_set=None, val_set=None,
+                          watchdog=SimpleNamespace(phase=lambda name: None, signal=0))
+    async_grpo.sample(run, bridge)
+    assert seen == ["empty", [0], "empty", [1]]
+
+
 def test_a_signal_ends_a_validation(flags, tmp_path):
     """The samplers leave it unfinished, which would take another 30 tokens of a second each."""
     start = server()
@@ -195,12 +224,30 @@ def test_vllm_on_the_samplers_side(flags, tmp_path):
 @pytest.mark.parametrize(("change", "message"), [
     (["--samplers", "0"], "--samplers 0 must be at least 1 and below the world size 2"),
     (["--samplers", "2"], "where all ranks train and sample: grpo.py"),
-    (["--max-staleness", "-1"], "--max-staleness -1 must be at least 0 training steps"),
+    (["--max-staleness", "-1"], "--max-staleness -1 must be at least 0"),
     (["--rollout.in-flight", "1.5"], "--rollout.in-flight must be left out"),
 ])
 def test_what_cannot_work_is_refused(change, message, flags, tmp_path):
     done = launch("async_grpo.py", *flags, "--run-dir", tmp_path, *change, ranks=2, warm=True, check=False)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_reward_model_needs_the_engines_share_of_a_gpu(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = async_grpo.Args(model="m", train_data=("x",))
+    async_grpo.check(args)
+    args.reward_model.path = "rm"
+    with pytest.raises(ValueError, match=r"--reward-model.path needs --rollout.gpu-mem"):
+        async_grpo.check(args)
+    args.rollout.gpu_memory_utilization = 0.6
+    async_grpo.check(args)
+
+
+def test_throughput_is_that_of_a_rank_of_either_side(in_one_go):
+    for row in map(json.loads, (in_one_go / "metrics.jsonl").read_text().splitlines()[1:]):
+        per_rank = row["perf/total_num_tokens"] / row["timing_s/step"] / 2
+        assert row["perf/throughput"] == pytest.approx(per_rank)
 
 
 def test_the_checkpoint_has_the_rollouts_that_were_made_ahead(in_one_go):

@@ -100,7 +100,8 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     """A step of four responses, dealt to one or two ranks."""
     mine = [[0, 1, 2, 3]] if size == 1 else [[0, 3], [1, 2]]
     differences = [[0.1, 0.3], [0.2], [0.0, 0.4, 0.2], []]              # a number per token of each response
-    meter, timer, world = Meter(), Timer(), SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"))
+    meter, timer = Meter(), Timer()
+    world = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), num_samplers=0)
     for i in mine[rank]:
         values = torch.tensor(differences[i], dtype=torch.float64)
         meter.mean("training/rollout_probs_diff_mean", values)
