@@ -12,8 +12,9 @@ from envs.runtime.response import Response
 
 def add_answers(rollout: Rollout, tokenizer, key: str) -> tuple[Rollout, Tensor]:
     """The responses [S] and after them the data's answers to the prompts [P]; and pairs of answer and response."""
-    firsts = {sample.group: sample for sample in rollout.samples}.values()
-    answers = [answer_of(s.group, s.row, s.prompt, tokenizer, key) for s in firsts]
+    # with --rollout.tp several ranks hold responses of one group: the rank that holds its first one makes the answer
+    firsts = set({group: index for index, group in reversed([*enumerate(rollout.group.tolist())])}.values())
+    answers = [answer_of(s.group, s.row, s.prompt, tokenizer, key) for s in rollout.samples if s.index in firsts]
     scored = rollout.has_score.nonzero()[:, 0]
     pairs = torch.stack([len(rollout) + rollout.group[scored], scored], dim=1)
     return rollout.cat(gather_rollout(answers)), pairs.flatten()

@@ -1,7 +1,9 @@
-"""online_dpo.py: losses and pairs against slow loops, the same for any layout, SPIN's answers, exact resume."""
+"""online_dpo.py: losses and pairs against slow loops, the same for any layout, SPIN's answers, exact resume. As a
+script under torchrun it writes the answers that each rank makes: `tests/scripts/test_online_dpo.py MODEL FOLDER`."""
 
 import math
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,11 @@ from transformers import AutoTokenizer
 
 import online_dpo
 from common.model.lora import LoRAConfig
+from common.parallel import ranks
 from common.prompts import Prompt
 from common.rollout import Response, Sample, gather_rollout
 from common.rollouts.answers import add_answers
-from tests.conftest import STOPS, launch_all
+from tests.conftest import STOPS, launch, launch_all
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, write
 from tools import try_script
 
@@ -74,13 +77,19 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair():
     assert online_dpo.best_and_worst(rewards[6:], group[6:]).tolist() == []
 
 
+PROMPTS = [Prompt([1, 2], "x", "", {"answer": "yes"}, []), Prompt([3], "x", "", {"answer": "no no"}, [])]
+
+
+def responses_of_two(scores: list[float]) -> list[Sample]:
+    """Responses to two prompts, as many to each."""
+    half = len(scores) // 2
+    return [Sample(i, i // half, 7 + i // half, PROMPTS[i // half], Response([5], [-0.5], "stop"), score=score)
+            for i, score in enumerate(scores)]
+
+
 def test_the_data_answers_every_response_of_a_prompt(world, tiny_llama):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    prompts = [Prompt([1, 2], "x", "", {"answer": "yes"}, []), Prompt([3], "x", "", {"answer": "no no"}, [])]
-    samples = [
-        Sample(i, i // 2, 7 + i // 2, prompts[i // 2], Response([5], [-0.5], "stop"), score=score)
-        for i, score in enumerate((0.0, 1.0, math.nan, 0.5))
-    ]
+    samples, prompts = responses_of_two([0.0, 1.0, math.nan, 0.5]), PROMPTS
     both, pairs = add_answers(gather_rollout(samples), tokenizer, "answer")
     assert pairs.tolist() == [4, 0, 4, 1, 5, 3]                             # the lost response has no pair
     texts = [tokenizer.decode(sample.response.tokens) for sample in both.samples[4:]]
@@ -89,6 +98,17 @@ def test_the_data_answers_every_response_of_a_prompt(world, tiny_llama):
     assert both.scores[4:].isnan().all() and both.group.tolist() == [0, 0, 1, 1, 2, 3]
     with pytest.raises(ValueError, match=r"row 7 of --train-data has no text in extra_info\['other'\] \(--ans"):
         add_answers(gather_rollout(samples), tokenizer, "other")
+
+
+def test_a_group_on_both_ranks_of_an_engine_has_one_answer(tiny_llama, tmp_path):
+    """With --rollout.tp 2 an engine's ranks take turns, so that the first group begins on rank 0, the second on rank 1,
+    and each rank holds responses of both."""
+    launch("tests/scripts/test_online_dpo.py", tiny_llama, tmp_path, ranks=2, warm=True)
+    shares = [torch.load(tmp_path / f"answers_{rank}.pt") for rank in range(2)]
+    assert [share["mine"] for share in shares] == [[(6, 2, 7, "yes<|im_end|>")], [(7, 3, 8, "no no<|im_end|>")]]
+    for share in shares:
+        assert share["group"] == [0, 0, 0, 1, 1, 1, 2, 3]
+        assert share["pairs"] == [6, 0, 6, 1, 6, 2, 7, 3, 7, 4, 7, 5]
 
 
 @pytest.mark.parametrize("layout", ["one/alone", "two/dpo"])
@@ -128,3 +148,15 @@ def test_a_killed_run_with_a_refreshed_reference_continues_exactly(flags, runs, 
 def test_flags_that_cannot_work_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         online_dpo.check(online_dpo.Args(model="m", train_data=("x",), **change))
+
+
+if __name__ == "__main__":
+    world = ranks.init()
+    model, folder = sys.argv[1:]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    of_rank = [s for s in responses_of_two([0.0, 1.0, 0.0, 1.0, 0.0, 1.0]) if s.index % 2 == world.rank]
+    both, pairs = add_answers(gather_rollout(of_rank), tokenizer, "answer")
+    made = [(s.index, s.group, s.row, tokenizer.decode(s.response.tokens)) for s in both.samples[3:]]
+    found = {"mine": made, "group": both.group.tolist(), "pairs": pairs.tolist()}
+    torch.save(found, f"{folder}/answers_{world.rank}.pt")
+    ranks.shutdown()
