@@ -192,7 +192,10 @@ def main(args: Args) -> None:
 
             # 3 mini-batches: each response moves to the rank that trains on it
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
-            in_loss = torch.ones(len(rollout), dtype=torch.bool)                # the divergence needs no score
+            # the divergence needs no score: what --rollout.drop takes out is known by how the episode ended
+            ends = [sample.response.end_reason for _, sample, *_ in rollout.sequences()]        # "": it was no episode
+            is_dropped = torch.tensor([end in args.rollout.drop for end in ends], dtype=torch.bool)
+            in_loss = ~rollout.any_token(is_dropped[rollout.batch.sequence_ids])                # [S]
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
 
             # 4 log-probs: the old policy's, where the correction needs them; the teachers' heads

@@ -161,3 +161,10 @@ async def rolls_dice(chat, row):
 async def another(chat, row):
     await chat.reply(max_tokens=2)
     return 0.25
+
+
+async def one_reply(chat, row):
+    """One reply. The code of every third row then fails."""
+    await chat.reply()
+    assert row["extra_info"]["number"] % 3
+    return 1.0

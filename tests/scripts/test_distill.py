@@ -1,5 +1,5 @@
 """distill.py: loss and gradient against transformers in float64, the same for any layout, several teachers, the data's
-answers, exact resume."""
+answers, dropped episodes, exact resume."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import distill
 from common.batch import Batch
 from common.model.memory_plan import MemoryPlan
 from tests.conftest import STOPS, launch, launch_all, make_tiny_llama
+from tests.engine.episode_runs import FILE
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, weights_of
 from tools import try_script
 
@@ -32,7 +33,7 @@ def rows(small_train, tmp_path_factory) -> str:
     table = pq.read_table(small_train).to_pylist()
     for number, row in enumerate(table):
         row["data_source"] = "first" if number % 3 else "second"
-        row["extra_info"] |= {"answer": f"It is {row['reward_model']['ground_truth']}."}
+        row["extra_info"] |= {"answer": f"It is {row['reward_model']['ground_truth']}.", "number": number}
     pq.write_table(pa.Table.from_pylist(table), path)
     return str(path)
 
@@ -56,9 +57,12 @@ def commands(tiny_llama, rows, teachers) -> dict[str, list[str]]:
     start = ["distill", "--model", tiny_llama, "--train-data", rows, *FLAGS]
     two = ["--teacher", f"first={teachers[0]}", f"second={teachers[1]}", *MIXED]
     one = ["--teacher", teachers[1]]
+    dropping = [*one, "--rollout.episode", f"{FILE}:one_reply", "--rollout.drop", "length", "--answers-per-step", "2",
+                "--rollout.max-response-length", "30", "--reward.max-error-frac", "1"]
     return {
         "two": [*start, *two], "alone": [*start, *two, "--max-tokens-per-gpu", "1"],
         "ranks": [*start, *two, "--max-tokens-per-gpu", "250"],
+        "dropping": [*start, *dropping], "ranks_drop": [*start, *dropping, "--max-tokens-per-gpu", "1"],
         "one": [*start, *one], "shared": [*start, *one, "--policy.share-prompt"],
         "parallel": [*start, *one, "--policy.sequence-parallel", "2"],
         "top_k": [*start, *one, "--divergence", "forward-kl", "--top-k", "16"],
@@ -73,7 +77,7 @@ def commands(tiny_llama, rows, teachers) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def runs(commands, tmp_path_factory) -> Path:
-    folder, on_two = tmp_path_factory.mktemp("distill"), ("ranks", "parallel")
+    folder, on_two = tmp_path_factory.mktemp("distill"), ("ranks", "parallel", "ranks_drop")
     launch_all(folder / "one", {name: flags for name, flags in commands.items() if name not in on_two})
     launch_all(folder / "two", {name: commands[name] for name in on_two}, ranks=2)
     return folder
@@ -105,6 +109,14 @@ DENSE = {
 }
 
 
+def log_probs(model, tokenizer, row):
+    """[N, V] for the tokens of a recorded response."""
+    prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
+    assert len(prompt) == row["prompt_length"]
+    logits = model(torch.tensor([prompt + row["tokens"]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / 0.7).log_softmax(-1)
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_loss_and_gradient_are_those_of_whole_distributions(name, runs, tiny_llama, teachers):
     """The first step's sequences, as recorded, one at a time through transformers' models in float64."""
@@ -118,12 +130,7 @@ def test_loss_and_gradient_are_those_of_whole_distributions(name, runs, tiny_lla
         scores.setdefault(row["group"], []).append(row["score"])
     total, divergence, count = 0.0, 0.0, 0
     for row in recorded:
-        prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
-        assert len(prompt) == row["prompt_length"]
-        tokens, own = torch.tensor([prompt + row["tokens"]]), slice(len(prompt) - 1, -1)
-        logp = (student(tokens).logits[0, own] / 0.7).log_softmax(-1)
-        with torch.no_grad():
-            logq = (teacher[row["data_source"]](tokens).logits[0, own] / 0.7).log_softmax(-1)
+        logp, logq = (log_probs(model, tokenizer, row) for model in (student, teacher[row["data_source"]]))
         value = DENSE[name](logp, logq).sum()
         divergence, count = divergence + value.item(), count + len(row["tokens"])
         if name == "two" and row["group"] in scores:                    # a sampled response
@@ -140,8 +147,27 @@ def test_loss_and_gradient_are_those_of_whole_distributions(name, runs, tiny_lla
         assert {len(set(group)) for group in scores.values()} == {1, 2}     # some groups have advantages
 
 
+def test_dropped_episodes_are_in_no_loss_and_in_no_denominator(runs, tiny_llama, teachers):
+    """--rollout.drop length. Episodes whose code failed have no score, and like the data's answers they are trained."""
+    recorded = pq.read_table(runs / "one/dropping/rollouts/step_000001.parquet").to_pylist()
+    kept = [row for row in recorded if row["end_reason"] != "length"]
+    assert {row["end_reason"] for row in recorded} == {"length", "done", "error", None} and len(recorded) == 10
+    assert [row["index"] for row in recorded if row["trained"] and any(row["trained"])] == [r["index"] for r in kept]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+                        for path in (tiny_llama, teachers[1]))
+    pairs = [(log_probs(student, tokenizer, row), log_probs(teacher, tokenizer, row).detach()) for row in kept]
+    loss = sum(kl(logp, logq).sum() for logp, logq in pairs) / sum(len(row["tokens"]) for row in kept)
+    loss.backward()
+    norm = sum(p.grad.square().sum() for p in student.parameters()).sqrt().item()
+    first = metrics_of(runs / "one/dropping")[0]
+    assert first["distillation/loss"] == pytest.approx(loss.item(), rel=1e-5) and loss > 0.01
+    assert first["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
 @pytest.mark.parametrize(("layout", "whole"), [
     ("one/alone", "two"), ("two/ranks", "two"), ("one/shared", "one"), ("two/parallel", "one"),
+    ("two/ranks_drop", "dropping"),
 ])
 def test_the_gradient_does_not_depend_on_the_layout(layout, whole, runs):
     """Micro-batches of one sequence, so that each lacks a teacher; ranks; shared prompts; sequences that are cut."""
