@@ -158,7 +158,7 @@ def main(args: Args) -> None:
             rollout = run.collect(pending)
             sampled, numbers = rollout, rollout.has_score.nonzero()[:, 0]                       # [N] those in the loss
             if args.answer_key:
-                rollout, numbers = add_answers(sampled, run.tokenizer, args.answer_key)
+                rollout, numbers = add_answers(sampled, run, args.answer_key)
             rewards = rollout.scores                                                            # [S] NaN: no reward
             if args.loss != "sppo" and not args.answer_key:
                 numbers = best_and_worst(rewards, rollout.group)

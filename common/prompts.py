@@ -71,9 +71,9 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     return Prompt([], data_source, truth["ground_truth"], extra_info or {}, messages, row)
 
 
-def parse_messages(prompt: Any, column: str) -> list[dict[str, str]]:
-    """The chat messages of a prompt, which may be one user message as a string."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[str, str]]:
+    """The chat messages of a prompt, which may be one message of `role` as a string."""
+    messages = [{"role": role, "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
     # parquet gives every message the keys of all; templates ask whether a key is there

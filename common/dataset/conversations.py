@@ -130,10 +130,7 @@ def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
     prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
     pair = []
     for name in ("chosen", "rejected"):
-        answer = row.get(name)
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        messages = parse_messages(answer, name)
+        messages = parse_messages(row.get(name), name, "assistant")
         pair.append(messages if messages[: len(prompt)] == prompt else [*prompt, *messages])
     return pair
 
@@ -149,8 +146,7 @@ def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
     if template is None:
         if answers != [len(messages) - 1]:
             raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
-        *prompt, answer = (message["content"] for message in messages)
-        return [("\n\n".join(prompt), False), (answer + tokenizer.eos_token, True)]
+        return [(render(messages[:-1], tokenizer, None), False), (messages[-1]["content"] + tokenizer.eos_token, True)]
     pieces, done = [], ""
     for i in answers:
         before = render(messages[:i], tokenizer, template)

@@ -1,22 +1,26 @@
 """online_dpo.py: losses and pairs against slow loops, the same for any layout, SPIN's answers, exact resume. As a
-script under torchrun it writes the answers that each rank makes: `tests/scripts/test_online_dpo.py MODEL FOLDER`."""
+script under torchrun it writes the answers that each rank makes: `.../test_online_dpo.py MODEL DATA FOLDER`."""
 
 import math
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 import online_dpo
+from common.dataset.store import load_prompts
+from common.engine.make import stop_tokens
 from common.model.lora import LoRAConfig
 from common.parallel import ranks
-from common.prompts import Prompt
+from common.prompts import DataConfig
 from common.rollout import Response, Sample, gather_rollout
-from common.rollouts.answers import add_answers
+from common.rollouts.answers import add_answers, answers_of
 from tests.conftest import STOPS, launch, launch_all
+from tests.engine.template_table import make_tokenizer, sources
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, write
 from tools import try_script
 
@@ -77,33 +81,79 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair():
     assert online_dpo.best_and_worst(rewards[6:], group[6:]).tolist() == []
 
 
-PROMPTS = [Prompt([1, 2], "x", "", {"answer": "yes"}, []), Prompt([3], "x", "", {"answer": "no no"}, [])]
+def run_on(data: str, tokenizer, stops: list[int], world: ranks.World, **flags) -> SimpleNamespace:
+    """What answers are made from, of a run on these files. `stops`: ids that end a response."""
+    config = DataConfig(**flags)
+    return SimpleNamespace(tokenizer=tokenizer, args=SimpleNamespace(data=config), world=world,
+                           train_set=load_prompts([data], tokenizer, config),
+                           engine=SimpleNamespace(stop_token_ids=stops))
 
 
-def responses_of_two(scores: list[float]) -> list[Sample]:
-    """Responses to two prompts, as many to each."""
-    half = len(scores) // 2
-    return [Sample(i, i // half, 7 + i // half, PROMPTS[i // half], Response([5], [-0.5], "stop"), score=score)
+def responses_of_two(run: SimpleNamespace, scores: list[float]) -> list[Sample]:
+    """Responses to the prompts of the rows 7 and 8, as many to each."""
+    prompts, half = run.train_set[7:9], len(scores) // 2
+    return [Sample(i, i // half, 7 + i // half, prompts[i // half], Response([5], [-0.5], "stop"), score=score)
             for i, score in enumerate(scores)]
 
 
-def test_the_data_answers_every_response_of_a_prompt(world, tiny_llama):
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory) -> str:
+    answers = [*map(str, range(7)), "yes", "no no"]
+    rows = [row | {"extra_info": {"answer": answer}} for row, answer in zip(ROWS, answers)]
+    return write(tmp_path_factory.mktemp("answered") / "a.jsonl", rows)
+
+
+def test_the_data_answers_every_response_of_a_prompt(world, tiny_llama, answered):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    samples, prompts = responses_of_two([0.0, 1.0, math.nan, 0.5]), PROMPTS
-    both, pairs = add_answers(gather_rollout(samples), tokenizer, "answer")
+    run = run_on(answered, tokenizer, stop_tokens(tiny_llama, tokenizer), world)
+    samples = responses_of_two(run, [0.0, 1.0, math.nan, 0.5])
+    both, pairs = add_answers(gather_rollout(samples), run, "answer")
     assert pairs.tolist() == [4, 0, 4, 1, 5, 3]                             # the lost response has no pair
     texts = [tokenizer.decode(sample.response.tokens) for sample in both.samples[4:]]
     assert texts == ["yes<|im_end|>", "no no<|im_end|>"]
-    assert [sample.prompt for sample in both.samples[4:]] == prompts
+    assert [sample.prompt for sample in both.samples[4:]] == run.train_set[7:9]
     assert both.scores[4:].isnan().all() and both.group.tolist() == [0, 0, 1, 1, 2, 3]
     with pytest.raises(ValueError, match=r"row 7 of --train-data has no text in extra_info\['other'\] \(--ans"):
-        add_answers(gather_rollout(samples), tokenizer, "other")
+        add_answers(gather_rollout(samples), run, "other")
 
 
-def test_a_group_on_both_ranks_of_an_engine_has_one_answer(tiny_llama, tmp_path):
+GEMMA = """{% for m in messages %}<start_of_turn>{{ "model" if m.role == "assistant" else m.role }}
+{{ m.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+
+
+@pytest.mark.parametrize(("template", "end", "eos"), [
+    (sources()["phi3"], "<|end|>", "</s>"), (GEMMA, "<end_of_turn>", "</s>"), (GEMMA, "<end_of_turn>", None),
+])
+def test_the_data_ends_its_answers_as_the_model_ends_its_turns(template, end, eos, world, tmp_path):
+    """Where that is not the tokenizer's end token, which may also follow it (phi3) or not exist."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.eos_token = eos
+    stops = [tokenizer.convert_tokens_to_ids(end), *([tokenizer.eos_token_id] if eos else [])]
+    data = write(tmp_path / "a.jsonl", [ROWS[0] | {"extra_info": {"answer": text}} for text in ("It is 4.", "No")])
+    answers = answers_of(run_on(data, tokenizer, stops, world), [1, 0], "answer").samples
+    assert [tokenizer.decode(sample.response.tokens) for sample in answers] == [f"No{end}", f"It is 4.{end}"]
+    whole = tokenizer.apply_chat_template(
+        [*answers[1].prompt.messages, {"role": "assistant", "content": "It is 4."}], return_dict=False)
+    seen = answers[1].prompt.tokens + answers[1].response.tokens
+    assert seen == whole[: len(seen)] and len(answers[1].response.logp) == len("It is 4.") + 1
+
+
+def test_answers_in_chatml_and_in_plain_text_end_with_the_end_token(world, smollm, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    texts = ["yes", " 4\n", "", "def f(x):\n    return x\n\n\n", "\u00e9\U0001f600 <b>"]
+    data = write(tmp_path / "a.jsonl", [ROWS[0] | {"extra_info": {"answer": text}} for text in texts])
+    for form in ("chat", "plain"):
+        run = run_on(data, tokenizer, stop_tokens(smollm, tokenizer), world, template=form)
+        found = [sample.response.tokens for sample in answers_of(run, [*range(len(texts))], "answer").samples]
+        assert found == [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+
+
+def test_a_group_on_both_ranks_of_an_engine_has_one_answer(tiny_llama, answered, tmp_path):
     """With --rollout.tp 2 an engine's ranks take turns, so that the first group begins on rank 0, the second on rank 1,
     and each rank holds responses of both."""
-    launch("tests/scripts/test_online_dpo.py", tiny_llama, tmp_path, ranks=2, warm=True)
+    launch("tests/scripts/test_online_dpo.py", tiny_llama, answered, tmp_path, ranks=2, warm=True)
     shares = [torch.load(tmp_path / f"answers_{rank}.pt") for rank in range(2)]
     assert [share["mine"] for share in shares] == [[(6, 2, 7, "yes<|im_end|>")], [(7, 3, 8, "no no<|im_end|>")]]
     for share in shares:
@@ -152,10 +202,11 @@ def test_flags_that_cannot_work_are_refused(change, message):
 
 if __name__ == "__main__":
     world = ranks.init()
-    model, folder = sys.argv[1:]
+    model, data, folder = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    of_rank = [s for s in responses_of_two([0.0, 1.0, 0.0, 1.0, 0.0, 1.0]) if s.index % 2 == world.rank]
-    both, pairs = add_answers(gather_rollout(of_rank), tokenizer, "answer")
+    run = run_on(data, tokenizer, stop_tokens(model, tokenizer), world)
+    of_rank = [s for s in responses_of_two(run, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]) if s.index % 2 == world.rank]
+    both, pairs = add_answers(gather_rollout(of_rank), run, "answer")
     made = [(s.index, s.group, s.row, tokenizer.decode(s.response.tokens)) for s in both.samples[3:]]
     found = {"mine": made, "group": both.group.tolist(), "pairs": pairs.tolist()}
     torch.save(found, f"{folder}/answers_{world.rank}.pt")
