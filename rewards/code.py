@@ -83,25 +83,27 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, cont
                   timeout_s=4.0, total_s=8.0, memory_mb=1024, sandbox_fusion_url=None,
                   allow_weak_sandbox=False) -> dict:
     """score: the share of the first max_cases that pass (verl's `continuous`), else 1 if all do. timeout_s is each
-    case's, total_s all cases' together (keep it below --reward.timeout-s); the first time-out ends the sample."""
+    case's, total_s all cases' together (keep it below --reward.timeout-s); the first time-out ends the sample.
+    `verdict`: of the first case that fails, or "passed". It is no "pred": programs that fail alike are no common
+    answer, so there is no maj@N."""
     isolated = sandbox_fusion_url or sandbox.isolation(allow_weak_sandbox)
     program = extract_program(solution_str)
     cases = cases_of(ground_truth)[:max_cases]
     start = time.monotonic()
     passed = 0
-    pred = "passed"
+    first = "passed"  # the verdict on the first case that fails
     for case in cases:
         left_s = total_s - (time.monotonic() - start)
         limits = sandbox.Limits(min(timeout_s, max(0.1, left_s)), memory_mb)
         verdict = judge(program, case, limits, sandbox_fusion_url, isolated)
         passed += verdict == "passed"
         if verdict != "passed":
-            pred = verdict if pred == "passed" else pred
+            first = verdict if first == "passed" else first
             if verdict == "timeout" or not continuous:
                 break
     acc = passed == len(cases)
-    return {"score": passed / len(cases) if continuous else float(acc), "acc": acc, "pred": pred,
-            "case_timeout": pred == "timeout"}
+    return {"score": passed / len(cases) if continuous else float(acc), "acc": acc, "verdict": first,
+            "case_timeout": first == "timeout"}
 
 
 def judge(program: str, case: tuple[str, str, object], limits: sandbox.Limits, url: str | None, isolated: bool) -> str:

@@ -6,9 +6,12 @@ import time
 
 import pytest
 
+from common.rollout import Sample
+from common.rollouts.validation import acc_and_vote, metrics_of
 from rewards import code
 from rewards.runtime import sandbox
 from rewards.runtime.pool import RewardPool
+from rewards.runtime.worker import reply_of
 from tests.rewards.jail_tools import needs_isolation
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="the jail is Linux's"),
@@ -22,7 +25,7 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
 
 
 @needs_isolation
-@pytest.mark.parametrize(("response", "truth", "score", "pred"), [
+@pytest.mark.parametrize(("response", "truth", "score", "verdict"), [
     (ADD, SUMS, 1.0, "passed"),
     (ADD, json.dumps(SUMS), 1.0, "passed"),
     ("first\n```\nprint(0)\n```\nbetter\n" + ADD, SUMS, 1.0, "passed"),
@@ -47,9 +50,24 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
     ("```python\nimport sys; sys.exit(0)\n```", {"functional": "assert False"}, 0.0, "exit code 1"),
     ("```python\nimport os; os._exit(0)\n```", {"functional": "assert False"}, 0.0, "exit code 1"),
 ])
-def test_code_scores_cases_worked_by_hand(response, truth, score, pred):
-    result = code.compute_score("apps", response, truth, timeout_s=1.0 if pred == "timeout" else 20.0, total_s=60.0)
-    assert result == {"score": score, "acc": score == 1.0, "pred": pred, "case_timeout": pred == "timeout"}
+def test_code_scores_cases_worked_by_hand(response, truth, score, verdict):
+    timeout_s = 1.0 if verdict == "timeout" else 20.0
+    result = code.compute_score("apps", response, truth, timeout_s=timeout_s, total_s=60.0)
+    assert result == {"score": score, "acc": score == 1.0, "verdict": verdict, "case_timeout": verdict == "timeout"}
+
+
+@needs_isolation
+def test_the_verdicts_on_programs_are_no_votes():
+    """Three of eight programs are right. Were verdicts answers, "passed" would be the most frequent one: maj@8 = 1."""
+    responses = [ADD] * 3 + ["print(4)"] * 2 + ["raise SystemExit(1)"] * 2 + ["raise SystemExit(2)"]
+    rows = []
+    for i, response in enumerate(responses):
+        reply = reply_of("code", code.compute_score("apps", response, SUMS, max_cases=1, timeout_s=20.0, total_s=60.0))
+        sample = Sample(i, 0, 0, None, score=reply["score"], extras=reply["extra"])
+        rows.append(("apps", 0, *acc_and_vote(sample)))
+    metrics = metrics_of(rows, greedy=False)
+    assert metrics["val-core/apps/acc/mean@8"] == 3 / 8 and metrics["val-core/apps/acc/best@8/mean"] == 1.0
+    assert not [name for name in metrics if "maj" in name]
 
 
 @needs_isolation
@@ -67,7 +85,7 @@ def test_code_all_or_nothing_and_the_number_of_cases(monkeypatch):
 
     monkeypatch.setattr(sandbox, "run", slow)
     result = code.compute_score("apps", three, {"inputs": [""] * 9, "outputs": ["3"] * 9}, timeout_s=2, total_s=2.1)
-    assert result == {"score": 3 / 9, "acc": False, "pred": "timeout", "case_timeout": True}
+    assert result == {"score": 3 / 9, "acc": False, "verdict": "timeout", "case_timeout": True}
     assert deadlines[0] == 2                               # of the case
     assert 1.5 > deadlines[3] > 0                          # what is left of all cases' time
     assert len(deadlines) == 4                             # the first time-out ends the sample
