@@ -24,7 +24,9 @@ async def episode(chat, row):
         text = await chat.reply({"role": "user", "content": calculate(expressions[-1])})
     text = text or ""
     score = compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
-    return {"score": score, "acc": score, "pred": str(extract_answer(text)), "calls": num_calls}
+    answer = extract_answer(text)
+    pred = None if answer is None else str(answer)  # None: no vote in maj@N
+    return {"score": score, "acc": score, "pred": pred, "calls": num_calls}
 
 
 def calculate(expression: str) -> str:

@@ -36,12 +36,13 @@ def compute(expression: str) -> tuple[Fraction, list[int]]:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.1) -> dict:
-    """`score` for a right expression, `format_score` for another <answer>, 0 without one (verl's values)."""
+    """`score` for a right expression, `format_score` for another <answer>, 0 without one (verl's values). A response
+    without one has no vote in maj@N."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     target, numbers = int(truth["target"]), [int(n) for n in truth["numbers"]]
     answers = re.findall(r"<answer>(.*?)</answer>", solution_str, flags=re.DOTALL)
     if not answers:
-        return {"score": 0.0, "acc": False, "pred": ""}
+        return {"score": 0.0, "acc": False, "pred": None}
     expression = answers[-1].strip().partition("=")[0]  # "1 + 2 = 3" is taken as "1 + 2"
     try:
         value, used = compute(expression)

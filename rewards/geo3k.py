@@ -12,5 +12,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, form
     acc = answer is not None and equal(answer, str(ground_truth))
     thought, _, rest = solution_str.strip().partition("</think>")
     form = thought.startswith("<think>") and last_boxed(rest) is not None
-    return {"score": (1 - format_score) * acc + format_score * form, "acc": acc, "pred": answer or "",
+    return {"score": (1 - format_score) * acc + format_score * form, "acc": acc, "pred": answer,
             "format": float(form)}

@@ -51,12 +51,13 @@ def equal(answer: str, truth: str) -> bool:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.0) -> dict:
-    r"""`score` if the last \boxed{} equals ground_truth (boxed or not), `format_score` if not, 0 without a box."""
+    r"""`score` if the last \boxed{} equals ground_truth (boxed or not), `format_score` if not, 0 without a box.
+    A response without a box has no vote in maj@N."""
     answer = last_boxed(solution_str)
     truth = str(ground_truth)
     truth = last_boxed(truth) or truth
     acc = answer is not None and equal(answer, truth)
-    return {"score": score if acc else 0.0 if answer is None else format_score, "acc": acc, "pred": answer or ""}
+    return {"score": score if acc else 0.0 if answer is None else format_score, "acc": acc, "pred": answer}
 
 
 def check(**_) -> None:

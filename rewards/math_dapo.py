@@ -2,7 +2,8 @@ r"""DAPO's score for math_dapo and aime*: the last "Answer: ..." of a response, 
 
 Without an "Answer:" line the last \boxed{} that stands in the last 100 characters counts, as in verl 0.9.1. Answers are
 compared as text after Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1), as verl does; a boxed one too,
-which verl compares as it is written.
+which verl compares as it is written. A response without an answer has no vote in maj@N, where
+verl has the answer "[INVALID]".
 """
 
 import re
@@ -52,6 +53,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> d
     truths = truths_of(ground_truth)
     found = ANSWER.findall(solution_str[-TAIL:])
     answer = found[-1] if found else last_boxed(solution_str[-BOX_TAIL:])
-    pred = "[INVALID]" if answer is None else normalise(answer)
+    pred = None if answer is None else normalise(answer)
     acc = pred in truths
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}

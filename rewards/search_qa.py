@@ -28,11 +28,12 @@ def truths_of(ground_truth: Any) -> list[str]:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.0) -> dict:
-    """`score` for a right answer, `format_score` for another one, 0 without <answer>...</answer>."""
+    """`score` for a right answer, `format_score` for another one, 0 without <answer>...</answer>. A response without
+    one has no vote in maj@N."""
     truths = truths_of(ground_truth)
     answers = re.findall(r"<answer>(.*?)</answer>", solution_str, flags=re.DOTALL)
     if not answers:
-        return {"score": 0.0, "acc": False, "pred": ""}
+        return {"score": 0.0, "acc": False, "pred": None}
     pred = normalise(answers[-1])
     acc = pred in truths
     if acc and max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MAX_TAGS:

@@ -72,6 +72,7 @@ def test_calculator(tmp_path):
         ])
     assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0, 0.0]
     assert found[0][0]["extra"] == {"acc": 1.0, "pred": truth, "calls": 1.0}
+    assert found[2][0]["extra"] == {"acc": 0.0, "calls": 0.0}               # no answer: no vote in maj@N
     refused = "Error: write numbers, + - * / and brackets only."
     assert [said for _, said in found] == [[truth], [refused, "4"], [], ["1"]]
 

@@ -11,6 +11,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from common.rollout import Sample
+from common.rollouts.validation import acc_and_vote
 from rewards import (
     TABLE,
     countdown,
@@ -28,6 +30,7 @@ from rewards import (
 )
 from rewards import format as form
 from rewards.runtime.pool import RewardPool
+from rewards.runtime.worker import reply_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -89,7 +92,7 @@ def test_math_score_and_its_extras():
     score = {"data_source": "lighteval/MATH", "ground_truth": r"\boxed{\frac12}", "format_score": 0.1}
     assert math.compute_score(solution_str=r"\boxed{0.5}", **score) == {"score": 1.0, "acc": True, "pred": "0.5"}
     assert math.compute_score(solution_str=r"\boxed{2}", **score) == {"score": 0.1, "acc": False, "pred": "2"}
-    assert math.compute_score(solution_str=r"\frac12", **score) == {"score": 0.0, "acc": False, "pred": ""}
+    assert math.compute_score(solution_str=r"\frac12", **score) == {"score": 0.0, "acc": False, "pred": None}
 
 
 def test_math_library_stays_unloaded_where_the_text_decides():
@@ -115,12 +118,12 @@ def test_math_time_bomb_is_a_counted_timeout(tmp_path):
     ("answer : $34$", "34", "34", True),
     ("Answer: 33\nAnswer: 34", "34", "34", True),
     ("Answer: 34\nAnswer: 33", "34", "33", False),
-    ("The answer is 34", "34", "[INVALID]", False),
+    ("The answer is 34", "34", None, False),
     (r"\boxed{34}", "34", "34", True),                      # no "Answer:" line: the last box, as in verl 0.9.1
     (r"\boxed{33} and \boxed{1,034}.", "1034", "1034", True),
     (r"\boxed{34} Answer: 33", "34", "33", False),
-    (r"\boxed{34}" + "." * 100, "34", "[INVALID]", False),  # beyond the last 100 characters
-    (r"\boxed{34", "34", "[INVALID]", False),
+    (r"\boxed{34}" + "." * 100, "34", None, False),  # beyond the last 100 characters
+    (r"\boxed{34", "34", None, False),
     ("Answer: 34", ["34"], "34", True),
     ("Answer: 34", ["33", 34.0], "34", True),
     ("Answer: 34", np.array(["34"]), "34", True),
@@ -265,7 +268,7 @@ def test_every_source_of_the_table_has_its_function():
     (r"\boxed{5}", "5", 0.9, "5"),                                      # without its reasoning
     (r"<think>\boxed{5}</think>", "5", 0.9, "5"),                       # no answer after it
     (r"<think>?</think> \boxed{6}", "5", 0.1, "6"),
-    ("<think>?</think> 5", "5", 0.0, ""),
+    ("<think>?</think> 5", "5", 0.0, None),
 ])
 def test_geo3k_scores_answer_and_form(response, truth, score, pred):
     found = geo3k.compute_score("hiyouga/geometry3k", response, truth)
@@ -289,8 +292,8 @@ def test_shapes_scores_the_last_word(response, score):
     ("<answer>Paris, France</answer>", {"target": ["Paris"]}, 0.0, "paris france"),    # the whole answer counts
     ("<answer>Rome</answer> no: <answer>Paris</answer>", "Paris", 1.0, "paris"),       # the last one
     ("<answer>Par\nis</answer>", "par is", 1.0, "par is"),
-    ("Paris", "Paris", 0.0, ""),
-    ("<answer>Paris", "Paris", 0.0, ""),
+    ("Paris", "Paris", 0.0, None),
+    ("<answer>Paris", "Paris", 0.0, None),
     ("<answer>Paris</answer>" * 10, "Paris", 1.0, "paris"),
     ("<answer>Paris</answer>" * 11, "Paris", 0.25, "paris"),
 ])
@@ -315,6 +318,21 @@ def test_search_qa_format_score_and_bad_truths():
 def test_the_letter_of_a_multiple_choice_answer(text, pred):
     found = multiple_choice.compute_score("gpqa_diamond", text, "B")
     assert found == {"score": float(pred == "B"), "acc": pred == "B", "pred": pred}
+
+
+@pytest.mark.parametrize(("data_source", "truth", "answer"), [
+    ("lighteval/MATH", "34", r"\boxed{33}"), ("hiyouga/geometry3k", "34", r"\boxed{33}"),
+    ("math_dapo", "34", "Answer: 33"), ("searchR1_nq", "34", "<answer>33</answer>"),
+    ("countdown", {"target": 34, "numbers": [33, 1]}, "<answer>33</answer>"), ("gpqa_diamond", "A", "Answer: B"),
+])
+def test_only_an_answer_has_a_vote(data_source, truth, answer):
+    """From the worker's reply to the vote: a response without an answer has none, and never the text "None"."""
+    votes = []
+    for response in (answer, "I do not know."):
+        reply = reply_of(data_source, find(data_source)(data_source, response, truth))
+        assert reply["texts"] == {}
+        votes.append(acc_and_vote(Sample(0, 0, 0, None, score=reply["score"], extras=reply["extra"])))
+    assert votes == [(0.0, "B" if data_source == "gpqa_diamond" else "33"), (0.0, None)]
 
 
 # --------------------------------------------------------------------------- IFEval, by the package's checkers
