@@ -32,7 +32,7 @@ FIELDS = re.compile(r"\{(solution|ground_truth|question|data_source)\}")
 
 
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, model, base_url,
-                        template=TEMPLATE, score_regex=r"(?i)score\W{1,5}(-?\d+(?:\.\d+)?)", low=0.0, high=10.0,
+                        template=TEMPLATE, score_regex=r"(?i)score\W{1,5}?(-?\d+(?:\.\d+)?)", low=0.0, high=10.0,
                         requests_per_minute=None, max_retries=3, request_timeout_s=60.0, request=None,
                         api_key_env="OPENAI_API_KEY") -> dict:
     """score: (N - low) / (high - low). `request`: further fields of each request, else temperature 0."""

@@ -36,6 +36,8 @@ class Judge(http.server.BaseHTTPRequestHandler):
                 text = "Score: 5"
             case "hang":
                 state.closing.wait(20)
+            case "say":
+                text = prompt.partition("Response:\nsay ")[2].partition("\n")[0]
             case "mute":
                 text = "I would rather not."
             case "busy" if sum("busy" in str(r[3]) for r in state.requests) < 3:
@@ -106,6 +108,18 @@ def test_judge_scores_by_template_and_regex(server, monkeypatch):
     assert "Question: What is 6 * 7?" in prompts[0]
     assert "Reference answer: 42" in prompts[0]
     assert "Response:\n0 {ground_truth}\n" in prompts[0]   # what a response says is not filled in
+
+
+@pytest.mark.parametrize(("answer", "low", "wanted"), [
+    ("Score: -5", 0, None),                            # outside of 0 to 10: an error, and no 5
+    ("Score: -1", -1, 0.0), ("**Score:** -1", -1, 0.0), ("Score: -0.5", -0.5, 0.0), ("score=-1", -1, 0.0),
+    ("Score: 8/10", 0, 0.8), ("score=7", 0, 0.7), ("**Score:** 2.5", 0, 0.25), ("Score - 7", 0, 0.7),
+    ("Score: **10**", 0, 1.0),
+])
+def test_judge_reads_the_number_with_its_sign(server, answer, low, wanted):
+    results = score(server, f"say {answer}", low=low)
+    assert results.failures == ["exception" if wanted is None else None]
+    assert results.scores == [wanted or 0.0]     # an error gives 0 here
 
 
 def test_judge_template_file_regex_range_and_request(server, tmp_path):
