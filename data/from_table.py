@@ -25,6 +25,7 @@ from verl_rows import run, write
 SEPARATORS = ",;\t|"
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 MOST_SHOWN = 5  # bad rows that are printed
+MAX_EXACT = 2**53  # integers up to here are floats too
 
 
 def decode(file: Path, encoding: str) -> str:
@@ -152,6 +153,15 @@ def row_of(table: dict[str, Any], index: int, source: str, args: argparse.Namesp
     }
 
 
+def of_one_type(values: list[Any]) -> list[Any]:
+    """The values of a column that mixes types: integers and fractions as floats, where no float rounds an integer; all
+    else as text, JSON where it is none. None stays."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float} and all(abs(value) <= MAX_EXACT for value in values if isinstance(value, int)):
+        return [None if value is None else float(value) for value in values]
+    return [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, help="a .csv, .tsv, .json, .jsonl or .parquet file")
@@ -195,11 +205,10 @@ def main() -> None:
         raise ValueError(f"{args.table} has {len(rows)} good rows and {len(bad)} bad; the rule is more than --num-test "
                          f"{num_test}")
     for name in dict.fromkeys(name for row in rows for name in row["extra_info"]):  # a parquet column has one type
-        kinds = {type(row["extra_info"].get(name)) for row in rows} - {type(None)}
-        if len(kinds) > 1:
-            for row in rows:
-                value = row["extra_info"].get(name)
-                row["extra_info"][name] = value if value is None or isinstance(value, str) else json.dumps(value)
+        values = [row["extra_info"].get(name) for row in rows]
+        if len({type(value) for value in values if value is not None}) > 1:
+            for row, value in zip(rows, of_one_type(values)):
+                row["extra_info"][name] = value
     lists = [isinstance(row["reward_model"]["ground_truth"], list) for row in rows]
     if any(lists) and not all(lists):
         for row in rows:

@@ -90,10 +90,18 @@ def test_an_interval_is_no_list_of_answers(convert):
     assert train[0]["reward_model"]["ground_truth"] == "[1, 2]"
 
 
-def test_further_columns_of_several_types(convert):
-    table = json.dumps([{"question": "a", "answer": 1, "level": 1}, {"question": "b", "answer": "x", "level": "hard"}])
-    train, _ = convert("a.json", table)
-    assert [row["extra_info"]["level"] for row in train] == ["1", "hard"]
+@pytest.mark.parametrize(("levels", "kept"), [
+    ([1, "hard"], ["1", "hard"]),
+    ([1, 2.5, None], [1.0, 2.5, None]),
+    ([2**53 + 1, 0.5], ["9007199254740993", "0.5"]),        # no float is that integer
+    ([10**400, 0.5], ["1" + "0" * 400, "0.5"]),
+    ([True, 2.5], ["true", "2.5"]),
+], ids=["words", "fractions", "inexact", "huge", "truths"])
+def test_further_columns_of_several_types(convert, levels, kept):
+    rows = [{"question": "a", "answer": "b", "level": level} for level in levels]
+    train, _ = convert("a.json", json.dumps(rows))
+    found = [row["extra_info"]["level"] for row in train]
+    assert found == kept and [type(value) for value in found] == [type(value) for value in kept]
 
 
 @pytest.mark.parametrize(("name", "content", "flags", "message"), [
