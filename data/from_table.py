@@ -149,7 +149,7 @@ def row_of(table: dict[str, Any], index: int, source: str, args: argparse.Namesp
         "data_source": source,
         "prompt": messages,
         "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": table | {"index": index},
+        "extra_info": table | {"index": table.get("index", index)},
     }
 
 

@@ -104,6 +104,13 @@ def test_further_columns_of_several_types(convert, levels, kept):
     assert found == kept and [type(value) for value in found] == [type(value) for value in kept]
 
 
+def test_the_table_s_own_column_index_stays(convert):
+    train, _ = convert("a.csv", "index,question,answer\nq7,a,b\nq9,c,d\n")
+    assert [row["extra_info"]["index"] for row in train] == ["q7", "q9"]
+    train, _ = convert("b.csv", "question,answer\na,b\nc,d\n")
+    assert [row["extra_info"]["index"] for row in train] == [0, 1]
+
+
 @pytest.mark.parametrize(("name", "content", "flags", "message"), [
     ("a.csv", "question,answer\na,b\nc,\n", (), "a.csv, line 3: answer is empty; --on-bad-row skip"),
     ("a.csv", "question,answer\n ,b\n", (), "line 2: question is empty"),
