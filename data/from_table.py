@@ -77,7 +77,8 @@ def read_json(file: Path, encoding: str) -> Iterator[tuple[str, dict[str, Any]]]
         rows = json.loads(text) if text.lstrip().startswith("[") else None
         places = [f"{file}, object {number}" for number in range(1, len(rows or ()) + 1)]
         if rows is None:
-            numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+            # not splitlines(): a JSON text may hold U+2028 and other line ends of Unicode as they are
+            numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
             places = [f"{file}, line {number}" for number, _ in numbered]
             rows = []
             for _, line in numbered:

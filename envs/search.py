@@ -25,7 +25,8 @@ def load_corpus(path: Path) -> tuple[list[str], bm25s.BM25]:
     if not path.is_file():
         raise ValueError(f"--rollout.episode envs/search.py: no corpus {path}; run `python data/search.py`, or name "
                          f"another one in the environment variable SEARCH_CORPUS")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open() as lines:  # not splitlines(): a JSON text may hold U+2028 and other line ends of Unicode
+        rows = [json.loads(line) for line in lines]
     passages = [f"{row['title']}: {row['text']}"[:MAX_PASSAGE] for row in rows]
     index = bm25s.BM25()
     index.index(bm25s.tokenize(passages, show_progress=False), show_progress=False)

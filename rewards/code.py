@@ -65,7 +65,8 @@ def cases_of(ground_truth: str | dict) -> list[tuple[str, str, object]]:
 
 def arguments_of(given: Any) -> list:
     if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
+        # not splitlines(): a JSON text may hold U+2028 and other line ends of Unicode as they are
+        return [json.loads(line) for line in given.split("\n") if line.strip()]
     return given
 
 

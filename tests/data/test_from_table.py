@@ -111,6 +111,17 @@ def test_the_table_s_own_column_index_stays(convert):
     assert [row["extra_info"]["index"] for row in train] == [0, 1]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=repr)
+def test_json_lines_end_at_a_line_feed_alone(convert, end):
+    """JSON texts may hold the further line ends of Unicode as they are."""
+    texts = ["a\u2028b", "c\u2029d", "e\u0085f"]
+    rows = [json.dumps({"question": text, "answer": "x"}, ensure_ascii=False) for text in texts]
+    train, _ = convert("a.jsonl", end.join([*rows, "", ""]))
+    assert [row["prompt"][0]["content"] for row in train] == texts
+    with pytest.raises(ValueError, match=r"b.jsonl, line 4: Expecting"):
+        convert("b.jsonl", end.join([*rows, "no"]))
+
+
 @pytest.mark.parametrize(("name", "content", "flags", "message"), [
     ("a.csv", "question,answer\na,b\nc,\n", (), "a.csv, line 3: answer is empty; --on-bad-row skip"),
     ("a.csv", "question,answer\n ,b\n", (), "line 2: question is empty"),

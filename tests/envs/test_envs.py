@@ -129,6 +129,12 @@ def test_search(tmp_path, monkeypatch):
     assert f"{person}: {corpus[person]}" in found[0][1][0] and f"{town}: {corpus[town]}" in found[0][1][1]
     assert found[1][1] == ["<information>Nothing was found.</information>"]
     assert found[0][0]["extra"]["searches"] == 2.0
+    doc = json.dumps({"title": "Line\u2028end", "text": "It separates lines\u2029of text."}, ensure_ascii=False)
+    (tmp_path / "separators.jsonl").write_text(f"{doc}\n")
+    monkeypatch.setenv("SEARCH_CORPUS", str(tmp_path / "separators.jsonl"))
+    with Player("envs/search.py") as player:
+        found = player.play_all([(example, ["<search>separates</search>", "<answer>Paris</answer>"])])
+    assert found[0][1] == ["<information>Line\u2028end: It separates lines\u2029of text.</information>"]
     monkeypatch.setenv("SEARCH_CORPUS", str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match=r"no corpus .*none.jsonl; run `python data/search.py`"):
         Player("envs/search.py")

@@ -41,6 +41,8 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
     ("```python\nfrom __future__ import annotations\ndef f(a: List[int], b): print('noise'); return (*a, b)\n```",
      CALL, 1.0, "passed"),
     ("```python\nclass Solution:\n    def f(self, a, b): return a + [b]\n```", CALL, 1.0, "passed"),
+    ("```python\ndef f(a, b): return a + b\n```",
+     {"inputs": ['"a\u2028b"\n"c"'], "outputs": ["a\u2028bc"], "fn_name": "f"}, 1.0, "passed"),
     ("```python\ndef f(a, b): return a\n```", CALL, 0.0, "wrong answer"),
     ("```python\ndef g(a, b): return a\n```", CALL, 0.0, "wrong answer"),
     ("```python\ndef f(x): return x + 1\n```", {"functional": "assert f(1) == 2\nassert f(2) == 3"}, 1.0, "passed"),
