@@ -109,7 +109,6 @@ def serve(program: str) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    sys.set_int_max_str_digits(0)
     names = load(program, "solution")
     objects = []
 
@@ -305,7 +304,6 @@ def judge(program: str) -> None:
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of this user may look into this one
     here = os.path.dirname(os.path.abspath(sys.argv[0]))
     sys.path[:] = [folder for folder in sys.path if folder not in ("", here)]
-    sys.set_int_max_str_digits(0)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     exec(IMPORTS, vars(module))
@@ -324,4 +322,5 @@ def judge(program: str) -> None:
 
 
 def main(role: str, program: str) -> None:
+    sys.set_int_max_str_digits(0)  # tests and programs may have longer numbers than the 4,300 digits that Python reads
     {"run": run, "serve": serve, "judge": judge}[sys.argv[1] if sys.argv[1:] else role](program)

@@ -37,6 +37,8 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
     ("```python\nprint('0.1000000001 2')\n```", {"inputs": [""], "outputs": ["0.1 2"]}, 1.0, "passed"),
     ("```python\nprint('1000000001')\n```", {"inputs": [""], "outputs": ["1000000000"]}, 0.0, "wrong answer"),
     ("```python\nprint(input()[:3])\n```", '{"inputs": [1' + "0" * 5000 + '], "outputs": [100]}', 1.0, "passed"),
+    ("```python\nprint(int(input()) + 1)\n```", {"inputs": ["1" + "0" * 5000], "outputs": ["1" + "0" * 4999 + "1"]},
+     1.0, "passed"),                                                     # Python itself reads 4,300 digits
     ("```python\nprint('a\\n b ')\n```", {"inputs": [""], "outputs": [["a", "b"]]}, 1.0, "passed"),
     ("```python\nfrom __future__ import annotations\ndef f(a: List[int], b): print('noise'); return (*a, b)\n```",
      CALL, 1.0, "passed"),
@@ -47,6 +49,8 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
     ("```python\ndef g(a, b): return a\n```", CALL, 0.0, "wrong answer"),
     ("```python\ndef f(x): return x + 1\n```", {"functional": "assert f(1) == 2\nassert f(2) == 3"}, 1.0, "passed"),
     ("```python\ndef f(x): return 2\n```", {"functional": "assert f(1) == 2\nassert f(2) == 3"}, 0.0, "exit code 1"),
+    ("```python\ndef f(x): return x + 1\n```", {"functional": f"assert f(1{'0' * 5000}) == 1{'0' * 4999}1"}, 1.0,
+     "passed"),
     ("```python\ndef f(x): return 2\n```", ASSERT, 0.5, "exit code 1"),
     ("```python\ndef f(x): return x + 1\n```", ASSERT | {"inputs": ["", ""], "outputs": [None, None]}, 1.0, "passed"),
     ("```python\nimport sys; sys.exit(0)\n```", {"functional": "assert False"}, 0.0, "exit code 1"),
