@@ -59,7 +59,8 @@ def check(functions: Sequence[str] = (), weights: Sequence[float] = (), **_: Any
 
 async def compute_score(data_sources, solution_strs, ground_truths, extra_infos, *, functions, weights=(),
                         truth_column="solution", conversational=True) -> list[dict | None]:
-    """Of each sample the weighted sum as score, and each function's number under its name."""
+    """Of each sample the weighted sum as score, and each function's number under its name; that of a function which is
+    itself called `score` under `score_1`."""
     infos = [info or {} for info in extra_infos]
     names = dict.fromkeys(key for info in infos for key in info)
     columns = {key: [info.get(key) for info in infos] for key in names}
@@ -67,15 +68,16 @@ async def compute_score(data_sources, solution_strs, ground_truths, extra_infos,
     columns.setdefault(truth_column, list(ground_truths))
     prompts = columns.pop("prompt", [[] if conversational else "" for _ in infos])
     completions = [[{"role": "assistant", "content": text}] if conversational else text for text in solution_strs]
-    samples: list[dict[str, float]] = [{} for _ in infos]
+    sums: list[float | None] = [None] * len(infos)
+    numbers_by_name: list[dict[str, float]] = [{} for _ in infos]
     for spec, weight in zip(functions, weights or [1.0] * len(functions)):
         name, function = load(spec)
         numbers = function(prompts=prompts, completions=completions, **columns)
         numbers = list(await numbers if inspect.isawaitable(numbers) else numbers)
-        if len(numbers) != len(samples):
-            raise ValueError(f"{spec} returned {len(numbers)} numbers for {len(samples)} completions")
-        for sample, number in zip(samples, numbers):
+        if len(numbers) != len(infos):
+            raise ValueError(f"{spec} returned {len(numbers)} numbers for {len(infos)} completions")
+        for i, number in enumerate(numbers):
             if number is not None:
-                sample["score"] = sample.get("score", 0.0) + weight * number
-                sample[name] = number
-    return [sample or None for sample in samples]
+                sums[i] = (sums[i] or 0.0) + weight * number
+                numbers_by_name[i]["score_1" if name == "score" else name] = number
+    return [None if total is None else found | {"score": total} for total, found in zip(sums, numbers_by_name)]

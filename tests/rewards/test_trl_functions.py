@@ -24,6 +24,9 @@ def length(completions, **kwargs):
 def ids(completions, completion_ids, **kwargs):
     return [0.0 for _ in completions]
 
+def score(completions, **kwargs):
+    return [None if completion[0]["content"] == "?" else 10 for completion in completions]
+
 def nothing(completions, **kwargs):
     return [None for _ in completions]
 '''
@@ -55,6 +58,13 @@ def test_functions_are_summed_by_weight_and_none_is_left_out(score, num_workers)
     got = score(["yes", "yes", "no"], infos, num_workers, functions=["exact", "level"], weights=[1.0, 0.5])
     assert got.scores == [1 + 0.5 * 3, 1, 0.5 * 5]
     assert got.extras == [{"exact": 1.0, "level": 3.0}, {"exact": 1.0}, {"exact": 0.0, "level": 5.0}]
+
+
+@pytest.mark.parametrize("functions", [["score", "exact"], ["exact", "score"]], ids="-".join)
+def test_a_function_named_score_is_a_part_of_the_sum(score, functions):
+    got = score(["yes", "no", "?"], [{}] * 3, functions=functions, weights=[0.5, 0.5])
+    assert got.scores == [0.5 + 5, 5, 0]
+    assert got.extras == [{"exact": 1, "score_1": 10}, {"exact": 0, "score_1": 10}, {"exact": 0}]
 
 
 def test_a_column_of_the_data_is_before_the_ground_truth(score):
