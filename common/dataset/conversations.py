@@ -115,7 +115,8 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
     tokens, mask = [], []
     for text, is_answer in pieces:
         new = tokenizer(text, add_special_tokens=template is None and not is_answer)["input_ids"]
-        end = max((n + 1 for n, token in enumerate(new) if token in stops), default=0) if is_answer else 0
+        # the first one: there the model would stop, and Phi-3's template adds another one after the conversation
+        end = min((n + 1 for n, token in enumerate(new) if token in stops), default=0) if is_answer else 0
         if is_answer and not end:
             raise ValueError(f"the chat template puts no end token ({tokenizer.decode(stops)}) after an answer: the "
                              f"model would not learn to stop; --data.chat-template-file FILE names another")

@@ -12,7 +12,8 @@ from envs.runtime.response import Response
 
 def add_answers(rollout: Rollout, run: Any, key: str) -> tuple[Rollout, torch.Tensor]:
     """The responses [S] and after them the data's answers to the prompts [P]; and pairs of answer and response."""
-    # with --rollout.tp several ranks hold responses of one group: the rank that holds its first one makes the answer
+    # with --rollout.tp several ranks hold responses of one group: the rank that holds its first one makes the answer;
+    # of several numbers of a group the dict keeps the one that comes last, in reverse the lowest
     firsts = set({group: index for index, group in reversed([*enumerate(rollout.group.tolist())])}.values())
     answers = [answer_of(run, s.group, s.row, key) for s in rollout.samples if s.index in firsts]
     pairs = torch.stack([len(rollout) + rollout.group, torch.arange(len(rollout))], dim=1)[rollout.has_score]
@@ -36,6 +37,5 @@ def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
     template = template_arguments(run.tokenizer, run.args.data)
     messages = [*prompt.messages, {"role": "assistant", "content": text}]
     _, answer = pieces_of(messages, len(prompt.messages), run.tokenizer, template)
-    tokens, _ = encode([answer], run.tokenizer, template, run.engine.stop_token_ids)
-    end = next(n for n, token in enumerate(tokens, 1) if token in run.engine.stop_token_ids)
-    return Sample(number, number, row, prompt, Response(tokens[:end], [0.0] * end, "stop"), text)
+    tokens, mask = encode([answer], run.tokenizer, template, run.engine.stop_token_ids)
+    return Sample(number, number, row, prompt, Response(tokens[: sum(mask)], [0.0] * sum(mask), "stop"), text)

@@ -58,6 +58,16 @@ def test_every_answer_is_trained_with_its_end_token_and_nothing_else(tokenizer):
     assert later == tokens and trained(later, rest, tokenizer) == ["\n no  <|im_end|>"]
 
 
+def test_an_answer_ends_with_its_first_end_token(tokenizer):
+    """Phi-3's template ends a turn with one and the conversation with another: `<|end|>` and `</s>`."""
+    template = {"chat_template": "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>\n{% endfor %}"
+                                 "{{ 'assistant:' if add_generation_prompt else '<|endoftext|>' }}"}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fine"}]
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    tokens, mask = encode(pieces_of(messages, 0, tokenizer, template), tokenizer, template, stops)
+    assert tokens[-1] == stops[1] and trained(tokens, mask, tokenizer) == ["fine<|im_end|>"]
+
+
 def test_an_answer_has_the_tokens_that_a_policy_would_sample(tokenizer):
     """The prompt is encoded as for rollouts, the answer by itself: here the tokens of both together are others."""
     template = {"chat_template": "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}"
