@@ -147,11 +147,11 @@ async def run_program(command: list[str], row: dict[str, Any]) -> Any:
     said = f"\n{errors.decode(errors='replace')}"
     if code:
         raise RuntimeError(f"{shlex.join(command)} ended with {code}{said}")
-    lines = printed.decode(errors="replace").strip().splitlines()
+    last = printed.decode(errors="replace").strip().rpartition("\n")[2]  # JSON may hold other line ends of Unicode
     try:
-        return json.loads(lines[-1] if lines else "")
+        return json.loads(last)
     except json.JSONDecodeError:
-        last = repr(lines[-1])[:500] if lines else "nothing"
+        last = repr(last)[:500] if last else "nothing"
         raise RuntimeError(f"{shlex.join(command)} printed {last} last, and must print its result as one line of "
                            f"JSON{said}") from None
 

@@ -147,10 +147,19 @@ def same_value(reply: str, wanted: object) -> bool:
     if len(reply) > 20 * len(text) + MARGIN:
         return False
     try:
-        value = harness.unpack(json.loads(reply, parse_int=integer)["value"], no_handle)
+        value = plain(json.loads(reply, parse_int=integer)["value"])
+        return value == wanted or [value] == wanted or same_number(str(value), str(wanted))
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return False  # whatever a program writes is an answer
-    return value == wanted or [value] == wanted or same_number(str(value), str(wanted))
+
+
+def plain(packed: object) -> object:
+    """The value of `harness.pack`ed plain data. Another kind is a LookupError: no honest reply to a call has one, and a
+    Fraction of "1e999999999" would take minutes to read."""
+    if not isinstance(packed, list):
+        return packed
+    kind, *items = packed
+    return {"list": list, "tuple": tuple, "dict": dict}[kind](map(plain, items))
 
 
 def same_text(text: str, wanted: str) -> bool:

@@ -133,17 +133,17 @@ class Episodes:
         try:
             asked = message["conversation"]
             refusal = self.prepare(episode, message, sampling)
+            if not refusal:
+                self.sample(engine, number, episode, asked)
         except FlagError:
             raise
-        except Exception as error:  # of the chat template, of a message: anything that one episode can cause
+        except Exception as error:  # of the chat template, of a message, of the engine: what one episode can cause
             if self.processes is not None:
                 self.processes.running[number].end()
             return failure_of(error)
         if refusal:
             episode.end_reason = refusal
             self.tell(number, episode, {"conversation": asked, "text": None, "finish_reason": refusal})
-        else:
-            self.sample(engine, number, episode, asked)
         return None
 
     def prepare(self, episode: Episode, message: dict[str, Any], sampling: RolloutConfig) -> str:

@@ -15,6 +15,7 @@ from envs.endpoint.asked import (
     function_of,
     parts_of,
     refuse_unsupported,
+    stops_of,
     temperature_of,
     text_of,
     with_names,
@@ -35,7 +36,7 @@ def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
         raise ApiError("messages must end with the user's: the model does not continue a text of the assistant here")
     return Asked(
         body, with_names(messages), [read_tool(tool) for tool in body.get("tools") or []],
-        count_of(body, "max_tokens"), temperature_of(body), list(body.get("stop_sequences") or []),
+        count_of(body, "max_tokens"), temperature_of(body), stops_of(body.get("stop_sequences")),
         choice_of(body),
     )
 

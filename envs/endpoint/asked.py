@@ -167,6 +167,13 @@ def temperature_of(body: dict[str, Any]) -> float | None:
     return value
 
 
+def stops_of(value: str | list[str] | None) -> list[str]:
+    stops = [value] if isinstance(value, str) else list(value or [])
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ApiError(f"stop={value!r:.100} must be texts that are not empty")
+    return stops
+
+
 def with_names(messages: Sequence[Message]) -> list[Message]:
     """The messages of tools with the name of the tool, which some templates need: that of the call they answer."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}

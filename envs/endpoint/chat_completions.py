@@ -14,6 +14,7 @@ from envs.endpoint.asked import (
     function_of,
     parts_of,
     refuse_unsupported,
+    stops_of,
     temperature_of,
     text_of,
     with_names,
@@ -31,12 +32,11 @@ END = "[DONE]"
 def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
     """`earlier` is for other forms."""
     refuse_unsupported(body, NO_EFFECT)
-    stop = body.get("stop") or []
     return Asked(
         body, with_names([read_message(message) for message in body["messages"]]),
         [read_tool(tool) for tool in body.get("tools") or []],
         count_of(body, "max_completion_tokens", "max_tokens"), temperature_of(body),
-        [stop] if isinstance(stop, str) else list(stop), choice_of(body),
+        stops_of(body.get("stop")), choice_of(body),
     )
 
 

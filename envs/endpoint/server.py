@@ -273,7 +273,7 @@ class Endpoint:
         ids = [hashlib.sha256(f"{name} {i}".encode()).hexdigest()[:9] for i in range(len(read))]
         self.counts["not_called"] += asked.choice == "required" and not read
         has_calls_in_text = chat.tool_calls and not read  # which are shown if they are not read
-        content = text if has_calls_in_text else chat.content
+        content = text.rpartition("</think>")[2] if has_calls_in_text else chat.content
         found = {stop: content.find(stop) for stop in asked.stop if stop in content}
         stop = min(found, key=found.get, default="")
         return Answer(

@@ -312,7 +312,9 @@ def judge(program: str) -> None:
         try:
             client = Client(process)
             known = vars(module).keys() | vars(builtins).keys()
-            vars(module).update(client.request("names", names_to_ask(tree, known)))
+            asked = names_to_ask(tree, known)
+            found = client.request("names", asked)  # the program may answer with more: `set`, `all`
+            vars(module).update({name: found[name] for name in asked if name in found})
             exec(compile(case, "case.py", "exec"), vars(module))
         except CannotSend as error:
             print(error, file=sys.stderr)

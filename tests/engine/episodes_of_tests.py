@@ -168,3 +168,8 @@ async def one_reply(chat, row):
     await chat.reply()
     assert row["extra_info"]["number"] % 3
     return 1.0
+
+
+async def greedy_or_not(chat, row):
+    await chat.reply(temperature=0.0 if row["content"] == "cold" else None)
+    return 1.0

@@ -1,5 +1,7 @@
 """Agents that know only an API, in real processes, with a real engine and the trainer's own forward."""
 
+import asyncio
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -129,6 +131,16 @@ def test_a_program(run, tokenizer, monkeypatch):
     (sample,) = run(ENDPOINT, prompts(tokenizer, 1))
     assert sample.score <= 0.0 and sample.extras["endpoint/requests"] == 2.0 and not sample.response.earlier
     assert [message["role"] for message in sample.response.messages] == ["user", "assistant"] * 2
+
+
+def test_a_program_may_print_line_ends_of_unicode(monkeypatch):
+    """JSON has U+2028 as it is, as JavaScript writes it."""
+    monkeypatch.setenv("AGENT", "true")
+    module = importlib.import_module("envs.openai_agent")
+    program = [sys.executable, "-c", r"print('hello\n\"a\u2028b\"')"]
+    assert asyncio.run(module.run_program(program, {})) == "a\u2028b"
+    with pytest.raises(RuntimeError, match="printed nothing last"):
+        asyncio.run(module.run_program([sys.executable, "-c", ""], {}))
 
 
 def test_programs_that_rows_name(run, tokenizer, monkeypatch, caplog, tmp_path):

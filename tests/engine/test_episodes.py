@@ -1,6 +1,7 @@
 """Episodes of many turns: real processes, a real engine, and a trainer that scores again what the engine sampled."""
 
 import json
+import math
 import os
 import re
 import time
@@ -477,6 +478,22 @@ def test_tools_that_nobody_can_call_are_refused(run, tokenizer, tools):
 def test_a_text_that_ends_a_reply_needs_vllm(run, tokenizer):
     with pytest.raises(FlagError, match=r"stop=\.\.\.\) needs --rollout\.engine vllm and --rollout\.in-flight 1"):
         run("stops", [make_prompt(tokenizer, 0)])
+
+
+def test_what_the_engine_refuses_ends_one_episode(run, engine, tokenizer, monkeypatch):
+    """As vLLM does an empty stop text, which an agent may ask for; the other episode goes on."""
+    add = engine.add
+
+    def refusing(number, tokens, seed, sampling, images=None):
+        if not sampling.temperature:
+            raise ValueError("stop cannot contain an empty string.")
+        add(number, tokens, seed, sampling, images)
+
+    monkeypatch.setattr(engine, "add", refusing)
+    prompts = [make_prompt(tokenizer, n, content="cold" if n else "warm") for n in range(2)]
+    samples = sorted(run("greedy_or_not", prompts), key=lambda sample: sample.index)
+    assert [sample.response.end_reason for sample in samples] == ["done", "error"]
+    assert samples[0].score == 1.0 and math.isnan(samples[1].score)
 
 
 def test_what_is_said_is_text(run, tokenizer):

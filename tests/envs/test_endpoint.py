@@ -36,6 +36,8 @@ class ScriptedChat:
     """Has what Chat has, and a function for the model: the conversation -> its reply, or a list of calls of tools, or
     None. A reply can be held back by `gate`."""
 
+    thought = ""                                        # before each call
+
     def __init__(self, model: Callable, begun: list["ScriptedChat"] | None = None, role: str = ""):
         self.model, self.role = model, role
         self.begun = [] if begun is None else begun
@@ -69,7 +71,7 @@ class ScriptedChat:
         self.messages += messages
         self.tool_calls = said if isinstance(said, list) else []
         self.content = "Well." if self.tool_calls else said
-        text = "Well. <tool_call>" if self.tool_calls else said
+        text = f"{self.thought}Well. <tool_call>" if self.tool_calls else said
         self.messages.append(assistant(text))
         self.finish_reason = "stop"
         limit = options["max_tokens"]
@@ -267,6 +269,17 @@ def test_tool_choice_none_leaves_the_text_as_it_is():
     assert text == "Well. <tool_call>" and chat.begun[0].tools and chat.num_tool_calls == 0
 
 
+def test_a_call_that_is_shown_as_text_comes_without_the_reasoning(monkeypatch):
+    """An answer that stands in the reasoning alone would be taken for the model's."""
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            return await tool_loop(client)
+
+    monkeypatch.setattr(ScriptedChat, "thought", "<think>Is it 42? </think>")
+    (text, _), _, _ = serve(agent, lambda messages: [{"name": "", "error": "cut off"}])
+    assert text == "Well. <tool_call>"
+
+
 def test_a_call_that_the_client_hopes_for():
     async def agent(endpoint):
         async with client_of(endpoint) as client:
@@ -373,6 +386,7 @@ def test_errors_are_in_the_form_of_the_api_and_counted():
             await fails(top_p=0.5)
             await fails(max_tokens=0)
             await fails(temperature=3)
+            await fails(stop=[""])
             await fails(tool_choice={"type": "function", "function": {"name": "weather"}}, tools=[TOOL])
             await fails(tools=[{"type": "custom", "custom": {"name": "x"}}])
             await fails(response_format={"type": "json_object"})
@@ -394,8 +408,8 @@ def test_errors_are_in_the_form_of_the_api_and_counted():
     value, form = "unsupported_value", "invalid_request"
     assert found == [
         (404, "model_not_found"), (400, "unsupported_content"), (400, form), (400, "malformed"), (400, "malformed"),
-        (400, value), (400, value), (400, form), (400, form), (400, value), (400, value), (400, value),
-        (401, "invalid_api_key"),
+        (400, value), (400, value), (400, form), (400, form), (400, form), (400, value), (400, value),
+        (400, value), (401, "invalid_api_key"),
     ]
     assert counts["errors"] == counts["requests"] == len(found) + 8 and chat.begun == []
 

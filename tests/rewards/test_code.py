@@ -177,6 +177,24 @@ def test_assertions_cannot_be_faked(fake):
 
 
 @needs_isolation
+def test_a_program_gives_an_assertion_no_name_that_it_was_not_asked_for():
+    """It is asked for what it defines. Here `pack` of the harness, in its own process, adds `set` to that."""
+    program = """
+import __main__
+honest = __main__.pack
+def similar(a, b): return None
+def pack(value, refer):
+    if isinstance(value, dict) and "similar" in value:
+        value = {**value, "set": lambda *_: 0}
+    return honest(value, refer)
+__main__.pack = pack
+"""
+    truth = {"functional": "assert set(similar((3, 4, 5, 6), (5, 7, 4, 10))) == set((4, 5))"}
+    result = code.compute_score("mbpp", f"```python\n{program}\n```", truth, timeout_s=20, total_s=60)
+    assert result["score"] == 0.0
+
+
+@needs_isolation
 def test_the_judge_cannot_be_looked_into():
     """ptrace and process_vm_readv are refused, and starting a process is; the program says so itself."""
     program = """
@@ -285,13 +303,15 @@ def test_hostile_output_is_a_wrong_answer():
     call = {"inputs": [[1]], "outputs": [3], "fn_name": "f"}
     write = "import os\nfor d in range(3, 9):\n    try: os.write(d, b'%s')\n    except OSError: pass\nos._exit(0)"
     for text in ("[' * 0 + b'[' * 100000 + b'\\n", '{"value": ["handle", 3]}\\n', '{}\\n', '3\\n',
-                 '{"value": ["tuple", 1, ["list"]]}\\n', '{"value": ["Decimal", "x"]}\\n', "7" * 9000 + "\\n"):
+                 '{"value": ["tuple", 1, ["list"]]}\\n', '{"value": ["Decimal", "x"]}\\n', "7" * 9000 + "\\n",
+                 '{"value": ["Decimal", "sNaN"]}\\n', '{"value": ["Fraction", "1e5000"]}\\n'):
         result = code.compute_score("apps", write % text, call, timeout_s=20, total_s=60)
         assert result["score"] == 0.0, text
     start = time.process_time()
     assert not code.same_text("1\n" * (8 << 20), "1\n" * 100)
     assert not code.same_value('{"value": ["list"' + ", 1" * (4 << 20) + "]}", [1])
     assert not code.same_value("[" * 100_000, [1])
+    assert not code.same_value('{"value": ["Fraction", "1e9999999"]}', [1])
     assert time.process_time() - start < 0.5
 
 
