@@ -59,5 +59,4 @@ def redacted(value: Any, named_secret: bool = False) -> Any:
 
 
 def _names_a_secret(name: str) -> bool:
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
-    return not NAMES.isdisjoint(word.lower() for word in words)
+    return not NAMES.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.dataset.store import Loaded, RowFormat, load_rows, render, template_arguments
-from common.model.flops import sequence_cost
+from common.model.flops import context_length, sequence_cost
 from common.model.loading import read_config
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, check_at_least
@@ -43,8 +43,7 @@ def check_supervised(args: Any) -> None:
             raise ValueError(f"--log.{name.replace('_', '-')} {vars(args.log)[name]}: there are no rollouts here")
     if args.policy.router_replay != "none":
         raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")
-    longest = read_config(args.model, args.policy).max_position_embeddings
-    if args.data.max_length > longest:
+    if args.data.max_length > (longest := context_length(read_config(args.model, args.policy))):
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
 
 

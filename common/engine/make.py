@@ -11,6 +11,7 @@ from common.engine.base import Engine, EngineSetup, RolloutConfig
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
+from common.model.flops import context_length
 from common.model.vision import FAMILIES
 from common.parallel.ranks import World, check_at_least, print_on_main
 
@@ -54,10 +55,10 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
                          f"{heads} attention heads must be multiples of --rollout.tp {config.tp}")
     check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
     max_sequence_length = max_prompt_length + config.max_response_length
-    if max_sequence_length > hf_config.max_position_embeddings:
+    if max_sequence_length > (longest := context_length(hf_config)):
         raise ValueError(f"the longest prompt ({max_prompt_length} tokens) and --rollout.max-response-length "
                          f"{config.max_response_length} exceed the model's context of "
-                         f"{hf_config.max_position_embeddings} tokens: lower --rollout.max-response-length or "
+                         f"{longest} tokens: lower --rollout.max-response-length or "
                          "--data.max-prompt-length")
     without = changed_flags(config, "in_flight", "tp") + ["--samplers"] * (world.num_samplers > 0)
     if router_replay == "rollout" and (without or (config.engine, world.device.type) == ("vllm", "cpu")):

@@ -19,14 +19,22 @@ KNOWN: dict[str, int] = {}
 """The result of `active_weights` for each config."""
 
 
+def context_length(hf_config: PretrainedConfig) -> int:
+    """Most tokens of a sequence. LongRoPE (Phi-4-mini, MiniCPM3) has other frequencies beyond the model's original
+    context, and takes them for a whole packed row if one sequence in it is longer: there the original is the limit."""
+    text = hf_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    is_long = rope.get("rope_type") == "longrope"
+    return rope["original_max_position_embeddings"] if is_long else text.max_position_embeddings
+
+
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """Forward FLOPs of each sequence by itself, float64 [S], with the output head on every token.
 
     `config` is a Hugging Face config; in a nested config the text part counts. Raises KeyError for a kind of layer that
     it cannot count (chunked attention)."""
     lengths, text = np.asarray(lengths, dtype=np.float64), config.get_text_config()
-    head = 2 * lengths * text.hidden_size * text.vocab_size
-    return _layers(np.zeros_like(lengths), lengths, config) + head
+    return _layers(np.zeros_like(lengths), lengths, config) + 2 * lengths * text.hidden_size * text.vocab_size
 
 
 def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool) -> float:

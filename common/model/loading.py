@@ -182,6 +182,9 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(hf_config, dtype=dtype, attn_implementation=kinds,
                                        trust_remote_code=config.trust_remote_code)
+    # routers' biases choose experts, in bfloat16 perhaps others: from_pretrained, too, keeps them in float32
+    for module in model.modules():
+        module._buffers |= {name: x.float() for name, x in module._buffers.items() if name == "e_score_correction_bias"}
     if separate_states(model.get_decoder()) and (config.share_prompt or config.sequence_parallel > 1):
         raise ValueError(f"{path} has layers with a state: omit --policy.share-prompt and --policy.sequence-parallel")
     if config.freeze_vision:

@@ -179,8 +179,7 @@ class MemoryPlan:
 
     def beside_engine(self) -> dict[str, float]:
         """Memory on the GPU while the engine is awake."""
-        left = {"weights": 0, "frozen models": self.reward_model_gb} if self.offload.params else {}
-        return self.resident() | left
+        return self.resident() | ({"weights": 0, "frozen models": self.reward_model_gb} if self.offload.params else {})
 
     def update(self, tokens: int) -> dict[str, float]:
         """Memory of the update with micro-batches of this many tokens, by part: the fullest phase without the
@@ -201,8 +200,7 @@ class MemoryPlan:
 
     def update_gb(self, tokens: int) -> float:
         """All memory of the update on a GPU, including free memory between the blocks in use."""
-        parts = self.update(tokens)
-        return self.reserved_gb + sum(x * (1 + FREE_BLOCKS.get(part, 0.0)) for part, x in parts.items())
+        return self.reserved_gb + sum(x * (1 + FREE_BLOCKS.get(part, 0.0)) for part, x in self.update(tokens).items())
 
     def largest_budget(self, gpu_gb: float) -> int:
         """The largest number of tokens, up to MAX_TOKENS, that fits; 0: not even the longest sequence fits."""

@@ -22,8 +22,8 @@ def check_packing(score: Callable[[Batch], Tensor], path: str, hf_config: Pretra
 
     `score` returns numbers [T] of a batch. One neighbour has the same prompt in each row, so this also proves a layout
     that shares prompts. All ranks call this together, each with the same tokens."""
-    vocab_size = hf_config.get_text_config().vocab_size
-    tokens = [(7919 * i + 13) % vocab_size for i in range(5 * LENGTH)]                  # anything but a pattern
+    # anything but a pattern
+    tokens = [(7919 * i + 13) % hf_config.get_text_config().vocab_size for i in range(5 * LENGTH)]
     sequence, *others = (tokens[i : i + LENGTH] for i in range(0, len(tokens), LENGTH))
     others[1][0] = others[2][0] = sequence[0]
     found = []

@@ -180,6 +180,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def output_head(lm: nn.Module) -> Head:
     """The head, and what a family does to its logits after the product (Gemma: soft-cap; Cohere, Granite: scale)."""
-    fields = lm.config.to_dict()
-    scale = 1.0 / fields["logits_scaling"] if "logits_scaling" in fields else fields.get("logit_scale") or 1.0
-    return Head(lm.get_output_embeddings().weight, fields.get("final_logit_softcapping"), scale)
+    config = lm.config  # attributes, because MiniCPM3's logits_scaling is a property
+    # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies; then Cohere's and Falcon-H1's factors
+    scale = getattr(config, "logits_scaling", 1.0) ** (1 if config.model_type == "hyperclovax" else -1)
+    scale *= (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    return Head(lm.get_output_embeddings().weight, getattr(config, "final_logit_softcapping", None), scale)

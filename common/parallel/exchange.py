@@ -73,8 +73,7 @@ def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:
             for numbers in all_gather_objects(wanted)]
     sizes_out = torch.tensor([*map(len, sent)])                                                 # bytes to each rank
     received, sizes_in = all_to_all(torch.frombuffer(bytearray().join(sent), dtype=torch.uint8), sizes_out)
-    found = [pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_in.tolist())]
-    return dict(ChainMap(*found))
+    return dict(ChainMap(*(pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_in.tolist()))))
 
 
 def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:

@@ -102,10 +102,9 @@ def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int
 def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> None:
     """Write RUN_DIR/rollouts/val_STEP.parquet: the first --log.rollouts-max responses, without numbers per token, if
     steps have such files. Every rank calls it, with its own samples."""
-    config = recorder.config
-    if not config.rollouts_every:
+    if not recorder.config.rollouts_every:
         return
-    rows = [row_of(recorder.tokenizer, s, step, s.score) for s in samples if s.index < config.rollouts_max]
+    rows = [row_of(recorder.tokenizer, s, step, s.score) for s in samples if s.index < recorder.config.rollouts_max]
     write_rows(recorder.run_dir / f"rollouts/val_{step:06d}.parquet", [*chain(*all_gather_objects(rows))])
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
@@ -23,11 +24,13 @@ from transformers import (
 
 from common.batch import Batch
 from common.model.loading import CAUSAL_LM, SCORED, Weights, load_critic, load_policy, read_config
+from common.model.lora import LoRAConfig
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
 from tests.conftest import VOCAB
 from tests.engine.engine_models import make_model
+from tests.model import families
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 TOLERANCE = 5e-6                        # log-probs and entropies of up to 11 in float32; reached: 2e-6
@@ -110,6 +113,11 @@ FAMILIES = {
                                             final_logit_softcapping=2.0, attn_logit_softcapping=3.0),
     "cohere: logit_scale": CohereConfig(**SIZES, logit_scale=0.25),
     "granite: logits_scaling": GraniteConfig(**SIZES, logits_scaling=4.0),
+    "hyperclovax: a factor of the same name": transformers.HyperCLOVAXConfig(**SIZES, logits_scaling=0.25),
+    "minicpm3: a property": transformers.MiniCPM3Config(**SIZES | families.LATENT, dim_model_base=6),
+    "falcon_h1: lm_head_multiplier": transformers.FalconH1Config(
+        **SIZES, lm_head_multiplier=0.25, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=16,
+        mamba_n_groups=1, mamba_chunk_size=8),
 }
 
 
@@ -217,6 +225,17 @@ def test_full_tensors_have_the_buffers_of_a_checkpoint(world, tmp_path):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert bias not in dict(want.named_parameters()) and float(want.get_buffer(bias).abs().min()) > 0
     assert torch.equal(found[bias], want.get_buffer(bias)) and found[bias].dtype == torch.float32
+
+
+def test_routers_biases_stay_float32_where_weights_are_not(world, tmp_path):
+    """As from_pretrained keeps them; DeepSeek-V3's have no data type of their own. In bfloat16 they choose others."""
+    folder = families.save(families.config_of("deepseek_v3"), tmp_path)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).get_buffer(bias)
+    for weights in (Weights(frozen=True), Weights(lora=LoRAConfig(rank=2)), Weights(dtype=torch.bfloat16)):
+        found = load_policy(folder, ModelConfig(), world, weights).lm.get_buffer(bias)
+        assert found.dtype == want.dtype == torch.float32 and torch.equal(found, want)
+        assert not torch.equal(found, found.bfloat16().float())
 
 
 def test_loading_restores_buffers_that_no_checkpoint_has(policy, tiny_llama):

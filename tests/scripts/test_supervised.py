@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Qwen3VLConfig
 
 import dpo
 import sft
 from common.dataset.conversations import ConversationConfig, RowParser, check_supervised, load_conversations
+from common.engine.base import RolloutConfig
+from common.engine.make import check_rollout
 from common.metrics import preference_metrics
-from common.model.loading import Weights, load_policy
+from common.model.loading import Weights, load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import PromptSampler
 from common.segments import segment_sum
@@ -302,6 +304,29 @@ def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):
     args.data.max_length = flags.pop("max_length", 512)
     with pytest.raises(ValueError, match=message):
         check(dataclasses.replace(args, **flags))
+
+
+def test_the_context_of_other_models(tmp_path):
+    """Of one that also reads images, and of one with LongRoPE, whose frequencies are others beyond 4,096 tokens: vLLM
+    would take them for all sequences, and the trainer for whole rows."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope["original_max_position_embeddings"] = 4096
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 1, "intermediate_size": 64}
+    Phi3Config(**sizes, max_position_embeddings=131072, rope_parameters=rope).save_pretrained(tmp_path / "phi3")
+    Qwen3VLConfig().save_pretrained(tmp_path / "qwen3_vl")
+    args = sft.Args(model=str(tmp_path / "qwen3_vl"), train_data=("x",))
+    check_supervised(args)
+    args.model, args.data.max_length = str(tmp_path / "phi3"), 4096
+    check_supervised(args)
+    args.data.max_length = 4097
+    with pytest.raises(ValueError, match="4097 exceeds the model's context of 4096 tokens"):
+        check_supervised(args)
+    world = SimpleNamespace(size=1, num_samplers=0, device=torch.device("cpu"))
+    config = RolloutConfig(engine="hf", max_response_length=4000)
+    hf_config = read_config(args.model, args.policy)
+    assert check_rollout(config, hf_config, world, 96) == 4096
+    with pytest.raises(ValueError, match="exceed the model's context of 4096 tokens"):
+        check_rollout(config, hf_config, world, 97)
 
 
 @pytest.mark.slow
