@@ -51,6 +51,11 @@ $SLURM_GPUS_ON_NODE GPUs of a node"
 fi
 "${python[@]}" tools/doctor.py --only model --model "$MODEL" "$@" || die "the model cannot be read"  # $@: the flags at the end
 
+# The last task of an array has the array's number, by which scontrol means all tasks: it would stop the others in the
+# middle of their training. A job submitted by a task inherits the array's variables, but has a number of its own.
+JOB=$SLURM_JOB_ID
+[[ $JOB != "${SLURM_ARRAY_JOB_ID:-}" ]] || JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+
 # train COMMAND: on SIGUSR1, passed on by srun and torchrun, the ranks save and exit; then the job is queued again, and
 # continues from that checkpoint. So it is after preemption. A run that ends by itself, or fails, is not.
 train() {
@@ -67,9 +72,9 @@ train() {
         done
     fi
     # a preempted step gets SIGTERM; if it ends before its grace time, Slurm takes the job for one that failed
-    if [[ $code != 0 && (-n $stopped || $(scontrol show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]*) ]]; then
-        echo "Slurm needs the nodes, or the time limit is near: job $SLURM_JOB_ID is queued again"
-        scontrol requeue "$SLURM_JOB_ID"
+    if [[ $code != 0 && (-n $stopped || $(scontrol show job "$JOB") == *" PreemptTime="[0-9]*) ]]; then
+        echo "Slurm needs the nodes, or the time limit is near: job $JOB is queued again"
+        scontrol requeue "$JOB"
     fi
     return "$code"
 }

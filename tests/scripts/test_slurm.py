@@ -50,8 +50,8 @@ def cluster(tmp_path):
     put(bin, "torchrun", f'#!/usr/bin/env bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     (tmp_path / "image.sif").touch()
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_GPUS_ON_NODE",
-            "SCRIPT", "MODEL", "TRAIN_DATA", "VAL_DATA", "BIND", "HF_HUB_OFFLINE", "SLURM_ARRAY_TASK_ID",
-            "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
+            "SCRIPT", "MODEL", "TRAIN_DATA", "VAL_DATA", "BIND", "HF_HUB_OFFLINE", "SLURM_ARRAY_JOB_ID",
+            "SLURM_ARRAY_TASK_ID", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     return environment | {
         "PATH": f"{bin}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(os.getpid()),
@@ -112,6 +112,35 @@ def test_a_preempted_job_is_queued_again(echo, tmp_path, when, code, again):
     text = submitted("one_node.sbatch", echo, tmp_path / "log", code=code)
     assert ("is queued again" in text) == again
     assert (tmp_path / "scontrol.log").exists() == again
+
+
+@pytest.mark.parametrize(("array", "name"), [
+    ("7", "7_3"),                                               # the last task, whose number is the array's
+    ("5", "7"),                                                 # another task, or a job that a task submitted
+    (None, "7"),
+])
+@pytest.mark.parametrize("cause", ["signal", "preemption", "a sibling's preemption"])
+def test_a_task_of_an_array_is_queued_again_alone(echo, tmp_path, array, name, cause):
+    """As real Slurm does it: by the array's number scontrol shows, and queues again, all tasks. The one that is stopped
+    must not stop its siblings, and one that fails by itself must not be queued for what happened to a sibling."""
+    sibling, own = (f"   PreemptEligibleTime=2026-11-25T14:52:36 PreemptTime={when}" for when in (
+        "2026-11-25T15:00:30" if cause == "a sibling's preemption" else "None",
+        "2026-11-25T15:00:30" if cause == "preemption" else "None"))
+    put(tmp_path / "bin", "scontrol", SCONTROL.replace("if [[ $1", f"""case "$*" in
+    "show job {array}") echo '{own}'; echo; echo '{sibling}'; exit;;
+    "show job "*) echo '{own}'; exit;;
+esac
+if [[ $1"""))
+    kill = "kill -USR1 $PPID\n" if cause == "signal" else ""
+    put(tmp_path / "bin", "srun", f"#!/usr/bin/env bash\n{kill}{SRUN}")
+    put(tmp_path / "venv/bin", "torchrun", "#!/usr/bin/env bash\nexit 1\n")
+    variables = {} if array is None else {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": "3"}
+    text = submitted("one_node.sbatch", echo | {"SLURM_JOB_ID": "7"} | variables, tmp_path / "log", code=1)
+    if cause == "a sibling's preemption":
+        assert "is queued again" not in text and not (tmp_path / "scontrol.log").exists()
+    else:
+        assert f"job {name} is queued again\n" in text
+        assert (tmp_path / "scontrol.log").read_text() == f"requeue {name}\n"
 
 
 def test_tasks_of_an_array_have_their_numbers_in_flags_and_folders(echo, tmp_path):
