@@ -70,14 +70,18 @@ def draw(runs: list[str], out: Path) -> None:
     if first and phases:
         steps, values = [row["step"] for row in first], [[row.get(key, 0.0) for row in first] for key in phases]
         seconds.stackplot(steps, values, labels=[key.removeprefix("timing_s/") for key in phases])
-    for axis, title in ((reward, "training reward, mean of the step's responses"), (validation, "validation accuracy"),
+    # not all validations are shares: dpo.py's margins, and scores of a task's own, have any sign and size
+    are_shares = not any(value < 0 or value > 1 for line in validation.lines for value in line.get_ydata())
+    for axis, title in ((reward, "training reward, mean of the step's responses"),
+                        (validation, "validation accuracy" if are_shares else "validation"),
                         (policy, "policy"), (seconds, f"seconds of a step by phase ({Path(runs[0]).name})")):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    validation.set_ylim(0, 1)
+    if are_shares:
+        validation.set_ylim(0, 1)
     policy.set_yscale("log")
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -77,6 +77,26 @@ def test_a_run_without_any_step_but_validation(tmp_path):
     assert (run / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(("name", "values", "limits"), [
+    ("val-core/sums/acc/greedy", (0.0, 0.2), (0, 1)),                   # shares keep the scale of all runs
+    ("val-core/preference/rejected_reward", (0.0, -0.75), None),        # of dpo.py and rm.py
+    ("val-core/preference/margin", (0.0, 3.5), None),
+])
+def test_validation_outside_of_0_to_1_is_in_sight(name, values, limits, tmp_path, monkeypatch):
+    from matplotlib import figure
+
+    rows = [{"step": step, name: value} for step, value in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures, save = [], figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    report.main(report.Args((str(tmp_path),), out=str(tmp_path / "curves.png")))
+    (panel,) = (axis for axis in figures[0].axes if axis.get_title().startswith("validation"))
+    low, high = panel.get_ylim()
+    assert list(panel.lines[0].get_ydata()) == list(values) and low <= min(values) < max(values) <= high
+    assert limits is None or (low, high) == limits
+    assert (panel.get_title() == "validation accuracy") == (limits is not None)
+
+
 def test_series_by_hand(tmp_path):
     rows = report.read_metrics(write_run(tmp_path / "a"))
     assert len(rows) == 7

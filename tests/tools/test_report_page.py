@@ -257,6 +257,31 @@ def test_healthy_bands_are_those_of_the_documentation():
         assert f"under {limit}" in healthy[name], name
 
 
+CHARTS = re.findall(r'^  \["([^"]+)", /(.+?)/(?:, /(.+)/)?\],$', (ROOT / "tools/page/page.js").read_text(), re.M)
+PREFERENCES = ("Preference accuracy, share of pairs", "Preferences, rewards and margin")
+
+
+@pytest.mark.parametrize(("script", "titles"), [
+    ("sft", ["Loss"]), ("distill", ["Loss"]),
+    ("dpo", ["Loss", *PREFERENCES]), ("rm", ["Loss", *PREFERENCES]),
+    ("online_dpo", ["Loss", *PREFERENCES, "Preference pairs of a step"]),
+    ("grpo", []), ("ppo", []),
+])
+def test_losses_and_preferences_have_a_chart(script, titles):
+    """Whatever of these names a script or its functions log is drawn, for one run; the loss for several runs too."""
+    assert len(CHARTS) > 20
+    text = (ROOT / f"{script}.py").read_text()
+    if "preference_metrics(" in text:
+        text += (ROOT / "common/metrics.py").read_text()
+    names = set(re.findall(r'"((?:train|val|distillation)/loss|preference/\w+)"', text))
+    drawn = [(title, {name for name in names if re.search(one, name)}) for title, one, _ in CHARTS]
+    assert [title for title, shown in drawn if shown] == titles
+    assert set().union(*(shown for _, shown in drawn)) == names
+    for title, one, several in CHARTS:
+        if title in titles:
+            assert any(re.search(several or one, name) for name in names), title
+
+
 def test_the_page_is_short():
     lines = {file.name: len(file.read_text().splitlines()) for file in (ROOT / "tools/page").glob("page.*")}
     assert len(lines) == 3 and sum(lines.values()) <= 900, lines
@@ -353,6 +378,43 @@ def test_it_opens_with_validation_before_and_after_and_draws_curves(browser, rep
     counts = painted(browser, *BLUE)
     assert len(counts) == 5 and min(counts) > 100, counts
     assert browser.evaluate("document.title") == "first"
+    assert browser.complaints() == []
+
+
+def write_pairs(folder: Path, scale: float = 1.0) -> str:
+    """Four steps as dpo.py logs them: validation at 0 and 4."""
+    folder.mkdir()
+    rows = [{"step": 0, "val/loss": 0.7, "val-core/preference/margin": 0.0}]
+    for step in range(1, 5):
+        rows.append({
+            "step": step, "train/loss": scale / step, "preference/accuracy": 0.5 + step / 10,
+            "preference/margin": 0.5 * step, "preference/chosen_reward": -0.25 * step,
+            "preference/rejected_reward": -0.75 * step, "timing_s/step": 2.0,
+        })
+    rows[-1] |= {"val/loss": 0.3, "val-core/preference/margin": 1.5}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@needs_browser
+def test_losses_and_preferences_are_drawn(browser, tmp_path):
+    """One run, then two. A validation is no curve to smooth; runs without these metrics have no such charts (above)."""
+    runs = (write_pairs(tmp_path / "a"), write_pairs(tmp_path / "b", scale=0.5))
+    tools.report.main(tools.report.Args(runs[:1]))
+    browser.open(tmp_path / "a/report.html", "#smooth=0.9")
+    assert browser.texts(".chart h2") == ["Validation", "Loss", *PREFERENCES, "Seconds by phase"]
+    assert browser.texts(".chart:nth-child(2) .legend span") == ["train/loss", "val/loss"]
+    assert browser.texts(".chart:nth-child(2) .legend b") == ["0.25", "0.3"]
+    assert browser.texts(".chart:nth-child(4) .legend span") == ["chosen_reward", "margin", "rejected_reward"]
+    assert min(painted(browser, *BLUE)) > 50
+    smooth_and_raw = browser.evaluate("plots[1].data.slice(1)")
+    assert smooth_and_raw[0] != smooth_and_raw[1] and smooth_and_raw[2] == smooth_and_raw[3]
+    tools.report.main(tools.report.Args(runs))
+    browser.open(tmp_path / "a/report.html")
+    assert browser.texts(".chart:nth-child(1) .legend span") == [
+        "train/loss \u00b7 a", "val/loss \u00b7 a", "train/loss \u00b7 b", "val/loss \u00b7 b"]
+    assert browser.texts(".chart:nth-child(3) h2, .chart:nth-child(3) .legend span") == [
+        "Preferences, rewards and margin", "a", "b"]
     assert browser.complaints() == []
 
 

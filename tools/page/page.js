@@ -14,6 +14,10 @@ const DASHES = [undefined, [7, 4], [2, 3], [10, 3, 2, 3]];
 const CHARTS = [                                        // title, metrics of one run, of several (default: the same)
   ["Validation", /^val-core\//, /^val-core\/.*(greedy|mean@\d+)$/],
   ["Training reward", /^critic\/rewards\/mean$/],
+  ["Loss", /^(train|val|distillation)\/loss$/],
+  ["Preference accuracy, share of pairs", /^preference\/accuracy$/],
+  ["Preferences, rewards and margin", /^preference\/(margin|(chosen|rejected)_reward)$/, /^preference\/margin$/],
+  ["Preference pairs of a step", /^preference\/pairs$/],
   ["Response length, tokens", /^response_length\/(mean|max|min)$/, /^response_length\/mean$/],
   ["Turns and calls of tools, of an episode", /^(num_turns|tool_call_counts)\/mean$|^episode\/tool_errors$/],
   ["Ends of episodes, share", /^episode\/\w+_frac$/],
@@ -210,7 +214,7 @@ function chartOf(title, shown, width) {
         colour: colourOfRun(several ? number : index), dash: DASHES[several ? index % 4 : Math.floor(index / 8) % 4],
         last: valuesOf(run, name).at(-1), raw: run.metrics[name],
       });
-      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], name.startsWith("val-") ? 0 : smoothing));
+      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], /^val[-/]/.test(name) ? 0 : smoothing));
       tables.at(-1).push(run.metrics[name]);            // the raw curve after the smooth one
     }
   });
