@@ -23,6 +23,7 @@ from tools.trl_options import (
     DEFAULTS,
     KINDS,
     LEARNING_RATE,
+    LORA,
     NEEDLESS,
     NO_SCRIPT,
     ONLY,
@@ -135,8 +136,9 @@ def settings_of(tree: ast.Module) -> tuple[str, Options, list[str]]:
             renamed = {key: key for key in given}
         elif name == "LoraConfig":
             found["use_peft"] = []
-            renamed = {"r": "lora_r"} | {key: f"lora_{key}" for key in ("lora_alpha", "target_modules", "dropout")}
-            renamed["lora_alpha"] = "lora_alpha"
+            # peft's own defaults, which are not those of TRL's command line
+            found |= {LORA[key]: ["8"] for key in ("r", "lora_alpha") if key not in given}
+            renamed = {key: LORA.get(key, f"LoraConfig.{key}") for key in given}
         elif name.endswith("Trainer"):
             renamed = {"model": "model_name_or_path", "reward_funcs": "reward_funcs"}
         else:
@@ -150,7 +152,7 @@ def settings_of(tree: ast.Module) -> tuple[str, Options, list[str]]:
                 listed = value.elts if isinstance(value, ast.List) else [value]
                 if key == "reward_funcs" and (isinstance(value, ast.List) or ast.unparse(value) in functions):
                     found["reward_funcs"] = [ast.unparse(one) for one in listed]
-                elif key not in ("model", "args") and key not in NEEDLESS:
+                elif key not in ("model", "args") and key not in NEEDLESS and renamed[key] not in NEEDLESS:
                     notes.append(f"{key}={ast.unparse(value)} is no plain value and not used")
     return kind, found, notes
 

@@ -25,6 +25,11 @@ PPO = {"temperature": ["0.7"], "response_length": ["53"]}
 DEFAULTS = {"gkd": GKD, "GKDConfig": GKD, "online_dpo": ONLINE_DPO, "OnlineDPOConfig": ONLINE_DPO, "ppo": PPO,
             "ppo_tldr": PPO, "PPOConfig": PPO}
 
+# peft's LoraConfig -> the options of TRL's command line
+LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules",
+        "lora_dropout": "lora_dropout", "modules_to_save": "lora_modules_to_save", "task_type": "lora_task_type",
+        "target_parameters": "lora_target_parameters", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+
 # option -> flag, where the value is the same
 SAME = {
     "model_name_or_path": "--model",

@@ -96,6 +96,28 @@ def test_the_configuration_in_the_code(tmp_path):
     assert new.unknown == [] and list(new.needless) == ["--vllm_mode colocate"] and notes == []
 
 
+def translate_code(tmp_path, code: str, gpus: int = 1) -> from_trl.Translation:
+    (tmp_path / "script.py").write_text(code)
+    ((name, options),), _ = from_trl.read(str(tmp_path / "script.py"))
+    return from_trl.translate(name, options, gpus)
+
+
+def test_adapters_of_the_code_have_pefts_defaults_and_nothing_of_them_is_dropped(tmp_path):
+    new = translate_code(tmp_path, "SFTConfig(); LoraConfig()")
+    assert (parsed(new).lora.rank, parsed(new).lora.alpha) == (8, 8)
+    assert new.without == {} and new.unknown == []
+    new = translate_code(tmp_path, "SFTConfig(); LoraConfig(r=4, target_modules=['q_proj'], lora_dropout=0.1, "
+                                   "use_rslora=True, use_dora=True, modules_to_save=['lm_head'], bias='all', "
+                                   "task_type='CAUSAL_LM', target_parameters=['experts'])")
+    assert (parsed(new).lora.rank, parsed(new).lora.alpha, parsed(new).lora.targets) == (4, 8, ("q_proj",))
+    assert list(new.without) == ["--lora_dropout 0.1", "--use_rslora True", "--use_dora True",
+                                 "--lora_modules_to_save lm_head"]
+    assert new.unknown == ["--LoraConfig.bias all", "--lora_target_parameters experts"]
+    assert list(new.needless) == ["--lora_task_type CAUSAL_LM"]
+    args = parsed(translate("trl sft --use_peft"))                      # TRL's command line has others
+    assert (args.lora.rank, args.lora.alpha) == (16, 32)
+
+
 @pytest.mark.parametrize(("command", "expected"), [
     ("trl dpo --beta 0.3 --loss_type ipo", {"script": "dpo", "beta": 0.3, "loss": "ipo", "rows_per_step": 8}),
     ("trl reward --max_length 99", {"script": "rm", "centre_coef": 0.0, "rows_per_step": 8}),
