@@ -211,8 +211,8 @@ def translate(name: str, options: Options, gpus: int = 1) -> Translation:
                 new.add(flag, *(new.options[option] or ["True"]))
     new.add("--model", new.text("model_name_or_path") or "MODEL")
     read_data(new)
-    add_sizes(new)
-    add_optimizer(new)
+    updates = add_sizes(new)
+    add_optimizer(new, updates)
     if name.endswith("vlm"):
         new.notes.append("images are in a column `images`, a list in each row, and <image> stands in the prompt: "
                          "docs/data.md")
@@ -254,8 +254,8 @@ def read_data(new: Translation) -> None:
                           f".to_parquet('{folder}/{split}.parquet')\"")
 
 
-def add_sizes(new: Translation) -> None:
-    """Batches and steps. TRL's are of one GPU."""
+def add_sizes(new: Translation) -> float:
+    """Batches and steps. TRL's are of one GPU. Returns the optimizer steps of a step here."""
     per_device = new.number("per_device_train_batch_size", 8)
     accumulated = new.number("gradient_accumulation_steps", 1)
     updates = 1.0
@@ -276,6 +276,7 @@ def add_sizes(new: Translation) -> None:
         new.add("--total-epochs", new.number("num_train_epochs", 3))
     new.used.add("num_train_epochs")
     new.add("--seed", new.text("seed", "42"))
+    return updates
 
 
 def add_rollout_sizes(new: Translation, per_device: float, accumulated: float) -> float:
@@ -308,7 +309,7 @@ def add_rollout_sizes(new: Translation, per_device: float, accumulated: float) -
     return updates * epochs
 
 
-def add_optimizer(new: Translation) -> None:
+def add_optimizer(new: Translation, updates: float) -> None:
     new.flags.setdefault("--optim.lr", [f"{LEARNING_RATE[new.kind]:g}"])
     schedule = new.text("lr_scheduler_type", "linear")
     schedules = {"constant_with_warmup": "constant"} | {name: name for name in ("linear", "cosine", "constant")}
@@ -324,6 +325,9 @@ def add_optimizer(new: Translation) -> None:
             new.notes.append(f"a warm-up of {warmup:g} of the steps: give --optim.warmup-steps as a number, the first "
                              f"lines of a run say how many steps there are")
             warmup = 0
+    elif warmup > 0 and updates > 1:
+        new.notes.append(f"--optim.warmup-steps: {warmup:g} optimizer steps, {updates:g} a rollout")
+        warmup = max(1, round(warmup / updates))
     if warmup:
         new.add("--optim.warmup-steps", int(warmup))
     betas = new.number("adam_beta1", 0.9), new.number("adam_beta2", 0.999)

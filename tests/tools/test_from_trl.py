@@ -154,6 +154,17 @@ def test_a_share_of_the_steps_as_warm_up():
     assert parsed(new).optim.warmup_steps == 0 and any("a warm-up of 0.1" in note for note in new.notes)
 
 
+@pytest.mark.parametrize(("warmup", "expected"), [(12, 3), (1, 1), (0, 0)])
+def test_a_warm_up_in_optimizer_steps_becomes_one_in_rollouts(warmup, expected):
+    """2 updates a pass, 2 passes: 4 optimizer steps a rollout."""
+    new = translate(f"trl grpo --steps_per_generation 2 --num_iterations 2 --max_steps 40 --warmup_steps {warmup}")
+    args = parsed(new)
+    assert (args.optim.warmup_steps, args.total_steps) == (expected, 10)
+    note = f"--optim.warmup-steps: {warmup} optimizer steps, 4 a rollout"
+    assert (note in new.notes) == (warmup > 0)
+    assert parsed(translate("trl sft --warmup_steps 12")).optim.warmup_steps == 12
+
+
 def test_what_the_tables_name_exists():
     """TRL's options are fields of the classes that are installed."""
     fields = set()
