@@ -20,6 +20,7 @@ from typing import Any
 
 from tools.terminal import quoted, visible
 from tools.trl_options import (
+    BOOLS,
     DEFAULTS,
     KINDS,
     LEARNING_RATE,
@@ -35,7 +36,9 @@ from tools.trl_options import (
 )
 
 START = re.compile(r"^\W*(?:\$ )?((?:\w+=\S+ +)*(?:accelerate launch|torchrun|python3?|uv run|trl)\b.*)$")
-ON, OFF = ("True", "true", "1", "yes"), ("False", "false", "0", "no", "None", "none", "")
+ON = ("true", "t", "yes", "y", "1")                                     # in any case, as transformers reads them
+OFF = ("False", "false", "0", "no", "None", "none", "")
+MAX_RESPONSE = "--rollout.max-response-length"
 Options = dict[str, list[str]]
 
 
@@ -69,7 +72,7 @@ class Translation:
 
     def is_on(self, name: str, default: bool = False) -> bool:
         self.used.add(name)
-        return default if name not in self.options else self.options[name] in ([], *([on] for on in ON))
+        return default if name not in self.options else " ".join(self.options[name]).lower() in ("", *ON)
 
     def add(self, flag: str, *values: object) -> None:
         self.flags[flag] = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
@@ -200,18 +203,22 @@ def translate(name: str, options: Options, gpus: int = 1) -> Translation:
     """Our command for one of TRL's. ValueError where there is no script for it."""
     if name in NO_SCRIPT:
         raise ValueError(f"{name}: no script here trains so; README.md has a table of those that exist")
-    new = Translation(KINDS[name], DEFAULTS.get(name, {}) | options, gpus)
+    given = {option: values for option, values in options.items() if values != ["None"]}    # as if not given
+    new = Translation(KINDS[name], DEFAULTS.get(name, {}) | given, gpus)
     new.script = new.kind
     for option, flag in SAME.items():
         if option in new.options and new.kind in ONLY.get(flag, (new.kind,)):
             new.used.add(option)
             if flag in SWITCHES:
                 new.flags |= {flag: []} if new.is_on(option) else {}
+            elif flag in BOOLS:
+                new.add(flag, new.is_on(option))
             else:
                 new.add(flag, *(new.options[option] or ["True"]))
     new.add("--model", new.text("model_name_or_path") or "MODEL")
     read_data(new)
     updates = add_sizes(new)
+    add_intervals(new)
     add_optimizer(new, updates)
     if name.endswith("vlm"):
         new.notes.append("images are in a column `images`, a list in each row, and <image> stands in the prompt: "
@@ -220,7 +227,11 @@ def translate(name: str, options: Options, gpus: int = 1) -> Translation:
         add_objective(new)
     else:
         add_supervised(new)
-    for option, values in options.items():
+    for option, flag in (("max_length", "--data.max-length"), ("max_completion_length", MAX_RESPONSE)):
+        if options.get(option) == ["None"] and flag in new.flags:
+            new.notes.append(f"{flag} {new.flags[flag][0]}: TRL's {option} is None, no limit. Here it must be a "
+                             f"number, and what is longer is always cut or left out: give one that nothing exceeds")
+    for option, values in given.items():
         said = " ".join([f"--{option}", *values])
         if option in new.used or (option in SAME and SAME[option] in new.flags):
             continue
@@ -238,15 +249,8 @@ def read_data(new: Translation) -> None:
     name = new.text("dataset_name") or "DATASET"
     config, folder = new.text("dataset_config"), f"data/{name.rpartition('/')[2]}"
     splits = {"train": new.text("dataset_train_split", "train")}
-    is_validated = new.text("eval_strategy", "no") != "no"
-    new.used.update(("eval_strategy", "eval_steps"))
-    if is_validated:
+    if new.text("eval_strategy", "no") != "no":
         splits["val"] = new.text("dataset_test_split", "test")
-        every = new.number("eval_steps", new.number("logging_steps", 10))
-        new.add("--eval-every", int(every) if every >= 1 else 10)
-        new.used.discard("logging_steps")
-    else:
-        new.add("--eval-every", 0)
     for ours, split in splits.items():
         new.add(f"--{ours}-data", f"{folder}/{split}.parquet")
         given = ", ".join(repr(word) for word in (name, config) if word)
@@ -307,6 +311,32 @@ def add_rollout_sizes(new: Translation, per_device: float, accumulated: float) -
     new.notes.append(f"--prompts-per-step {responses // group:g}: {per_device:g} responses x {new.gpus} GPUs x "
                      f"{passes:g} passes, in groups of {group}")
     return updates * epochs
+
+
+def add_intervals(new: Translation) -> None:
+    """Steps between validations and between checkpoints."""
+    new.used.add("eval_steps")
+    if "--val-data" in new.flags:
+        every = new.number("eval_steps", 0) or new.number("logging_steps", 10)
+        new.used.discard("logging_steps")
+        new.add("--eval-every", interval(new, "--eval-every", every) or 10)
+    else:
+        new.add("--eval-every", 0)
+    if "save_steps" in new.options:
+        every = interval(new, "--save.every", new.number("save_steps", 500))
+        if every is not None:
+            new.add("--save.every", every)
+
+
+def interval(new: Translation, flag: str, every: float) -> int | None:
+    """Steps; TRL's number is a share of all of them if it is below 1. None: it is not known how many there are."""
+    if not 0 < every < 1:
+        return int(every)
+    if "--total-steps" in new.flags:
+        return max(1, round(every * int(new.flags["--total-steps"][0])))
+    new.notes.append(f"{flag}: TRL's is {every:g} of the steps: give it as a number, the first lines of a run say how "
+                     f"many steps there are")
+    return None
 
 
 def add_optimizer(new: Translation, updates: float) -> None:
@@ -384,7 +414,7 @@ def add_supervised(new: Translation) -> None:
 def add_objective(new: Translation) -> None:
     """The scripts that sample: loss, KL, clip bounds, correction, rewards."""
     if new.kind in ("grpo", "rloo"):
-        new.flags.setdefault("--rollout.max-response-length", ["512"])
+        new.flags.setdefault(MAX_RESPONSE, ["512"])
     if "use_vllm" not in new.options or not new.is_on("use_vllm"):
         new.notes.append("vLLM samples here by default; TRL's default is --rollout.engine hf")
     if new.kind == "grpo":

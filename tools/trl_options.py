@@ -39,7 +39,6 @@ SAME = {
     "max_grad_norm": "--optim.max-grad-norm",
     "gradient_checkpointing": "--policy.gradient-checkpointing",
     "trust_remote_code": "--policy.trust-remote-code",
-    "save_steps": "--save.every",
     "save_total_limit": "--save.keep",
     "temperature": "--rollout.temperature",
     "top_p": "--rollout.top-p",
@@ -67,6 +66,7 @@ ONLY = {  # flag -> the kinds that have it; others have all
     "--reward-model.path": ("grpo", "rloo", "online_dpo", "ppo"),
 }
 SWITCHES = {"--policy.trust-remote-code"}  # flags without a value
+BOOLS = {"--policy.gradient-checkpointing"}  # flags with True or False
 
 NEEDLESS = {
     "dtype": "weights are trained in float32 and computed with in bfloat16: --policy.compute-dtype",

@@ -165,6 +165,40 @@ def test_a_warm_up_in_optimizer_steps_becomes_one_in_rollouts(warmup, expected):
     assert parsed(translate("trl sft --warmup_steps 12")).optim.warmup_steps == 12
 
 
+@pytest.mark.parametrize(("code", "expected", "noted"), [
+    ("SFTConfig(max_length=None, save_total_limit=None, eval_steps=None)", {}, "--data.max-length 1024: "),
+    ("GRPOConfig(top_k=None, delta=None, epsilon_high=None, reward_weights=None)",
+     {"clip_high": 0.2, "clip_dual": 10000.0}, ""),
+    ("GRPOConfig(max_completion_length=None)", {}, "--rollout.max-response-length 512: "),
+])
+def test_none_is_as_if_not_given(tmp_path, code, expected, noted):
+    new = translate_code(tmp_path, code)
+    args = parsed(new)
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert "None" not in new.argv() and new.unknown == [] and new.without == {}
+    assert [note[: len(noted)] for note in new.notes if "is None" in note] == ([noted] if noted else [])
+
+
+@pytest.mark.parametrize(("value", "expected"), [
+    ("", True), ("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("no", False)])
+def test_truth_values_are_written_as_ours_are_read(value, expected):
+    new = translate(f"trl sft --gradient_checkpointing {value}")
+    assert parsed(new).policy.gradient_checkpointing is expected
+
+
+def test_intervals_may_be_a_share_of_the_steps():
+    options = "--eval_strategy steps --save_steps 0.1 --eval_steps 0.25"
+    args = parsed(translate(f"trl sft --max_steps 40 {options}"))
+    assert (args.save.every, args.eval_every) == (4, 10)
+    args = parsed(translate(f"trl grpo --num_iterations 2 --max_steps 8 {options}"))                # 4 rollouts
+    assert (args.save.every, args.eval_every) == (1, 1)
+    new = translate(f"trl sft {options}")
+    assert "--save.every" not in new.flags and parsed(new).eval_every == 10 and not new.unknown
+    assert [note.split(" of the")[0] for note in new.notes if "of the steps" in note] == [
+        "--eval-every: TRL's is 0.25", "--save.every: TRL's is 0.1"]
+    assert parsed(translate("trl sft --save_steps 100")).save.every == 100
+
+
 def test_what_the_tables_name_exists():
     """TRL's options are fields of the classes that are installed."""
     fields = set()
