@@ -253,9 +253,10 @@ def read_data(new: Translation) -> None:
         splits["val"] = new.text("dataset_test_split", "test")
     for ours, split in splits.items():
         new.add(f"--{ours}-data", f"{folder}/{split}.parquet")
-        given = ", ".join(repr(word) for word in (name, config) if word)
-        new.before.append(f'python -c "import datasets; datasets.load_dataset({given}, split={split!r})'
-                          f".to_parquet('{folder}/{split}.parquet')\"")
+        given, file = ", ".join(repr(word) for word in (name, config) if word), f"{folder}/{split}.parquet"
+        code = f"import datasets; datasets.load_dataset({given}, split={split!r}).to_parquet({file!r})"
+        # in double quotes it is easier to read than with '"'"' in it, and bash must find nothing to obey there
+        new.before.append("python -c " + (quoted(code) if re.search(r'["$`\\!]', code) else f'"{code}"'))
 
 
 def add_sizes(new: Translation) -> float:
@@ -551,9 +552,9 @@ def add_rewards(new: Translation) -> None:
 # --------------------------------------------------------------------------- the report
 
 def report(new: Translation, notes: list[str]) -> str:
-    parts = ["\n".join(f"# {line}" for line in ["first, the data as files:", *new.before]), new.command()]
+    parts = ["\n".join(f"# {visible(line)}" for line in ["first, the data as files:", *new.before]), new.command()]
     if new.notes:
-        parts.append("\n".join(["# Converted:", *(f"#   {note}" for note in new.notes)]))
+        parts.append("\n".join(["# Converted:", *(f"#   {visible(note)}" for note in new.notes)]))
     for title, found in (("No equivalent", new.without), ("Needs no flag", new.needless)):
         if found:
             parts.append("\n".join([f"# {title}:", *(f"#   {visible(key)}: {why}" for key, why in found.items())]))

@@ -234,3 +234,26 @@ def test_a_hostile_script_prints_and_runs_nothing(tmp_path, capsys, monkeypatch)
     from_trl.main()
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["org/b\necho INJECTED; #", "org/x$(touch HERE)", 'org/x"; touch HERE; "',
+                                  "x`touch HERE`", "it's\\a \"!\x1b]0;title\x07", "org/Talks"])
+def test_a_hostile_name_of_a_data_set_stays_a_name(tmp_path, name):
+    """bash, and the Python that it starts, get the name as it was; all other lines stay comments."""
+    (tmp_path / "script.py").write_text(f"SFTConfig(dataset_name={name!r}, dataset_config={name!r})")
+    ((kind, options),), notes = from_trl.read(str(tmp_path / "script.py"))
+    new = from_trl.translate(kind, options)
+    printed = from_trl.report(new, notes)
+    assert printed.replace("\n", "").isprintable()
+    first, command, comments = printed.split("\n\n", 2)
+    assert first.splitlines() == ["# first, the data as files:", f"# {new.before[0]}"]
+    assert all(not line or line.startswith("#") for line in comments.splitlines())
+    assert command.splitlines()[0].startswith("torchrun ") and "INJECTED" not in command.splitlines()[0]
+    line = first.splitlines()[1].removeprefix("# ")
+    shown = subprocess.run(["bash", "-c", f"python() {{ printf '%s' \"$2\"; }}\n{line}"], cwd=tmp_path,
+                           capture_output=True, text=True, env={"LC_ALL": "C.UTF-8"}).stdout
+    call = ast.parse(shown).body[1].value                               # load_dataset(...).to_parquet(...)
+    assert [ast.literal_eval(word) for word in call.func.value.args] == [name, name]
+    file = f"data/{name.rpartition('/')[2]}/train.parquet"
+    assert ast.literal_eval(call.args[0]) == file and new.flags["--train-data"] == [file]
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
