@@ -57,9 +57,19 @@ REDIRECTION = re.compile(r"""
         (?:>\([^()]*\) | "[^"]*" | '[^']*' | \$\([^()]*\) | [^\s&|;()<>"'])+)
 """, re.VERBOSE | re.DOTALL)
 
+FLOAT = re.compile(r"""^(?:
+    [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    | [-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)                        # 1e-3, which is text in PyYAML
+    | \.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+    | [-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
+    | [-+]?\.(?:inf|Inf|INF)
+    | \.(?:nan|NaN|NAN)
+)$""", re.VERBOSE)
+"""OmegaConf's rule of what is a float (omegaconf 2.3.0, _utils.py)."""
+
 
 class Loader(yaml.SafeLoader):
-    """Makes what JSON has: a date is text, and a set is refused."""
+    """Reads a file as OmegaConf does, and makes what JSON has: a date is text, and a set is refused."""
 
     yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
         first: [(tag, form) for tag, form in found if not tag.endswith(":timestamp")]
@@ -69,6 +79,23 @@ class Loader(yaml.SafeLoader):
         tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.rpartition(":")[2] not in ("timestamp", "binary", "set", "omap", "pairs")
     }
+
+
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+
+
+class WordLoader(Loader):
+    """Reads a value of hydra's command line, where `off`, `no`, `yes`, `on` and `010` are text."""
+
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
+        first: [(tag, form) for tag, form in found if not tag.endswith((":bool", ":int"))]
+        for first, found in Loader.yaml_implicit_resolvers.items()
+    }
+
+
+WordLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(?:true|false)$", re.IGNORECASE), list("tTfF"))
+WordLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("^[-+]?(?:0|[1-9](?:_?[0-9])*)$"),
+                                 list("-+0123456789"))
 
 
 class Settings:
@@ -112,7 +139,7 @@ class Settings:
 
     def value(self, key: str) -> Any:
         """The value as hydra reads it."""
-        return read_yaml(self.get(key), key)
+        return read_yaml(self.get(key), key, WordLoader)
 
     def items(self, key: str) -> list[str]:
         return [clean(item) for item in self.get(key).strip("[]()").split(",") if clean(item)]
@@ -181,10 +208,10 @@ def decode(content: bytes, source: Path) -> str:
     return text.replace("\r\n", "\n")
 
 
-def read_yaml(text: str, name: str) -> Any:
+def read_yaml(text: str, name: str, kind: type[Loader] = Loader) -> Any:
     """The value of a YAML text, of types that JSON has: a date is text. `name`: what the text is, for errors."""
     try:
-        loader = Loader(text)
+        loader = kind(text)
         node = loader.get_single_node()
         if size_of(node, {}) > MAX_YAML:
             raise ValueError(f"{name} has more than {MAX_YAML:,} values once its aliases (*NAME) are written out, or "

@@ -514,6 +514,29 @@ def test_rewards_and_data(tmp_path, monkeypatch):
     assert args.data.on_long_prompt == "truncate-left" and ours.unknown == []
 
 
+@pytest.mark.parametrize(("word", "value"), [
+    ("1e-3", 0.001), ("1e5", 100000.0), ("-2E+3", -2000.0), ("[1e-3,2]", [0.001, 2]), ("1.5", 1.5), (".5", 0.5),
+    ("7", 7), ("off", "off"), ("no", "no"), ("yes", "yes"), ("On", "On"), ("y", "y"), ("[on,True]", ["on", True]),
+    ("TRUE", True), ("tRuE", True), ("false", False), ("1e", "1e"), ("e3", "e3"), ("1-3", "1-3"),
+    ("2026-01-02", "2026-01-02"), ("010", "010"), ("1:30", "1:30"), ("0", 0), ("-12", -12), ("0x10", "0x10"),
+])
+def test_values_are_read_as_hydra_reads_them(word, value):
+    """The values are those of hydra 1.3.2's parser of the command line."""
+    ours = from_verl.translate(given(f"custom_reward_function.reward_kwargs.length_penalty={word}"))
+    assert ours.flags["--reward.kwargs"] == [json.dumps({"length_penalty": value})]
+
+
+def test_a_number_of_a_script_reaches_the_reward_function_as_one(tmp_path):
+    ours = read(tmp_path, "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+                          "trainer.total_training_steps=1 +custom_reward_function.reward_kwargs.length_penalty=1e-3")
+    assert "--reward.kwargs '{\"length_penalty\": 0.001}'" in ours.command()
+
+
+def test_values_of_a_yaml_file_are_read_as_omegaconf_reads_them():
+    assert verl_settings.read_yaml("{a: 1e-3, b: off, c: yes, d: 1.0e-3, e: 'no'}", "a") == {
+        "a": 0.001, "b": False, "c": True, "d": 0.001, "e": "no"}
+
+
 # --------------------------------------------------------------------------- the tables, the program, the page
 
 def flags_of(cls, prefix="--") -> set[str]:
