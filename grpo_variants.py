@@ -247,6 +247,7 @@ def main(args: Args) -> None:
     num_updates = args.minibatches_per_step * args.epochs_per_step
     temperature = args.rollout.temperature
     is_selective = settings.name in SELECTED
+    pulls_to_old = settings.name == "dro"   # by a squared distance, where the advantage is 0, too
     reference_path = (args.teacher or args.model) if args.kl_loss_coef or args.kl_reward_coef else ""
     compute_advantages = ADVANTAGES[args.advantage]
     norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
@@ -274,7 +275,7 @@ def main(args: Args) -> None:
             # 3 mini-batches: each response moves to the rank that trains on it
             # where no term of the loss has a gradient, a response does not run and only counts in the denominators
             has_gradient = compute_advantages(rewards, rollout.group, norm_by_std) != 0         # [S]
-            if reference is not None or args.entropy_coef or correction.needs_old_logp():
+            if reference is not None or args.entropy_coef or correction.needs_old_logp() or pulls_to_old:
                 has_gradient = None                                                             # all of them run
             # an advantage of 0 may become another number, or its tokens may be selected
             if args.advantage_per_step or args.advantage_per_role or args.advantage == "gdpo" or is_selective:

@@ -109,10 +109,6 @@ def check(args: Args) -> None:
     for name in ("value_clip", "kl_target", "kl_horizon"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
-    if not 0 <= args.critic_warmup_steps < args.total_steps:
-        raise ValueError(
-            f"--critic-warmup-steps {args.critic_warmup_steps} must be from 0 to below --total-steps {args.total_steps}"
-        )
     read_config(args.critic_model or args.model, args.policy, "--critic-model", CAUSAL_LM + SCORED)
 
 
@@ -158,6 +154,9 @@ def main(args: Args) -> None:
     reference_path = args.model if args.kl_loss_coef or args.kl_reward_coef else ""
     critic_path = args.critic_model or args.model
     with Run(args, P, correction) as run:
+        if not 0 <= args.critic_warmup_steps < run.total_steps:
+            raise ValueError(f"--critic-warmup-steps {args.critic_warmup_steps} must be from 0 to below the "
+                             f"{run.total_steps} steps of the run (--total-steps, --total-epochs)")
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path, critic_path)
         policy, optimizer = run.load_trained(args.model, args.optim)
         critic, critic_optimizer = run.load_critic(critic_path, args.critic_optim)
@@ -169,7 +168,9 @@ def main(args: Args) -> None:
             f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
             P, G, args.minibatches_per_step, args.epochs_per_step,
         )
-        kl_coef = run.resume().get("kl_coef", args.kl_reward_coef)
+        # the controller's coefficient continues from a checkpoint; a fixed one is the flag's
+        is_adaptive = args.kl_controller == "adaptive" and args.kl_reward_coef > 0
+        kl_coef = (is_adaptive and run.resume().get("kl_coef")) or args.kl_reward_coef
         for step in run.steps():
             # 1 rollout: the engine takes the policy's weights; each response is scored as it ends
             run.metrics |= engine.wake(policy)
@@ -253,10 +254,10 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
             metrics |= {"critic/vf_explained_var": explained, "actor/kl_coef": kl_coef}
-            if args.kl_controller == "adaptive" and args.kl_reward_coef:
+            if is_adaptive:
                 num_scored = int(rollout.has_score.sum())
                 kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, num_scored)
-            run.script_state["kl_coef"] = kl_coef
+                run.script_state["kl_coef"] = kl_coef
             run.finish(step, rollout, minibatches, rewards, metrics)
 
 

@@ -8,7 +8,7 @@ import re
 
 # what changes the look of an answer and not its value; a unit is dropped after a digit only
 DROPPED = re.compile(r"(?<=\d)(?:\s|\\[ ,;!])*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\d)?$"
-                     r"|\\(?:left|right|displaystyle|[!,;: $%])|[\s$%]|\^\{?\\circ\}?|(?<=\d),(?=\d{3}(?!\d))")
+                     r"|\\(?:left|right|displaystyle|degree|[!,;: $%])|[\s$%°]|\^\{?\\circ\}?|(?<=\d),(?=\d{3}(?!\d))")
 REPLACED = ((re.compile(r"\\[dt]frac"), r"\\frac"), (re.compile(r"\\frac(\w)(\w)"), r"\\frac{\1}{\2}"),
             (re.compile(r"\\sqrt(\w)"), r"\\sqrt{\1}"), (re.compile(r"(?<!\d)\.(?=\d)"), "0."),
             (re.compile(r"(\.\d*?)0+(?!\d)"), r"\1"), (re.compile(r"\.(?!\d)"), ""),

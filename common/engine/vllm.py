@@ -146,7 +146,7 @@ class VLLMEngine(Engine):
             seed=seed,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,  # lists of numbers, not an object a token
-            detokenize=bool(sampling.stop),
+            detokenize=bool(sampling.stop), skip_special_tokens=False,  # a stop text may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}

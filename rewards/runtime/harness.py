@@ -325,4 +325,5 @@ def judge(program: str) -> None:
 
 def main(role: str, program: str) -> None:
     sys.set_int_max_str_digits(0)  # tests and programs may have longer numbers than the 4,300 digits that Python reads
+    sys.setrecursionlimit(50_000)  # as LiveCodeBench sets it: a right search may go deeper than 1,000 calls
     {"run": run, "serve": serve, "judge": judge}[sys.argv[1] if sys.argv[1:] else role](program)

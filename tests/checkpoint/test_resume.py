@@ -230,6 +230,16 @@ def test_the_other_scripts_continue_exactly(ranks, script, more, flags, start, t
     assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
+def test_a_fixed_kl_coefficient_is_the_flags(flags, start, tmp_path):
+    """Also in a run that continues from another one with another coefficient. The controller's comes back."""
+    where, log = flags.index("--kl-loss-coef"), tmp_path / "log"
+    flags = [*flags[:where], *flags[where + 2 :], "--total-steps", "2"]
+    assert start(log, "none", "ppo.py", *flags, "--run-dir", tmp_path / "other") == 0, log.read_text()[-6000:]
+    flags += ["--kl-reward-coef", "0.05", "--save.resume", str(tmp_path / "other"), "--total-steps", "3"]
+    assert start(log, "none", "ppo.py", *flags, "--run-dir", tmp_path / "run") == 0, log.read_text()[-6000:]
+    assert metrics(tmp_path / "run")[-1]["actor/kl_coef"] == 0.05
+
+
 EPISODES = ["--rollout.episode", f"{FILE}:long_talk", "--rollout.lockstep", "--rollout.in-flight", "1.5",
             "--rollout.max-response-length", "150"]
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import types
+from collections import Counter
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -18,6 +19,7 @@ from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
+from common.model.sharding import local
 from common.prompts import DataConfig
 from rewards import json_object
 from tests.conftest import FAST_DTYPE, TRAIN
@@ -243,6 +245,29 @@ def test_a_stop_text_ends_a_response(vllm, policy, smollm, prompts):
     assert stopped[0].tokens == whole[0].tokens[:size] and text in tokenizer.decode(stopped[0].tokens)
     others = [(a.tokens, b.tokens) for a, b in zip(stopped, whole) if text not in tokenizer.decode(b.tokens)]
     assert others and all(a == b for a, b in others)
+
+
+def test_a_stop_text_may_be_a_special_token(vllm, policy, smollm, prompts):
+    """One that is none of the model's ends; here it is likelier than the token that it takes the place of."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    (number,) = tokenizer.encode("<repo_name>")
+    weight = local(policy.lm.get_output_embeddings().weight)
+    vllm.wake(policy)
+    usual = Counter(token for r in generate(vllm, prompts, range(len(prompts)), SAMPLING) for token in r.tokens)
+    vllm.sleep()
+    before = weight[number].clone()
+    with torch.no_grad():
+        weight[number] = 1.3 * weight[usual.most_common(1)[0][0]]
+    policy.version += 1
+    vllm.wake(policy)
+    stopped = generate(vllm, prompts, range(len(prompts)), SamplingConfig(1.0, 12, stop=("<repo_name>",)))
+    vllm.sleep()
+    with torch.no_grad():
+        weight[number] = before
+    policy.version += 1
+    ended = [response for response in stopped if number in response.tokens]
+    assert ended and all(r.tokens.index(number) == len(r.tokens) - 1 for r in ended)
+    assert {r.finish_reason for r in ended} == {"stop"}
 
 
 def test_validation_samples_by_its_own_flags():

@@ -39,6 +39,8 @@ ASSERT = {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}
     ("```python\nprint(input()[:3])\n```", '{"inputs": [1' + "0" * 5000 + '], "outputs": [100]}', 1.0, "passed"),
     ("```python\nprint(int(input()) + 1)\n```", {"inputs": ["1" + "0" * 5000], "outputs": ["1" + "0" * 4999 + "1"]},
      1.0, "passed"),                                                     # Python itself reads 4,300 digits
+    ("```python\ndef f(n): return n and 1 + f(n - 1)\nprint(f(5000))\n```", {"inputs": [""], "outputs": ["5000"]}, 1.0,
+     "passed"),                                                          # and goes 1,000 calls deep
     ("```python\nprint('a\\n b ')\n```", {"inputs": [""], "outputs": [["a", "b"]]}, 1.0, "passed"),
     ("```python\nfrom __future__ import annotations\ndef f(a: List[int], b): print('noise'); return (*a, b)\n```",
      CALL, 1.0, "passed"),

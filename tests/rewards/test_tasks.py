@@ -58,6 +58,8 @@ def test_last_boxed_balances_braces(text, content):
     (r"5\text{ cm}", "5", True, True),
     (r"5 \, \mathrm{cm}^2", "5", True, True),
     (r"90^\circ", "90", True, True),
+    ("90°", r"90^\circ", True, True),
+    (r"90\degree", "90", True, True),
     (r"50\%", "50", True, True),
     (r"\$18.50", "18.5", True, True),
     (".5", "0.50", True, True),

@@ -131,14 +131,18 @@ def test_wrong_weights_in_the_engine_stop_the_step(tiny, tmp_path, flags, found)
     assert probed == ([1, 2] if found == "on the probe" else [1])
 
 
-def test_skipping_constant_groups_changes_nothing(tiny, tmp_path):
-    """Their advantage is 0: with and without them in the forward pass, the same gradient norms and weights."""
+@pytest.mark.parametrize("script", [
+    ["grpo"], ["grpo_variants", "--loss", "dro", "--loss-numbers", "beta", "2", "--minibatches-per-step", "2"],
+])
+def test_skipping_constant_groups_changes_nothing(script, tiny, tmp_path):
+    """Their advantage is 0: with and without them in the forward pass, the same gradient norms and weights. (The loss
+    dro pulls them to the old policy, so they run with it in any case.)"""
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(extra_info['index'] % 2 and len(solution_str) % 2)\n"
     )
-    command = ["grpo", *tiny, "--reward.function", f"{reward}:compute_score"]
+    command = [*script, *tiny, "--reward.function", f"{reward}:compute_score"]
     launch_all(tmp_path, {"skipped": command, "run": [*command, "--run-zero-advantage"]})
     skipped, run = metrics_of(tmp_path / "skipped"), metrics_of(tmp_path / "run")
     assert 0 < skipped[0]["reward/constant_group_frac"] < 1

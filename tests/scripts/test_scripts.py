@@ -398,6 +398,14 @@ def test_groups_to_train_by_hand():
     assert dapo.groups_to_train(rewards[[5, 9, 0, 4, 10, 2, 11]], group[[5, 9, 0, 4, 10, 2, 11]]) == [1, 3]
 
 
+def test_a_warm_up_of_the_critic_ends_before_the_run(tiny_llama, small_train, tmp_path):
+    """The run's steps are those of --total-epochs, where it is given."""
+    flags = ["--model", tiny_llama, "--train-data", small_train, *BASE, "--run-dir", tmp_path, "--total-steps", "9"]
+    flags += ["--total-epochs", "0.1", "--critic-warmup-steps", "1"]
+    done = launch("ppo.py", *flags, warm=True, check=False)
+    assert done.returncode == 2 and "--critic-warmup-steps 1 must be from 0 to below the 1 steps of" in done.stderr
+
+
 # --------------------------------------------------------------------------- bad flags
 
 @pytest.mark.parametrize(("script", "flags", "message"), [
@@ -410,7 +418,6 @@ def test_groups_to_train_by_hand():
     ("ppo", ["--lam", "1.5"], r"--lam 1.5 must be in \[0, 1\]"),
     ("ppo", ["--gamma", "-0.1"], r"--gamma -0.1 must be in \[0, 1\]"),
     ("ppo", ["--critic-model", "/no/critic"], "/no/critic holds no config.json: --critic-model must be"),
-    ("ppo", ["--critic-warmup-steps", "1"], "--critic-warmup-steps 1 must be from 0 to below --total-steps 1"),
     ("ppo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--total-steps", "0"], "--total-steps 0 must be at least 1"),
