@@ -102,8 +102,7 @@ class PromptSampler:
         taken: list[int] = []
         while len(taken) < n:
             if self.position == self.num_prompts:
-                self.epoch += 1
-                self.position = 0
+                self.epoch, self.position = self.epoch + 1, 0
             # drawn anew, not kept: a checkpoint then needs two numbers, whatever the size of the data
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_prompts)
             chunk = order[self.position : self.position + n - len(taken)].tolist()

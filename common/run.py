@@ -126,8 +126,9 @@ class Run(Training):
         for model in self.models.values():
             model.prompts = self.train_set if self.train_set.has_images else None
         # a stop signal may save while the engine is awake, and what is offloaded has no room beside it
-        self.optimizers["policy"].register_state_dict_pre_hook(
-            lambda *_: self.engine.awake and self.engine.sleep())  # type: ignore[arg-type]
+        for optimizer in self.optimizers.values():
+            optimizer.register_state_dict_pre_hook(
+                lambda *_: self.engine.awake and self.engine.sleep())  # type: ignore[arg-type]
         self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
         super()._resume()
         if self.val_set is not None and not self.is_validated:

@@ -248,6 +248,7 @@ class Planned(Run):
         with mock.patch.object(make, "check_vllm"):                     # it asks what this machine can do
             make.check_rollout(args.rollout, self.hf_config, self.world, args.data.max_prompt_length,
                                self.correction.covers_cut_sampling)
+        self.total_steps = 10**9 if args.total_epochs else args.total_steps     # how many rows there are is not known
         return self
 
     def plan_memory(self, max_tokens: int, frozen: str | tuple = "", critic: str = "") -> int:

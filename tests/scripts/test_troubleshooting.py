@@ -16,7 +16,7 @@ from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 FOLDERS = ("common", "rewards", "envs", "tools", "variants")
-OF_OTHERS = {"--mem", "--nodes"}                                        # Slurm's
+OF_OTHERS = {"--mem", "--nodes", "--only"}                              # of Slurm and of tools.doctor
 VALUE = re.compile(r"[^ (]*\d[^ ),;:]*|'[^']*'|\b[A-Z]{3,}[^ ]*|\.\.\.")
 """What stands for a user's own in a quoted line: a word with a digit, a word in quotes or in capitals."""
 HOLE = "\0"
