@@ -143,7 +143,7 @@ def wait(run: Run, step: int, rollouts: list[RemoteRollout]) -> None:
         for pending in rollouts:
             if pending.made is None:
                 pending.made, signal = pending.bridge.receive(run.checkpoints.check)
-                pending.made |= {"version": step, "samples": pending.bridge.receive_share()}    # made when asked for
+                pending.made |= {"version": step, "samples": pending.bridge.receive_share()}  # asked for in this step
                 run.watchdog.signal = run.watchdog.signal or signal
 
 
