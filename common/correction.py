@@ -18,7 +18,7 @@ from torch import Tensor
 from common.batch import Batch
 from common.metrics import Meter
 from common.parallel.ranks import all_sum
-from common.segments import expand, segment_cumsum, segment_mean, segment_sum
+from common.segments import expand, has_any, segment_cumsum, segment_mean, segment_sum
 
 TOKEN, SEQUENCE, BYPASS = {"weights": "token"}, {"weights": "sequence"}, {"bypass": True}
 ICEPOP = {"weights": "token", "lower": 0.5, "upper": 5.0, "outside": "zero"}
@@ -78,7 +78,8 @@ class CorrectionConfig:
     reject_above: tuple[float, ...] | None = None
     """Upper bound of the estimate in nats: for k1, log of a ratio (0.001 is 1.001, 0.693 is 2)."""
     rejected_leave_group: bool = False
-    """Responses that lost all tokens count in no group's mean and standard deviation, as if they had no reward."""
+    """Responses that lost all tokens (episodes: of all their sequences) count in no group's mean and standard
+    deviation, as if they had no reward."""
     bypass: bool | None = None
     """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
 
@@ -143,11 +144,12 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, c
     """Does once a step what must happen before advantages and denominators: takes rejected tokens out of `mask`, writes
     `rollout_weight` where `old_logp` is known, and with --correction.bypass makes `old_logp` the engine's.
     Returns the rewards [S], NaN for responses that shall leave their group's statistics, the same on every rank."""
-    rejected = torch.zeros(len(rewards), dtype=torch.float64)
+    # an episode may have several sequences, on several ranks: it has left its group when none of them has tokens
+    counts = torch.zeros(2, len(rewards), dtype=torch.float64)                # its sequences that are lost, that remain
     for batch in chain(*minibatches):
         if batch.old_logp is not None:
             measure(meter, batch, batch.old_logp)
-        mask, had_tokens = batch.mask, _has_tokens(batch)                                                   # [T], [S]
+        mask, had_tokens = batch.mask, has_any(batch.mask, batch.cu_seqlens)                                # [T], [S]
         if config.reject:
             log_ratio = _log_ratio(batch, batch.old_logp)                                                   # [T]
             bounds = zip(config.reject_below, config.reject_above)
@@ -156,17 +158,18 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, c
                 batch.mask = batch.mask & (estimate >= below) & (estimate <= above)
             batch.sampled = batch.known["sampled"] = batch.mask.nonzero()[:, 0]
         meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
-        lost = had_tokens & ~_has_tokens(batch)                                                             # [S]
+        remains = has_any(batch.mask, batch.cu_seqlens)                                                     # [S]
+        lost = had_tokens & ~remains                                                                        # [S]
         meter.mean("rollout_corr/rejected_frac", lost, had_tokens)
-        index = batch.index.clamp(min=0)                                      # a dummy loses nothing
-        rejected = rejected.to(index.device).index_add(0, index, lost.double())
-    for microbatches in map(list, minibatches):
+        index = batch.index.clamp(min=0)                                      # a dummy loses nothing, and has no tokens
+        counts = counts.to(index.device).index_add(1, index, torch.stack([lost, remains]).double())
         if config.bypass:
-            for batch in microbatches:
-                batch.old_logp = batch.rollout_logp
-        elif microbatches[0].old_logp is not None:
+            batch.old_logp = batch.rollout_logp
+    for microbatches in map(list, minibatches):
+        if not config.bypass and microbatches[0].old_logp is not None:
             _write_weights(microbatches, config, meter)
-    return torch.where((all_sum(rejected) > 0) & config.rejected_leave_group, torch.nan, rewards)
+    num_lost, num_remaining = all_sum(counts)                                                               # [S], [S]
+    return torch.where((num_lost > 0) & (num_remaining == 0) & config.rejected_leave_group, torch.nan, rewards)
 
 
 def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:
@@ -183,7 +186,7 @@ def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, met
 def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
     """Adds how far the trainer's `logp` [T] is from `rollout_logp` in one micro-batch: `training/rollout_probs_diff_*`,
     and `rollout_corr/*` as means over tokens (kl, k3_kl, chi2_token) or over responses. ppl is exp(-mean log-prob)."""
-    mask, has_tokens = batch.mask, _has_tokens(batch)                                                       # [T], [S]
+    mask, has_tokens = batch.mask, has_any(batch.mask, batch.cu_seqlens)                                    # [T], [S]
     log_ratio = _log_ratio(batch, logp)                                                                     # [T]
     for name, values in {
         "kl": -log_ratio,                                                     # of KL(rollout || old), as k3
@@ -218,10 +221,6 @@ def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
 def _log_ratio(batch: Batch, logp: Tensor) -> Tensor:
     """Returns l [T] float64, not clamped; 0, a ratio of 1, outside the mask."""
     return torch.where(batch.mask, logp.double() - batch.rollout_logp.double(), 0)
-
-
-def _has_tokens(batch: Batch) -> Tensor:                                      # [S] bool
-    return segment_sum(batch.mask.double(), batch.cu_seqlens) > 0
 
 
 def _estimate(kind: str, log_ratio: Tensor) -> Tensor:

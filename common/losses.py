@@ -14,7 +14,7 @@ from torch import Tensor
 from common.batch import Batch
 from common.parallel.ranks import all_sum
 from common.rollout import Minibatch
-from common.segments import expand, moments, segment_cumsum, segment_mean, segment_sum
+from common.segments import expand, has_any, moments, segment_cumsum, segment_mean, segment_sum
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -119,8 +119,7 @@ def mean_kl(kl: Tensor, batch: Batch) -> float:
     """The KL [T] in the reward, averaged over each response and then over the responses of all ranks, as in verl. The
     adaptive controller aims at this number."""
     per_response = segment_mean(kl.double(), batch.mask, batch.cu_seqlens)              # [S]
-    has_tokens = segment_sum(batch.mask.double(), batch.cu_seqlens) > 0
-    return moments(per_response[has_tokens])[1]
+    return moments(per_response[has_any(batch.mask, batch.cu_seqlens)])[1]
 
 
 def gae(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float):

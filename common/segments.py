@@ -17,6 +17,11 @@ def segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return segment_sum(torch.where(mask, x, 0), cu_seqlens) / count.clamp(min=1)
 
 
+def has_any(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [S] bool: sequences that have a token with mask."""
+    return segment_sum(mask.double(), cu_seqlens) > 0
+
+
 def segment_cumsum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] -> [T]: within each sequence the sum up to each token, itself included."""
     total = x.cumsum(0)                                     # of all sequences; what came before each is taken off

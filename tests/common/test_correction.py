@@ -446,6 +446,28 @@ def test_log_ratios_are_summed_before_they_are_clamped():
         assert meter.reduce()["rollout_corr/chi2_seq"] == pytest.approx(math.e**2 - 1)
 
 
+def test_an_episode_leaves_its_group_with_its_last_sequence():
+    """Of its sequences, wherever they are: one is lost and one is not; both are; one never had tokens and the other
+    stays, or is lost; one loses a part. Only what lost all of its tokens has no reward."""
+    near, far = 0.0, 3.0                                                  # nats between engine and trainer
+    sequences = [(0, [far]), (0, [near, near]), (1, [far, far]), (1, [far]), (2, []), (2, [near]), (3, []), (3, [far]),
+                 (4, [near, far]), (5, [])]
+    config = resolve({"reject": "k2", "reject_over": "token", "reject_above": 1.0, "rejected_leave_group": True}, "ppo")
+    rewards = torch.arange(6, dtype=torch.float64)
+    for cuts in ([range(10)], [[0, 3, 4, 7, 9], [1, 2, 5, 6, 8]], [[i] for i in range(10)]):
+        microbatches = []
+        for numbers in cuts:
+            index, gaps = zip(*(sequences[n] for n in numbers))
+            batch = Batch.build([[7]] * len(gaps), [[8] * len(row) for row in gaps], index=[*index],
+                                number=[*numbers], rollout_logps=[[-1.0 - gap for gap in row] for row in gaps])
+            batch.old_logp = torch.where(batch.mask, -1.0, 0.0)
+            microbatches.append(batch)
+        microbatches.append(microbatches[0].dummy())                      # it is no sequence of response 0
+        left = correction.reject_and_weight([microbatches[:1], microbatches[1:]], rewards, config, Meter())
+        assert left.isnan().tolist() == [False, True, False, True, False, False]
+        assert torch.equal(left[~left.isnan()], rewards[~left.isnan()])
+
+
 # --------------------------------------------------------------------------- losses and gradients
 
 def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
