@@ -150,11 +150,11 @@ def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tenso
     return group_lead(rewards, group) / (group_std(rewards, group) + 1e-6 if norm_by_std else 1.0)
 
 
-def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
+def decoupled_rewards(rollout: Rollout, rewards: Tensor, factors: dict[str, float]) -> Tensor:
     """GDPO (Liu et al. 2026, arXiv 2601.05242): the sum over components r of factor * (r - group mean) / group std.
     Components are numbers that the reward function returned beside its score; `factors`: by their names. [S] on every
-    rank; NaN: no score. All ranks call this together. Raises ValueError, naming the row, where a component is missing.
-    """
+    rank; NaN where `rewards` [S] are: these responses (no score, rejected) are in no group. All ranks call this
+    together. Raises ValueError, naming the row, where a component is missing."""
     scored = [sample for sample in rollout.samples if math.isfinite(sample.score)]
     mine = [(sample.index, sample.row, [sample.extras.get(name) for name in factors]) for sample in scored]
     values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
@@ -164,7 +164,7 @@ def decoupled_rewards(rollout: Rollout, factors: dict[str, float]) -> Tensor:
                 raise ValueError(f"row {row} of --train-data: the reward function returned {name} = {number!r:.80}, "
                                  f"must be a number (--reward-components)")
             values[k, index] = number
-    group = rollout.group
+    values, group = values.where(~rewards.isnan(), torch.nan), rollout.group
     centred = [(x - group_mean(x, group)) / (group_std(x, group) + 1e-6) for x in values]       # [S] each
     return sum(factor * x for factor, x in zip(factors.values(), centred))
 
@@ -269,8 +269,6 @@ def main(args: Args) -> None:
             # 2 rewards: numbers per response, the same on every rank
             rollout = run.collect(pending)
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
-            if args.reward_components:
-                rewards = args.reward_coef * decoupled_rewards(rollout, args.reward_components)
 
             # 3 mini-batches: each response moves to the rank that trains on it
             # where no term of the loss has a gradient, a response does not run and only counts in the denominators
@@ -297,6 +295,8 @@ def main(args: Args) -> None:
             rewards = reject_and_weight(minibatches, rewards, correction, run.meter)            # [S] NaN: in no group
             with run.timer("adv"):
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
+                if args.reward_components:                              # what was rejected is in no standard deviation
+                    rewards = args.reward_coef * decoupled_rewards(rollout, rewards, args.reward_components)
                 if args.kl_reward_coef:
                     kl = losses.kl_estimate(batch.old_logp, batch.ref_logp, args.kl_reward_estimator)   # [T]
                     rewards = rewards - args.kl_reward_coef * sum_per_response(batch, kl * batch.mask, len(rollout))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
@@ -24,7 +25,7 @@ from common.correction import PRESETS, CorrectionConfig, resolve_correction
 from common.metrics import Meter
 from common.parallel import ranks
 from tests.common.weigh import weigh
-from tests.conftest import launch
+from tests.conftest import ROOT, launch
 from tests.oracles import policy_loss
 from variants.losses import LOSSES, Tokens
 
@@ -566,6 +567,26 @@ def test_the_script_rejects_and_normalises(tiny_llama, small_train, tmp_path):
         assert 0 < row["rollout_corr/log_ppl_abs_diff"] < 0.01             # of all, not of those that remain
         assert 0.9 < row["rollout_corr/rollout_is_min"] < 1 < row["rollout_corr/rollout_is_max"] < 1.1
         assert 0 < row["actor/grad_norm"] < 100 and row["actor/skipped_steps"] == 0
+
+
+def test_a_component_is_normalised_by_what_the_rejection_leaves(tiny_llama, small_train, tmp_path):
+    """GDPO, one component: the mean and the standard deviation of a group are those of its responses that remain."""
+    run(tiny_llama, small_train, tmp_path, "--correction.preset", "decoupled-geo-rs", "--samples-per-prompt", "6",
+        "--correction.rejected-leave-group", "--total-steps", "1", "--log.rollouts-every", "1", "--advantage", "gdpo",
+        "--reward-components", "length", "2",
+        "--reward.function", f"{ROOT / 'tests/scripts/reward_parts.py'}:compute_score")
+    rows, changed = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist(), 0
+    assert len(rows) == 24
+    for group in range(4):
+        members = [row for row in rows if row["group"] == group]
+        lengths = [json.loads(row["reward_parts"])["length"] for row in members]
+        kept = [x for x, row in zip(lengths, members) if any(row["trained"])]
+        for x, row in zip(lengths, members):
+            spread = stdev(kept) if len(kept) > 1 else 0.0
+            want = 2 * (x - fmean(kept)) / (spread + 1e-6) if any(row["trained"]) else math.nan
+            assert row["reward"] == pytest.approx(want, rel=1e-5, abs=1e-5, nan_ok=True)
+        changed += 1 < len(kept) < 6 and abs(stdev(kept) - stdev(lengths)) > 0.01
+    assert changed
 
 
 def test_the_script_bypasses(tiny_llama, small_train, tmp_path):

@@ -105,7 +105,7 @@ def test_gdpo():
     extras = [{name: values[i] for name, values in parts.items()} | {"text": "x"} for i in range(7)]
     extras[2] = {}                                                        # its reward function failed
     rollout = make_rollout(extras, scores)
-    rewards = grpo_variants.decoupled_rewards(rollout, factors)
+    rewards = grpo_variants.decoupled_rewards(rollout, rollout.scores, factors)
     assert rewards.isnan().tolist() == [i == 2 for i in range(7)]
     got = grpo_variants.ADVANTAGES["gdpo"](rewards, rollout.group, True)
     want = []
@@ -132,9 +132,9 @@ def test_a_component_that_is_missing_is_named():
     extras = [{"form": 1.0}] * 7
     extras[4] = {"form": "much"}
     with pytest.raises(ValueError, match="row 40 of --train-data: the reward function returned form = 'much'"):
-        grpo_variants.decoupled_rewards(make_rollout(extras), {"form": 1.0})
+        grpo_variants.decoupled_rewards(make_rollout(extras), torch.zeros(7), {"form": 1.0})
     with pytest.raises(ValueError, match=r"row 0 of .* returned accuracy = None, must be a number"):
-        grpo_variants.decoupled_rewards(make_rollout(extras), {"accuracy": 1.0})
+        grpo_variants.decoupled_rewards(make_rollout(extras), torch.zeros(7), {"accuracy": 1.0})
 
 
 @pytest.mark.parametrize(("advantage", "components"), [("gdpo", {}), ("group", {"form": 1.0})])
