@@ -168,7 +168,7 @@ def main(args: Args) -> None:
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
 
-            # 4 log-probs: the old policy's and the reference's; advantages
+            # 4 log-probs: the old policy's and the reference's; advantages; then rejections: log p(y) is of all tokens
             if correction.needs_old_logp(script_needs_it=True):
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
@@ -179,7 +179,6 @@ def main(args: Args) -> None:
                 with run.phase("ref", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.ref_logp = reference.score(microbatch, temperature)          # [T]
-            reject_and_weight(minibatches, rewards, correction, run.meter)
             with run.timer("adv"):
                 batch = Batch.cat([*chain(*minibatches)]).to("cpu")
                 log_ratio = sum_per_response(batch, (batch.old_logp - batch.ref_logp) * batch.mask, len(rollout))
@@ -192,6 +191,7 @@ def main(args: Args) -> None:
                 # the derivative of the loss by each log p(y), with the sign turned
                 advantages = -in_loss.sum() * torch.autograd.grad(loss.mean(), log_ratio)[0]            # [S]
                 scatter_fields(minibatches, advantages, advantage=batch.to_tokens(advantages))
+            reject_and_weight(minibatches, rewards, correction, run.meter)
 
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step) as update:

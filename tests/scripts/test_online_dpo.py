@@ -3,6 +3,7 @@ script under torchrun it writes the answers that each rank makes: `.../test_onli
 
 import math
 import random
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,20 @@ def test_the_margin_is_0_where_the_policy_is_the_reference(runs):
     assert max(row["training/rollout_probs_diff_max"] for row in spin) < 1e-4      # answers of the data are left out
     for row in dpo:                                                         # on policy: the ratio is 1
         assert row["actor/pg_clipfrac"] == 0
+
+
+def test_the_log_ratio_of_a_response_is_of_all_its_tokens(flags, runs, tmp_path):
+    """Those that are rejected leave the update, not the margin. A run without rejection continues, as at its first step
+    the policy is still the reference; the third step is compared with that of a run that rejects nothing."""
+    shutil.copytree(runs / "one/alone", tmp_path / "run")
+    reject = ["--correction.reject", "k2", "--correction.reject-over", "token", "--correction.reject-above", "0"]
+    launch("online_dpo.py", *flags[1:], "--beta", "0.5", *reject, "--run-dir", tmp_path / "run",
+           "--save.allow-changes", warm=True)
+    ours, theirs = metrics_of(tmp_path / "run")[2], metrics_of(runs / "one/dpo")[2]
+    assert ours["rollout_corr/rollout_rs_masked_fraction"] > 0.1 and theirs["preference/margin"] != 0
+    for name, rel in (("train/loss", 1e-5), ("preference/margin", 1e-3), ("preference/chosen_reward", 1e-3)):
+        assert ours[name] == pytest.approx(theirs[name], rel=rel), name
+    assert ours["actor/grad_norm"] != pytest.approx(theirs["actor/grad_norm"], rel=0.01)
 
 
 def test_a_killed_run_with_a_refreshed_reference_continues_exactly(flags, runs, tmp_path):
