@@ -8,7 +8,7 @@ the tokens that remain. Nothing depends on how a mini-batch was cut. Presets and
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -48,6 +48,8 @@ PRESETS: dict[str, dict] = {
 }
 UNSET: dict = {"weights": "none", "upper": 2.0, "lower": 0.0, "outside": "clamp", "reject": (), "bypass": False}
 CRITERION: dict = {"reject_over": "mean", "reject_below": -math.inf, "reject_above": math.inf}
+WITHOUT_RATIO = "reinforce", "dro"
+"""Losses of -A log p: what --correction.bypass makes the old policy's is no factor of their gradient."""
 
 
 @dataclass
@@ -83,28 +85,27 @@ class CorrectionConfig:
     bypass: bool | None = None
     """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
 
+    covers_cut_sampling = False
+    """No flag: `resolve_correction` finds out whether the loss is multiplied by p_trainer / p_engine, by weights or by
+    a ratio of its own, as sampling with top-p or top-k needs."""
+
     def needs_old_logp(self, script_needs_it: bool = False) -> bool:
         """True if a separate forward pass of the old policy is needed: for rejection or batch normalisation, or because
         the script asked for it and bypass is off. A script asks with several updates a rollout, because the current
         policy is the old one in the first of them only."""
         return bool(self.reject) or self.batch_normalise or (script_needs_it and not self.bypass)
 
-    @property
-    def covers_cut_sampling(self) -> bool:
-        """The loss is multiplied by p_trainer / p_engine, as sampling with top-p or top-k needs."""
-        return self.weights != "none" or self.bypass
-
 
 def resolve_correction(config: CorrectionConfig, loss: str = "clipped",
                        groups_after_rejection: bool = False) -> CorrectionConfig:
-    """Returns the preset under the flags that were given, nothing left at None. `loss`: the policy loss's name;
-    "reinforce" has no ratio. `groups_after_rejection`: the script computes advantages from what `reject_and_weight`
-    returns. Raises ValueError, naming the flag, for impossible bounds, flags without effect and ratios that count
-    twice."""
+    """Returns the preset under the flags that were given, nothing left at None. `loss`: the policy loss's name; those
+    in WITHOUT_RATIO have no ratio. `groups_after_rejection`: the script computes advantages from what
+    `reject_and_weight` returns. Raises ValueError, naming the flag, for impossible bounds, flags without effect and
+    ratios that count twice."""
     if config.rejected_leave_group and not groups_after_rejection:
         raise ValueError("--correction.rejected-leave-group: this script computes no group's advantages after the "
                          "rejection; grpo_variants.py and rloo.py do")
-    given = {name: x for name, x in vars(config).items() if x is not None}
+    given = {name: x for name, x in asdict(config).items() if x is not None}
     if "none" in given.get("reject", ()):
         given["reject"] = ()
     preset = PRESETS[config.preset]
@@ -133,9 +134,10 @@ def resolve_correction(config: CorrectionConfig, loss: str = "clipped",
     if config.preset.startswith("bypass") and ("pg" in config.preset) != (loss == "reinforce"):
         raise ValueError(f"--correction.preset {config.preset} does not go with the loss {loss}: bypass-pg-* are made "
                          f"for --loss reinforce (rloo.py, grpo_variants.py), bypass-ppo-clip* for losses with a ratio")
-    if config.bypass and config.weights != "none" and loss != "reinforce":
+    if config.bypass and config.weights != "none" and loss not in WITHOUT_RATIO:
         raise ValueError(f"--correction.weights {config.weights} would count p / p_rollout twice: with "
                          f"--correction.bypass it is the ratio of the loss {loss}; set --correction.weights none")
+    config.covers_cut_sampling = config.weights != "none" or (bool(config.bypass) and loss not in WITHOUT_RATIO)
     return config
 
 

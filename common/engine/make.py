@@ -34,8 +34,8 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     if filters and not has_correction:
         raise ValueError(f"{' and '.join(filters)}: responses then come from a filtered distribution q, the "
                          "trainer's log-probs are of the unfiltered p, and the gradient is biased unless "
-                         "losses are multiplied by p / q: turn on the engine correction, or use these in "
-                         "validation only (--rollout.val-top-p, ...)")
+                         "losses are multiplied by p / q: turn on the engine correction "
+                         "(--correction.weights token), or use these in validation only (--rollout.val-top-p, ...)")
     given = f"--rollout.in-flight {config.in_flight:g}"
     if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
         raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "

@@ -616,7 +616,8 @@ def test_presets_are_verls():
     assert list(PRESETS) == list(VERL)
     for name, (*_, loss) in VERL.items():
         config = resolve_correction(CorrectionConfig(preset=name), loss or "ppo")
-        assert vars(config) == in_tuples(options_of(name)) | {"preset": name, "rejected_leave_group": False}
+        want = in_tuples(options_of(name)) | {"preset": name, "rejected_leave_group": False}
+        assert dataclasses.asdict(config) == want
 
 
 def test_who_needs_old_log_probs():
@@ -671,6 +672,35 @@ def test_flags_override_the_preset():
 def test_what_is_refused(flags, loss, said):
     with pytest.raises(ValueError, match=said):
         resolve(flags, loss)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "clipped"])
+def test_what_makes_up_for_sampling_that_is_cut(loss):
+    """Weights do; with --correction.bypass the loss itself does if it has the ratio to the engine, so that its gradient
+    by log p changes with what the engine said."""
+    gradients = []
+    for rollout_logp in (-1.0, -1.1):
+        logp = torch.tensor([-1.02, -0.98], requires_grad=True)
+        tokens = Tokens(logp, torch.full((2,), rollout_logp), torch.ones(2), torch.ones(2, dtype=bool),
+                        torch.tensor([0, 2], dtype=torch.int32), torch.zeros(2, dtype=bool))
+        if loss != "clipped":                                             # the other scripts' loss is ppo
+            default = LOSSES[loss]
+            numbers = default.numbers | ({"beta": 1e-9} if loss == "dro" else {})     # its distance is no ratio
+            out, _ = default.function(tokens, **default.bounds, **numbers)
+            gradients.append(torch.autograd.grad(out.sum(), logp)[0])
+    has_ratio = loss == "clipped" or not torch.allclose(*gradients)
+    assert has_ratio == (loss not in ("reinforce", "dro"))
+    assert resolve({"bypass": True}, loss).covers_cut_sampling == has_ratio
+    assert resolve({"weights": "token"}, loss).covers_cut_sampling
+    assert not resolve({}, loss).covers_cut_sampling
+    if not has_ratio:                                                     # the weights do not count it twice then
+        assert resolve({"weights": "token", "bypass": True}, loss).covers_cut_sampling
+
+
+@pytest.mark.parametrize(("preset", "covers"), [
+    ("bypass-pg-geo-rs", False), ("bypass-pg-is", True), ("bypass-ppo-clip", True), ("decoupled-geo-rs", False)])
+def test_presets_that_make_up_for_sampling_that_is_cut(preset, covers):
+    assert resolve({"preset": preset}, "reinforce" if "pg" in preset else "ppo").covers_cut_sampling == covers
 
 
 def test_groups_are_left_only_where_their_advantages_follow():
