@@ -160,19 +160,23 @@ class Doctor:
         from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
         from common.engine.make import check_rollout, make_engine, stop_tokens
         from common.model.loading import load_policy, read_config
-        from common.model.policy import ModelConfig
+        from common.model.memory_plan import MemoryPlan
         from common.parallel.ranks import all_sum
         from common.prompts import Prompt
+        from common.run import RunArgs
 
-        model, policy_config = self.options.model, ModelConfig()
         config = RolloutConfig(engine=self.options.engine, max_response_length=GREEDY_TOKENS, max_num_seqs=8,
-                               enforce_eager=True, gpu_memory_utilization=0.3, kv_cache_gb=0.1)
+                               enforce_eager=True, kv_cache_gb=0.1)
+        args = RunArgs(model=self.options.model, train_data=(), rollout=config)
+        model, policy_config = args.model, args.policy
         hf_config = read_config(model, policy_config)
         longest = check_rollout(config, hf_config, self.world, 64)
+        # the engine gets what is free beside the policy, as in a run; there is no optimizer here, so no moments
+        trainer_gb = MemoryPlan(args, hf_config, self.world.size, longest).resident()["weights"]
         tokenizer = AutoTokenizer.from_pretrained(model)
         prompts = [tokenizer(text)["input_ids"][:64] for text in PROMPTS]
         engine = make_engine(EngineSetup(model, hf_config, config, policy_config, self.world, prompts,
-                             stop_tokens(model, tokenizer), longest, 0))
+                             stop_tokens(model, tokenizer), longest, 0, trainer_gb))
         engine.probe_every = 1
         policy = load_policy(model, policy_config, self.world)
         said = []

@@ -1,6 +1,8 @@
 """`tools/doctor.py`: every line is good on this machine with a tiny model, and each is bad where what it checks is."""
 
+import json
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -8,9 +10,12 @@ import psutil
 import pytest
 import torch
 
+from common.engine import make
 from common.engine.hf import HFEngine
+from common.engine.vllm import gpu_share
+from common.model.memory_plan import RESERVED_GB
 from common.parallel import ranks
-from tools import doctor
+from tools import doctor, plan
 
 
 @pytest.fixture
@@ -84,6 +89,33 @@ def test_what_an_engine_raises_is_a_line(examine, monkeypatch):
     monkeypatch.setattr(HFEngine, "__init__", broken)
     said, code = examine("--only", "ranks", "engine")
     assert code == 1 and "FAIL engine     RuntimeError: CUDA error: no kernel image" in said
+
+
+@pytest.mark.parametrize(("shape", "gpus", "gb"), [("Qwen2.5-14B", 8, 80), ("Qwen2.5-7B", 1, 80), ("Qwen3-4B", 8, 24)])
+def test_the_engine_has_room_for_the_weights_of_a_large_model(shape, gpus, gb, tiny_llama, tmp_path, monkeypatch):
+    """By hand, bfloat16: they and a GiB for a cache fit into the engine's share; with the trainer's shard in float32
+    and what is reserved it is at most the GPU. The engine is not started: its flags are what is tested."""
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    config = plan.SHAPES[shape].to_dict() | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    examined = doctor.Doctor(SimpleNamespace(model=str(tmp_path / "model"), engine="vllm"))
+    examined.world = ranks.World(0, gpus, torch.device("cuda"), mesh=None)
+    setups = []
+
+    def stop_here(setup):
+        setups.append(setup)
+        raise doctor.Problem("enough")
+
+    monkeypatch.setattr(make, "make_engine", stop_here)
+    monkeypatch.setattr(make, "check_vllm", lambda config: None)
+    with pytest.raises(doctor.Problem, match="enough"):
+        examined.engine()
+    total = plan.VISIBLE * gb
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((total - 0.5) * 2**30, total * 2**30))
+    share = setups[0].config.gpu_memory_utilization or gpu_share(setups[0].trainer_gb, RESERVED_GB)
+    weights = {"Qwen2.5-14B": 14.77e9, "Qwen2.5-7B": 7.616e9, "Qwen3-4B": 4.022e9}[shape] / 2**30   # in GiB, of a byte
+    assert 2 * weights + 1 < share * total
+    assert share * total + 4 * weights / gpus + RESERVED_GB < total
 
 
 @pytest.mark.parametrize(("check", "patch", "message"), [
