@@ -40,7 +40,8 @@ from common.tracking.console import refuse_others_flags
 VISIBLE = 0.99
 """GiB that CUDA reports for each GB in a GPU's name."""
 ENGINE_SHARE = 0.92
-"""The most that vLLM is given of a GPU (`gpu_share` in common/engine/vllm.py)."""
+"""The most that vLLM is given of a GPU without --rollout.gpu-memory-utilization (`gpu_share` in
+common/engine/vllm.py)."""
 ENGINE_TOKENS = {70.0: 16384, 0.0: 8192}
 """GiB of a GPU, at least -> tokens of vLLM's largest forward pass, its max_num_batched_tokens (of an A100 always the
 smaller number: the plan knows no names, and calculates with the larger one)."""
@@ -74,12 +75,11 @@ class Command:
     def phases(self) -> dict[str, dict[str, float]]:
         """Phase -> part -> GiB."""
         plan, policy, rollout = self.plan, self.plan.policy, self.args.rollout
-        engine_tokens = next(tokens for least, tokens in ENGINE_TOKENS.items() if self.gpu_gb >= least)
-        engine = {
-            "engine's weights": policy.all * policy.itemsize / rollout.tp / GIB,
-            "engine's activations": engine_tokens * in_forward(policy) / rollout.tp / GIB,
-            f"engine's cache, {AT_A_TIME} sequences": AT_A_TIME * plan.longest * self.cache_gb_per_token(),
-        }
+        engine = self.engine_alone()
+        if rollout.gpu_memory_utilization and not num_samplers():       # vLLM takes all of it, beside the trainer
+            engine["engine's cache"] = max(self.cache_gb(), 0.0)
+        else:
+            engine[f"engine's cache, {AT_A_TIME} sequences"] = self.least_cache_gb()
         if rollout.engine == "hf":                                      # its weights are in the reserve of all phases
             engine = {"engine's activations": 0.0}
         # one unsharded tensor at a time, and the buffer of its gathering; on one rank a copy in another dtype
@@ -112,6 +112,18 @@ class Command:
         ]
         return {part: x / GIB for part, x in zip(IN_PASSES, max(moments, key=sum))}
 
+    def engine_alone(self) -> dict[str, float]:
+        """GiB of vLLM without its cache."""
+        policy, tp = self.plan.policy, self.args.rollout.tp
+        engine_tokens = next(tokens for least, tokens in ENGINE_TOKENS.items() if self.gpu_gb >= least)
+        return {
+            "engine's weights": policy.all * policy.itemsize / tp / GIB,
+            "engine's activations": engine_tokens * in_forward(policy) / tp / GIB,
+        }
+
+    def least_cache_gb(self) -> float:
+        return AT_A_TIME * self.plan.longest * self.cache_gb_per_token()
+
     def cache_gb_per_token(self) -> float:
         config, tp = self.plan.policy.config, self.args.rollout.tp
         kv_heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
@@ -119,7 +131,9 @@ class Command:
         return config.num_hidden_layers * width * self.plan.policy.itemsize / GIB
 
     def cache_gb(self) -> float:
-        """What is left for the engine's cache."""
+        """What is left for the engine's cache, of the share that was given or beside the trainer."""
+        if share := self.args.rollout.gpu_memory_utilization:
+            return share * self.gpu_gb - sum(self.engine_alone().values())
         parts = self.phases()["rollout"]
         cache = next(part for part in parts if "cache" in part)
         awake = sum(x for part, x in parts.items() if part != cache)
@@ -129,8 +143,18 @@ class Command:
     def totals(self) -> dict[str, float]:
         return {phase: sum(parts.values()) for phase, parts in self.phases().items()}
 
+    def share_is_too_small(self) -> bool:
+        rollout = self.args.rollout
+        is_given = rollout.gpu_memory_utilization and rollout.engine == "vllm"
+        return bool(is_given) and self.cache_gb() < self.least_cache_gb()
+
     def fits(self) -> bool:
-        return max(self.totals().values()) <= self.gpu_gb
+        return max(self.totals().values()) <= self.gpu_gb and not self.share_is_too_small()
+
+
+def num_samplers() -> int:
+    """Ranks that only sample, as async_grpo.py said: their engine is on other GPUs than the trainer."""
+    return int(os.environ.get(SAMPLERS, "0"))
 
 
 def in_forward(model: Model) -> float:
@@ -153,6 +177,9 @@ def changes(command: Command, node: int) -> Iterator[tuple[dict[str, Any], int]]
     alone += [both, *(both | {"--rollout.tp": tp} for tp in tps)]
     if not command.plan.policy.recomputes:
         alone += [flags | {"--policy.gradient-checkpointing": True} for flags in alone if "--rollout.tp" in flags]
+    if command.args.rollout.gpu_memory_utilization:                     # 0: what the trainer leaves free
+        own: dict[str, Any] = {"--rollout.gpu-memory-utilization": 0}
+        alone = [{}, own, *alone[1:], *(own | flags for flags in alone[1:])]
     gpus = command.gpus
     while gpus <= 1024:
         yield from ((flags, gpus) for flags in alone)
@@ -184,10 +211,16 @@ def report(command: Command, node: int) -> str:
         f"fullest  {fullest}, {totals[fullest]:.1f} of {command.gpu_gb:.1f} GiB: "
         f"{'it fits' if command.fits() else 'it does not fit'}",
     ]
+    share = command.args.rollout.gpu_memory_utilization
+    given = f"--rollout.gpu-memory-utilization {share:g} is {share * command.gpu_gb:.1f} GiB: "
+    if command.share_is_too_small():
+        needed = sum(command.engine_alone().values()) + command.least_cache_gb()
+        lines.append(f"engine   {given}its weights, activations and the cache of {AT_A_TIME} sequences take "
+                     f"{needed:.1f}")
     if command.fits():
         cache = command.cache_gb()
         tokens = int(cache / command.cache_gb_per_token())
-        lines.append(f"engine   {cache:.1f} GiB are left for its cache: {tokens:,} tokens, "
+        lines.append(f"engine   {given if share else ''}{cache:.1f} GiB are left for its cache: {tokens:,} tokens, "
                      f"{tokens // command.plan.longest} sequences of {command.plan.longest:,}")
         return "\n".join(lines)
     found = next((x for x in changes(command, node) if command.changed(*x).fits()), None)
@@ -239,7 +272,7 @@ class Planned(Run):
 
     def __enter__(self):
         args = self.args
-        samplers = int(os.environ.get(SAMPLERS, "0"))
+        samplers = num_samplers()
         size = int(os.environ["WORLD_SIZE"]) - samplers
         self.world = World(0, size, torch.device("cuda"), mesh=None, num_samplers=samplers)
         with mock.patch.object(loading, "sequence_cost"):               # it builds the model, of whatever sizes

@@ -1,6 +1,7 @@
 """`python -m tools.plan`: scripts up to their plan, on no GPU and without data; the smallest change; the table."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,42 @@ def test_the_smallest_change(flags, home, change, run):
     if change.startswith("--"):
         _, code = run(str(ROOT / "grpo.py"), *flags, *change.split(), **home)
         assert code == 0                                                # as it said
+
+
+def cache_of(said: str) -> float:
+    return float(re.search(r"([\d.]+) GiB are (?:left )?for its cache", said)[1])
+
+
+def test_the_engines_share_is_what_was_given(run):
+    """By hand, 7B on 8 GPUs of 79.2 GiB: weights, activations and cache are the share of a GPU, beside the trainer."""
+    without, _ = run(str(ROOT / "grpo.py"))
+    said, code = run(str(ROOT / "grpo.py"), "--rollout.gpu-memory-utilization", "0.4")
+    own = 7.6156e9 * 2 / 2**30 + numbers(said, "engine's activations")[0]
+    assert code == 0 and cache_of(said) == pytest.approx(0.4 * 79.2 - own, abs=0.06) != cache_of(without)
+    beside = sum(numbers(said, part)[0] for part in ("weights", "moments", "CUDA, NCCL, graphs"))
+    assert numbers(said, "total")[0] == pytest.approx(beside + 0.4 * 79.2, abs=0.02)
+    assert numbers(said, "total")[0] > numbers(without, "total")[0] + 1
+    assert numbers(said, "total")[1:] == numbers(without, "total")[1:]
+
+
+@pytest.mark.parametrize(("share", "message"), [
+    ("0.9", "fullest  rollout, 8"),                                     # 71 beside the trainer's 16
+    ("0.2", "engine   --rollout.gpu-memory-utilization 0.2 is 15.8 GiB: its weights, activations and the cache of 16"),
+])
+def test_a_share_that_is_too_large_or_too_small_does_not_fit(share, message, run):
+    flag = "--rollout.gpu-memory-utilization"
+    said, code = run(str(ROOT / "grpo.py"), flag, share)
+    assert code == 1 and message in said and "it does not fit" in said
+    assert said.splitlines()[-1] == f"change   the smallest that makes it fit: {flag} 0"
+    _, code = run(str(ROOT / "grpo.py"), flag, share, flag, "0")
+    assert code == 0
+
+
+def test_the_share_of_a_sampler_is_beside_no_trainer(run, monkeypatch):
+    monkeypatch.setenv(SAMPLERS, "0")                         # put back at the end
+    said, code = run(str(ROOT / "async_grpo.py"), "--samplers", "4", "--rollout.gpu-memory-utilization", "0.8")
+    own = 7.6156e9 * 2 / 2**30 + numbers(said, "engine's activations")[0]
+    assert code == 0 and cache_of(said) == pytest.approx(0.8 * 79.2 - own, abs=0.06)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
