@@ -217,6 +217,8 @@ def report(command: Command, node: int) -> str:
         needed = sum(command.engine_alone().values()) + command.least_cache_gb()
         lines.append(f"engine   {given}its weights, activations and the cache of {AT_A_TIME} sequences take "
                      f"{needed:.1f}")
+    if command.fits() and command.args.rollout.engine == "hf":          # it has no cache of its own
+        return "\n".join(lines)
     if command.fits():
         cache = command.cache_gb()
         tokens = int(cache / command.cache_gb_per_token())

@@ -125,6 +125,13 @@ def test_a_share_that_is_too_large_or_too_small_does_not_fit(share, message, run
     assert code == 0
 
 
+def test_the_hugging_face_engine_has_no_cache_to_plan(run):
+    """Nor a share of the GPU. Its weights, 2 bytes each, stay in all phases."""
+    said, code = run(str(ROOT / "grpo.py"), "--rollout.engine", "hf", "--rollout.gpu-memory-utilization", "0.4")
+    assert code == 0 and said.splitlines()[-1].startswith("fullest  update") and "cache" not in said
+    assert numbers(said, "CUDA, NCCL, graphs") == pytest.approx([5.5 + 7.6156e9 * 2 / 2**30] * 4, abs=0.01)
+
+
 def test_the_share_of_a_sampler_is_beside_no_trainer(run, monkeypatch):
     monkeypatch.setenv(SAMPLERS, "0")                         # put back at the end
     said, code = run(str(ROOT / "async_grpo.py"), "--samplers", "4", "--rollout.gpu-memory-utilization", "0.8")
