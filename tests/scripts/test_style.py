@@ -664,7 +664,9 @@ assert added <= {{"KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_
 """
     (tmp_path / "imports.py").write_text(code)
     files = sorted(ROOT.iterdir())
-    launch(tmp_path / "imports.py", env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}, timeout=170)
+    # Python's own cache is no file of ours: the first import in a fresh checkout would write __pycache__ folders
+    env = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    launch(tmp_path / "imports.py", env=env, timeout=170)
     assert sorted(ROOT.iterdir()) == files
 
 
