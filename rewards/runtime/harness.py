@@ -22,21 +22,16 @@ import sys
 import types
 from json import dumps, loads
 
-IMPORTS = """
-import bisect, collections, copy, datetime, functools, heapq, io, itertools, json, operator, random, re, string, sys
-from math import *
-from collections import *
-from itertools import *
-from functools import *
-from heapq import *
-from bisect import *
-from typing import *
-from builtins import *
-import math
-"""  # what such tasks take for granted
+# What such tasks take for granted: all names of these modules, the last one's where several have a name, then modules.
+STARRED = ("math", "collections", "itertools", "functools", "heapq", "bisect", "typing", "builtins")
+MODULES = ("bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, random, re, "
+           "string, sys")
+# Programs get these too, as LiveCodeBench's and APPS' harnesses give them. Assertions do not: a name that they have by
+# themselves is rarely taken from the program (`names_to_ask`), and `add` or `mode` is to be the program's.
+STARRED_IN_PROGRAMS = ("string", "re", "datetime", "copy", "random", "statistics", "operator", "io", "sys", "json")
+MODULES_IN_PROGRAMS = "fractions, statistics, time"
 CANNOT_JUDGE = 90         # exit code of `judge` where an assertion needs what cannot pass between the processes
 MAX_REPLY = 32 << 20      # characters
-MISSING = object()
 # name: (type, its items, the type from its items)
 CONTAINERS = {
     "list": (list, list.__iter__, list),
@@ -85,16 +80,25 @@ def unpack(data, resolve):
     return CONTAINERS[name][2](unpack(item, resolve) for item in items)
 
 
+def import_into(names: dict, starred: tuple, modules: str) -> None:
+    for module in starred:
+        exec(f"from {module} import *", names)
+    exec(f"import {modules}", names)
+
+
 # --------------------------------------------------------------------------- the program's process
 
 def load(program: str, name: str) -> dict:
-    """Execute the program as a module of this name; what it defined."""
+    """Execute the program as a module of this name; what it defined. What it takes for granted is no part of its
+    module but lies below it, where Python's own names are. So a method that is called `search` or `add` is told from a
+    function of re or operator, and what the program imported itself counts as the program's."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(IMPORTS, vars(module))
-    before = dict(vars(module))
+    granted: dict = {}
+    import_into(granted, STARRED_IN_PROGRAMS + STARRED, f"{MODULES}, {MODULES_IN_PROGRAMS}")
+    vars(module)["__builtins__"] = granted | vars(builtins)
     exec(compile(program, "solution.py", "exec"), vars(module))
-    return {key: value for key, value in vars(module).items() if before.get(key, MISSING) is not value}
+    return vars(module)
 
 
 def run(program: str) -> None:
@@ -266,7 +270,7 @@ def replace(mine, changed) -> None:
 
 
 def names_to_ask(tree: ast.Module, known: set) -> list:
-    """The names of an assertion that the program may define. One that Python or IMPORTS defines too (`sum`, `all`)
+    """The names of an assertion that the program may define. One that Python or STARRED defines too (`sum`, `all`)
     counts as the program's only where that cannot decide the verdict: compared with a literal, `sum(1, 2) == 3`, or
     given to a function of the assertion, `check(sum)`. Else `all(...)` would be the program's opinion of itself."""
     used = collections.Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
@@ -306,7 +310,7 @@ def judge(program: str) -> None:
     sys.path[:] = [folder for folder in sys.path if folder not in ("", here)]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    exec(IMPORTS, vars(module))
+    import_into(vars(module), STARRED, MODULES)
     command = [sys.executable, "-I", "-B", os.path.abspath(sys.argv[0]), "serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:

@@ -229,6 +229,55 @@ def test_names_of_python_decide_no_assertion():
     assert result["score"] == 2 / 6
 
 
+# As LiveCodeBench's and APPS' harnesses import them: of two modules' names the later one's, a module's own name last.
+GRANTED = """
+print(ascii_lowercase[:3], capwords("a b"), string.digits, add(1, 2), itemgetter(1)("ab"), operator.mul(2, 3))
+print(deepcopy([1]), copy.copy([2]), choice([3]), random.choice([4]), mean([1, 3]), statistics.median([1, 2, 9]))
+print(timedelta(days=2).days, datetime.datetime(2024, 2, 29).day, findall("a.", "abac"), re.sub("a", "b", "a"))
+print(sub(7, 2), gcd(4, 6), pow(2, 5, 7), math.pow(2, 5), Counter("aa")["a"], next(count(5)), reduce(add, [1, 2, 3]))
+print(nsmallest(1, [3, 2]), heapq.nlargest(1, [3, 2]), bisect.bisect_left([1, 2], 2), bisect_right([1, 2], 2))
+print(StringIO("x").read(), io.BytesIO(b"y").read(), maxsize == sys.maxsize, loads("[1]"), json.dumps({}), List[int])
+print(stdin.readline().strip(), time.time() > 0, fractions.Fraction(1, 2), open is io.open)
+print(type(compile("1", "", "eval")))
+"""
+GIVES = """
+abc A B 0123456789 3 b 6
+[1] [2] 3 4 2 2
+2 29 ['ab', 'ac'] b
+5 2 4 32.0 2 5 6
+[2] [3] 1 2
+x b'y' True [1] {} typing.List[int]
+word True 1/2 True
+<class 'code'>
+"""
+
+
+@needs_isolation
+def test_programs_get_the_names_that_benchmarks_give_them():
+    inside = "class A:\n    def solve(self):\n        exec(" + repr(GRANTED) + ")\nA().solve()"
+    for program in (GRANTED, inside):
+        truth = {"inputs": ["word\n"], "outputs": [GIVES]}
+        assert code.compute_score("livecodebench", program, truth, timeout_s=20)["verdict"] == "passed"
+    names = ("search", "add", "path", "mode", "f")  # of methods, and of what re, operator, sys and statistics have
+    program = "class Solution:\n" + "".join(
+        f"    def {name}(self, x: Optional[int]) -> List[int]: return [x, ascii_lowercase[x], mean([x])]\n"
+        for name in names)
+    for name in names:
+        truth = {"inputs": ["2"], "outputs": ['[2, "c", 2]'], "fn_name": name}
+        assert code.compute_score("livecodebench", program, truth, timeout_s=20)["verdict"] == "passed", name
+
+
+@needs_isolation
+def test_assertions_get_none_of_the_further_names():
+    """`add` is the program's also where that decides the verdict, what it imported is its own, `mean` is nobody's."""
+    program = "from operator import mul\nfrom math import gcd\ndef add(a, b): return a * b\ndef f(x): return [x]\n"
+    right = ["wanted = 6\nassert add(2, 3) == wanted", "assert mul(2, 3) == 6", "assert gcd(2, 4) == 2"]
+    wrong = ["assert mean(f(3)) == 3", "assert choice(f(3)) == 3", "assert statistics.mean([3]) == 3", "assert time"]
+    for case in right + wrong:
+        result = code.compute_score("mbpp", program, {"functional": case}, timeout_s=20)
+        assert result["acc"] == (case in right), case
+
+
 RIGHT = '''
 import json as function
 import unittest
