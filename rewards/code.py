@@ -13,6 +13,7 @@ here, assertions run in a second process of the sandbox that gets nothing but da
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from decimal import Decimal, InvalidOperation
@@ -70,6 +71,15 @@ def arguments_of(given: Any) -> list:
     return given
 
 
+def with_integer_keys(arguments: list) -> list:
+    """JSON has made text of a dict's integer keys. APPS' harness undoes that in the first argument, and in no dict
+    inside of one; here too, where all keys are what `str` makes of integers."""
+    match arguments:
+        case [dict(first), *others] if all(re.fullmatch(r"0|-?[1-9][0-9]{0,4000}", key) for key in first):
+            return [{int(key): value for key, value in first.items()}, *others]
+    return arguments
+
+
 def integer(digits: str) -> int | str:
     """Some of APPS' integers have more digits than Python reads: they stay text."""
     return int(digits) if len(digits) <= sys.get_int_max_str_digits() else digits
@@ -114,7 +124,8 @@ def judge(program: str, case: tuple[str, str, object], limits: sandbox.Limits, u
     role = {"stdin": "run", "call": "serve", "assert": "judge"}[kind]
     main = f"{HARNESS}\n\nmain({role!r}, {program!r})\n"
     if kind == "call":
-        arguments = ["list", *(harness.pack(value, no_handle) for value in json.loads(given, parse_int=integer))]
+        values = with_integer_keys(json.loads(given, parse_int=integer))
+        arguments = ["list", *(harness.pack(value, no_handle) for value in values)]
         given = json.dumps(["list", "call_named", name, arguments]) + "\n"
     if url:
         result = sandbox.run_remote(url, main, given, limits)

@@ -229,6 +229,22 @@ def test_names_of_python_decide_no_assertion():
     assert result["score"] == 2 / 6
 
 
+@needs_isolation
+@pytest.mark.parametrize(("inputs", "types"), [
+    ([{"1": 2, "-3": 4}, {"1": 2}], ["int int", "str"]),                # APPS' harness looks at the first one only
+    ('{"10": 1}\n[{"1": 2}]', ["int", "list"]),
+    ([{"1": {"2": 3}}], ["int"]), ([{"1": 2, "a": 3}], ["str str"]), ([{"01": 2}], ["str"]),
+    ([{"9" * 5000: 2}], ["str"]), ([[{"1": 2}]], ["list"]), ([{}], [""]), ([], []),
+])
+def test_a_function_gets_its_dict_with_integer_keys(inputs, types):
+    program = "def f(*arguments):\n    return [' '.join(type(key).__name__ for key in a) if isinstance(a, dict) else " \
+              "type(a).__name__ for a in arguments]"
+    truth = {"inputs": [inputs], "outputs": [types], "fn_name": "f"}
+    assert code.compute_score("apps", program, truth, timeout_s=20)["verdict"] == "passed"
+    same = {"inputs": [[{"1": [2], "3": {"4": 5}}]], "outputs": [{"1": [2], "3": {"4": 5}}], "fn_name": "f"}
+    assert code.compute_score("apps", "def f(x): return {1: x[1], 3: {4: 5}}", same, timeout_s=20)["score"] == 1.0
+
+
 # As LiveCodeBench's and APPS' harnesses import them: of two modules' names the later one's, a module's own name last.
 GRANTED = """
 print(ascii_lowercase[:3], capwords("a b"), string.digits, add(1, 2), itemgetter(1)("ab"), operator.mul(2, 3))
