@@ -311,15 +311,64 @@ def test_search_qa_format_score_and_bad_truths():
             search_qa.compute_score("searchR1_nq", "<answer>x</answer>", truth)
 
 
-@pytest.mark.parametrize(("text", "pred"), [
-    ("Answer: B", "B"), ("so\nanswer: c.", "C"), ("**Answer:** (D)", "D"), (r"Answer: $\boxed{A}$", "A"),
-    (r"Answer: \boxed{\text{B}}", "B"), ("Answer: A\nNo. Answer: B", "B"),
-    ("Answer: Because", None), ("The answer is B", None),
-    ("Answer:", None), ("", None),
-])
+# letter -> forms in which models write it; None: what only looks like it
+CHOICES: dict[str | None, list[str]] = {
+    "B": [
+        "Answer: B", "Answer: (B)", "Answer: B.", "Answer: B)", "Answer: B) 5 eV", "Answer: B. 5 eV", "Answer: B: 5 eV",
+        "Answer: B - 5 eV", "Answer: B-5 eV", "Answer: B, since x", "Answer: B because x", "Answer: B\nmixture",
+        "answer: b", "answer: b.", "ANSWER : B", "Answer:B", "Answer:\nB", "Answer:\n\n(B)", "Answer: B mixture",
+        "**Answer: B**", "**Answer:** B", "**Answer**: **B**", "Answer: __B__", "Answer: _B_", "Answer: *(B)*",
+        "Answer: **B) 5 eV**", "Answer: **B. A mixture**", "Answer: B</answer>", "Answer: B ($x = 1$)",
+        "Answer: B = 5 eV", "Answer: $B$", "Answer: $(B)$", "Answer: $$B$$", r"Answer: $\text{B}$",
+        r"Answer: $\mathrm{(B)}$", r"Answer: \boxed{B}", r"Answer: \boxed{\text{B}}", r"Answer: $\boxed{B}$",
+        r"Answer: \boxed{(B)}", r"Answer: \boxed{B. 5 eV}", r"Answer: \boxed{\text{B) A mixture}}", r"Answer: \(B\)",
+        r"Answer: \( B \)", r"Answer: \[B\]", "Answer: \\[\nB\n\\]", r"Answer: \(\boxed{B}\)",
+        r"Answer: \[\boxed{\text{(B)}}\]", r"Answer: \(\textbf{B}\)", r"Answer: \(B\) because x", r"Answer: (\(B\))",
+        "Answer: [B]", "Answer: [ B ]", "Answer: [[B]]", "Answer: [B].", "Answer: [(B)]", "Answer: [B. A mixture]",
+        "Answer: **[B]**", "Answer: [**B**]", "Answer: `B`", "Answer: `B`.", "Answer: **`B`**", "Answer: `(B)`",
+        "Answer: ```B```", "Answer: `B) 5`", "Answer: `B: 5`", "Answer: \"B\"", "Answer: 'B'", "Answer: {B}",
+        "Answer: ${B}$", r"Answer: \textbf{B}", r"Answer: \textbf{(B)}", r"Answer: \textbf{B. A mixture}",
+        r"Answer: \mathbf{B}", r"Answer: $\mathbf{B}$", r"Answer: \boxed{\textbf{(B)}\ 5}", r"Answer: \textit{B}",
+        r"Answer: \boldsymbol{B}", "Answer: A\nNo. Answer: `B`", "Answer: [B]\nAnswer: a mixture", "answer: `b`",
+    ],
+    "A": [
+        "Answer: A", "Answer: a", "answer: a.", "Answer: A because x", "Answer: A is right", "Answer: A, a mixture",
+        "Answer: A. Mixture", "Answer: (A) mixture", "Answer: (a) mixture", "Answer: A) mixture",
+        "Answer: **A** mixture", "Answer: A\nmixture", "Answer: A (a mixture)", r"Answer: \textbf{A} mixture",
+        "Answer: [A] a mixture", "Answer: `A` mixture", r"Answer: \(A\)", "Answer: A as x", "Answer: A - mixture",
+        "Answer: A: mixture",
+    ],
+    None: [
+        "Answer: a mixture", "Answer: A mixture", "Answer: A mixture of B and C", "answer: A\tmixture",
+        "Answer: **A mixture**", "**Answer:** a mixture", "Answer: A **mixture**", "Answer: (a mixture)",
+        r"Answer: \boxed{a mixture}", r"Answer: \text{A mixture}", r"Answer: \textbf{A mixture}", "Answer: [a mixture]",
+        "Answer: `a mixture`", "Answer: \"A mixture\"", r"Answer: \(a mixture\)", "Answer:\nA mixture",
+        "Answer: I think so", "Answer: I am not sure", "answer: i don't know", "Answer: I'm not sure", "Answer: C'est",
+        "Answer: a-helix", "Answer: D-glucose", "Answer: C2H6", "Answer: C_6", "Answer: $C_{6}$", "Answer: B12",
+        "Answer: Because", "Answer: [B, C]", "Answer: [A, B]", "Answer: {a, b}", r"Answer: \(B = 3\)",
+        r"Answer: \(a + b\)", r"Answer: \(a \times b\)", r"Answer: \[E = mc^2\]", "Answer: `a = 1`", "Answer: `f(a)`",
+        r"Answer: \(C_6H_6\)", r"Answer: \(\alpha\)", r"Answer: \textbf{Both}", r"Answer: \textbf{C2}",
+        "Answer: [Both]", r"Answer: \[\]", "Answer: []", "Answer: ``", "Answer:", "Answer", "", "The answer is B", "B",
+        "[B]", "Answer: 5", r"Answer: \frac{A}{B}", "Answer: none. B is wrong", "Answer: I\u2019m lost",
+        "Answer: [A mixture] (B)", "Answer: 'a mixture'", r"Answer: \[a\times b\]", "Answer: A _mixture_",
+        "Answer: {B = 3}",
+    ],
+}
+
+
+@pytest.mark.parametrize(("text", "pred"), [(text, pred) for pred, texts in CHOICES.items() for text in texts])
 def test_the_letter_of_a_multiple_choice_answer(text, pred):
-    found = multiple_choice.compute_score("gpqa_diamond", text, "B")
-    assert found == {"score": float(pred == "B"), "acc": pred == "B", "pred": pred}
+    for said in (text, f"A or C?\n{text}\n"):
+        found = multiple_choice.compute_score("gpqa_diamond", said, "B")
+        assert found == {"score": float(pred == "B"), "acc": pred == "B", "pred": pred}
+
+
+def test_a_multiple_choice_answer_takes_no_time():
+    start = time.process_time()
+    for text in ("answer:" * 30_000, "answer:" + " " * 200_000, "answer:" + "\\(" * 100_000, "answer:[(`$" * 20_000,
+                 "answer:" + r"\textbf{" * 30_000, "answer: a " * 20_000, "answer:" + "[" * 200_000 + "B"):
+        multiple_choice.compute_score("gpqa_diamond", text, "B")
+    assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize(("data_source", "truth", "answer"), [
