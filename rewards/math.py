@@ -13,6 +13,12 @@ REPLACED = ((re.compile(r"\\[dt]frac"), r"\\frac"), (re.compile(r"\\frac(\w)(\w)
             (re.compile(r"\\sqrt(\w)"), r"\\sqrt{\1}"), (re.compile(r"(?<!\d)\.(?=\d)"), "0."),
             (re.compile(r"(\.\d*?)0+(?!\d)"), r"\1"), (re.compile(r"\.(?!\d)"), ""),
             (re.compile(r"^[a-zA-Z]=(?=.)"), ""), (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}"), r"\1"))
+# Words that look like units and are none: powers of ten after a number, and halves of the day after a clock's time.
+TEXT = r"\\(?:text|textbf|mathrm|mbox)"
+POWERS = [(re.compile(rf"(?<=[\d}})])((?:[\s$~]|\\[ ,;:!])*(?:{TEXT}\{{\s*)?){word}s?\b", re.IGNORECASE), power)
+          for word, power in (("hundred", 2), ("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))]
+DECORATION = re.compile(rf"{TEXT}(?=\{{)|\\[ ,;:!]|[\s{{}}$~]")
+CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?([ap])\.?m\.?", re.IGNORECASE)
 MAX_PARSED = 500  # characters given to math-verify: an answer is short, and its parser is not fast
 
 
@@ -35,9 +41,30 @@ def normalise(answer: str) -> str:
     return answer
 
 
+def in_digits(answer: str) -> str:
+    r"""10 million -> 10\cdot10^6, 2 hundred thousand -> 2\cdot10^2\cdot10^3."""
+    digits = answer
+    for pattern, power in POWERS:
+        digits = pattern.sub(rf"\\cdot10^{power}\1", digits)
+    if digits == answer:
+        return answer
+    # the library reads neither commas in a product nor, without its space, the unit after it
+    return normalise(re.sub(r"(?<=\d)(?:\s+[a-zA-Z]+)+$", "", digits))
+
+
+def time_of_day(answer: str) -> tuple[int, int, str] | None:
+    """Hours, minutes, and a (a.m.) or p. None if the answer is something else."""
+    found = CLOCK.fullmatch(DECORATION.sub("", answer))
+    return (int(found[1]), int(found[2] or 0), found[3].lower()) if found else None
+
+
 def equal(answer: str, truth: str) -> bool:
     if len(answer) > max(MAX_PARSED, 2 * len(truth)):  # the patterns take a time quadratic in the length
         return False
+    times = time_of_day(answer), time_of_day(truth)
+    if None not in times:
+        return times[0] == times[1]
+    answer, truth = in_digits(answer), in_digits(truth)
     if normalise(answer) == normalise(truth):
         return True
     if len(answer) > MAX_PARSED:

@@ -83,9 +83,53 @@ def test_math_answers(answer, truth, same_text, same):
     assert math.equal(answer, truth) == same
 
 
+@pytest.mark.parametrize(("answer", "truth", "same"), [
+    ("11:30 a.m.", "11:30 p.m.", False),
+    (r"11:30\text{ a.m.}", r"11:30\text{ p.m.}", False),
+    (r"11\!:\!30\mathrm{ AM}", r"11\!:\!30\mathrm{ PM}", False),
+    ("3 pm", r"3\text{ a.m.}", False),
+    (r"\text{3 p.m.}", "3 a.m.", False),
+    (r"4:30\text{ p.m.}", r"3:30\text{ p.m.}", False),
+    ("11:30 AM", r"11:30\text{ a.m.}", True),
+    (r"\text{11:30 a.m.}", r"11\!:\!30 \textbf{ a.m.}", True),
+    (r"3:00\text{ PM}", r"3\text{ p.m.}", True),
+    ("11:30", r"11:30\text{ a.m.}", True),          # which half of the day may be left out, as a unit may
+    ("2am", "2pm", False),
+    ("10 million dollars", "10^7", True),
+    ("10 million dollars", "10", False),
+    ("1.2 pm", "12 pm", False),
+    (r"10\text{ million}", "10", False),
+    ("10", r"10\,\mathrm{million}", False),
+    ("10 million", "10", False),
+    (r"\$10\text{ million dollars}", r"\$10", False),
+    (r"10\text{ million}", r"10\text{ billion}", False),
+    (r"2\text{ hundred thousand}", "200", False),
+    (r"2\text{ hundred thousand}", "200,000", True),
+    (r"10\text{ million}", "10,000,000", True),
+    ("10 million", "10^7", True),
+    (r"\text{10 Million}", "10^7", True),
+    ("10,000,000", r"10\text{ million}", True),
+    (r"\$10$ million", r"10\text{ million}", True),
+    ("1,000 million", "1 billion", True),
+    ("2.5 billion", r"2.5 \times 10^9", True),
+    (r"\$10\text{ million dollars}", "10000000", True),
+    (r"5\text{ million people}", r"5{,}000{,}000", True),
+    (r"1\frac12\text{ million}", "1500000", True),
+    (r"\frac{1}{2}\text{ million}", "500{,}000", True),
+    (r"\frac{1}{2}\text{ million}", r"\frac12", False),
+    (r"3\text{ thousandths}", "3000", False),
+    (r"\text{millionaire}", r"\text{million}", False),
+    (r"\text{one million}", r"\text{one million}", True),
+])
+def test_math_words_that_are_no_units(answer, truth, same):
+    assert math.equal(answer, truth) == same
+    assert math.equal(truth, answer) == same
+
+
 def test_math_takes_no_time_for_a_hostile_answer():
     start = time.process_time()
-    for answer in ("." + "0" * 20_000 + "5", "1" + " " * 200_000, "{" * 200_000, "\\frac" * 50_000):
+    for answer in ("." + "0" * 20_000 + "5", "1" + " " * 200_000, "{" * 200_000, "\\frac" * 50_000,
+                   "1 million" * 20_000):
         assert math.compute_score("math", r"\boxed{" + answer + "}", "7")["score"] == 0.0
     assert time.process_time() - start < 0.5
 
