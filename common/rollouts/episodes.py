@@ -167,7 +167,7 @@ class Episodes:
         else:
             prompt, between = conversation.begin(new, message["tools"], files), []
         if between is None:
-            seen = self.template.encode(conversation.next_rendered, [*conversation.messages, *new], images)
+            seen = self.template.encode(conversation.next_rendered, images)
         else:
             seen = [*prompt, *conversation.tokens, *between]
         check_sequence(seen, images, self.template.tokenizer.name_or_path)

@@ -2,12 +2,12 @@
 new messages are rendered and encoded. The tokens of users and tools have mask False."""
 
 import contextlib
+import itertools
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import jinja2
@@ -76,33 +76,40 @@ class ChatTemplate:
         self.show = show
         self.place = f"@@{secrets.token_hex(8)}"
         """What stands for a picture in messages. Nobody knows it who might write it."""
-
-    @cached_property
-    def special(self) -> re.Pattern:
+        self.mark = f"@@{secrets.token_hex(8)}"
+        """What stands in rendered texts before and after what is text, although it spells special tokens."""
+        texts = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        # by their first characters: some models have a thousand, and all messages are searched in each turn
+        by_start = itertools.groupby(texts, key=lambda text: text[:3])
+        ends = {start: "|".join(re.escape(text[3:]) for text in group) for start, group in by_start}
+        self.special = re.compile("|".join(f"{re.escape(start)}(?:{end})" for start, end in ends.items()) or "(?!)")
         """Finds special tokens in a text."""
-        texts = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
-        """The text up to the start of the model's next turn."""
+        """The text up to the start of the model's next turn. What users and tools say is marked in it where it spells a
+        special token: only so can that be told from the template's own, if it is the same token."""
+        marked = [self.marked(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, tokenize=False, add_generation_prompt=True, **self.arguments
+                marked, tools=tools or None, tokenize=False, add_generation_prompt=True, **self.arguments
             )
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses an episode's messages ({roles}): {error}") from None
 
-    def encode(self, text: str, said: Sequence[Message] = (), files: Sequence[bytes] = ()) -> list[int]:
-        """The tokens of a rendered text. `said`: messages in it, in their order. What users and tools say is text also
-        where it spells a special token: a web page cannot end a turn. `files`: the pictures in it."""
-        tokens, left = [], iter(files)
-        for message in said:
-            if message["role"] != "assistant" and self.special.search(message["content"]):
-                content = written(message, text)
-                before, _, text = text.partition(content)
-                tokens += self._encode(before, left) + self._encode(content, left, split_special_tokens=True)
-        return tokens + self._encode(text, left)
+    def marked(self, message: Message) -> Message:
+        """The message as the template gets it."""
+        text = message["content"].strip()
+        if message["role"] == "assistant" or not self.special.search(text):
+            return message
+        return message | {"content": message["content"].replace(text, f"{self.mark}{text}{self.mark}", 1)}
+
+    def encode(self, text: str, files: Sequence[bytes] = ()) -> list[int]:
+        """The tokens of a rendered text, and of `files`, the pictures in it. What is marked is text: a web page cannot
+        end a turn."""
+        left = iter(files)
+        pieces = enumerate(text.split(self.mark))
+        return [token for i, piece in pieces for token in self._encode(piece, left, split_special_tokens=i % 2 == 1)]
 
     def _encode(self, text: str, files: Iterator[bytes], **options: bool) -> list[int]:
         """The tokens of a text, in which the next of `files` are shown at their places."""
@@ -130,20 +137,20 @@ class ChatTemplate:
         if len(pieces) != 2:
             raise ValueError(f"the chat template writes the last reply {len(pieces) - 1} times, must be once: "
                              f"--data.chat-template-file FILE names another")
-        for message in new:
-            written(message, pieces[1])
+        check_shown(new, pieces[1])
         return pieces[1]
 
 
-def written(message: Message, text: str) -> str:
-    """The content of a message as the template has written it into the text: as it is, or as JSON. Raises ValueError
-    for a message of users or tools that the template has left out."""
-    content = message["content"].strip()
-    for form in (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]):
-        if form in text or message["role"] == "assistant":  # whose earlier text a template may shorten
-            return form
-    raise ValueError(f"the chat template does not show the model the content of this message, role "
-                     f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another")
+def check_shown(messages: Sequence[Message], text: str) -> None:
+    """Raises ValueError for a message of users or tools that the template has left out of the text. It may write the
+    content as it is, or as JSON."""
+    for message in messages:
+        content = message["content"].strip()
+        forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+        # a template may shorten what the assistant has said earlier
+        if message["role"] != "assistant" and not any(form in text for form in forms):
+            raise ValueError(f"the chat template does not show the model the content of this message, role "
+                             f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another")
 
 
 @dataclass
@@ -180,9 +187,8 @@ class Conversation:
         if tools and self.next_rendered == self.template.render([*self.messages, *new], None):
             raise FlagError("chat.tools: the chat template does not show the model its tools: "
                             "--data.chat-template-file FILE names another")
-        for message in new:
-            written(message, self.next_rendered)
-        return self.template.encode(self.next_rendered, new, [*self.images, *files]) if new or tools else self.prompt
+        check_shown(new, self.next_rendered)
+        return self.template.encode(self.next_rendered, [*self.images, *files]) if new or tools else self.prompt
 
     def between(self, new: Sequence[Message], files: Sequence[bytes] = ()) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
@@ -198,8 +204,7 @@ class Conversation:
             self.messages[-1] = self.forms[-1] | {"content": ""}
             self.next_rendered = self.template.render([*self.messages, *new], self.tools)
             text, _, between = self.next_rendered.removeprefix(self.rendered).partition(end)
-            for message in new:
-                written(message, between)
+            check_shown(new, between)
             between = end + between
         self.next_rendered = self.template.render([*self.messages, *new], self.tools)
         reply = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
@@ -217,7 +222,7 @@ class Conversation:
                                  f"gives back: --rollout.rewritten-history append keeps the tokens as they are")
             self.next_rendered = self.template.render([*self.messages, *new], self.tools)
             return None
-        return self.template.encode(between.removeprefix(end), new, files)
+        return self.template.encode(between.removeprefix(end), files)
 
     def keep_form(self, written: str, said: str, calls: Sequence[dict[str, Any]]) -> None:
         """Keep the last reply also in the fields that templates read when they write a history again: what it says, its
@@ -245,7 +250,7 @@ class Conversation:
             before.routing, self.routing = self.routing, None
             before.images, self.images = self.images, [*self.images, *files]
             self.left_behind.append(before)
-            self.prompt = self.template.encode(self.rendered, self.messages, self.images)
+            self.prompt = self.template.encode(self.rendered, self.images)
             self.tokens, self.logp, self.mask = [], [], []
             return
         self.images = [*self.images, *files]
