@@ -123,11 +123,11 @@ def project_file(statement: ast.stmt, name: str) -> tuple[Path | None, str]:
 def check_command(script: Path) -> None:
     """Read the flags of a script from the command line; check them and the paths in them. A mistake is one line and
     exit code 2. What is no script of this kind is left alone."""
-    own = definitions(script)
-    if not {"Args", "run_script"} <= own.statements.keys():
-        return
     framed = io.StringIO()
     try:
+        own = definitions(script)
+        if not {"Args", "run_script"} <= own.statements.keys():
+            return
         with contextlib.redirect_stderr(framed):
             args = read_flags(own["Args"], own.module.__doc__ or "")
         check_paths(args)
@@ -142,6 +142,10 @@ def check_command(script: Path) -> None:
         exit_with_error(error)
     except Exception:  # NeedsModels, or a fork's own code, which fails in the script itself, with all of its lines
         return
+    finally:  # pickle asks each module for a name, as torch.compile does in vLLM on a GPU, and would get NeedsModels
+        for definition in Definitions.files.values():
+            del sys.modules[definition.module.__name__]
+        Definitions.files.clear()
 
 
 def in_one_line(framed: str) -> str:

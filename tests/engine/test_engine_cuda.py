@@ -250,6 +250,17 @@ def test_a_weight_that_nobody_sends_is_an_error(start):
         engine.wake(policy)
 
 
+@pytest.mark.parametrize("told", ["experts.w13_weight", "experts.routed_experts.w13_weight"])
+def test_experts_are_told_as_vllm_026_and_032_do(start, told):
+    engine, policy = start()
+    engine.llm.model.experts = torch.nn.Module()
+    engine.llm.model.experts.routed_experts = torch.nn.Module()
+    engine.llm.model.experts.routed_experts.register_parameter("w13_weight", torch.nn.Parameter(torch.zeros(2)))
+    load = engine.llm.load_weights
+    engine.llm.model.load_weights = lambda tensors: load(tensors) | {told}
+    engine.wake(policy)
+
+
 def test_what_others_hold_is_not_the_engines(start, monkeypatch):
     """A share is one of the whole GPU, of which 9 GiB are taken."""
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (71 * 2**30, 80 * 2**30))

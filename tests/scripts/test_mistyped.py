@@ -125,6 +125,18 @@ def test_a_check_that_needs_torch_is_left_to_the_script(tmp_path):
         found.module.nothing  # noqa: B018
 
 
+def test_nothing_of_the_check_stays(tmp_path):
+    """pickle asks all modules for the name of an object that names no module. torch.compile does, in vLLM on a GPU."""
+    prepare(tmp_path)
+    code = "import pickle, sys; from pathlib import Path; from tools.command_line import check_command\n" \
+           "script = Path(sys.argv[1]).resolve(); del sys.argv[0]; check_command(script); thing = object()\n" \
+           "print(pickle.whichmodule(thing, 'torch'), [x for x in sys.modules if x.startswith('definitions')])"
+    flags = ["--model", MODEL, "--train-data", tmp_path / "data.jsonl", "--reward.function", "tools/try_script.py"]
+    for script in ("grpo.py", "tools/report.py"):  # the latter is no script of this kind
+        done = launch("-c", code, script, *flags, check=False)
+        assert done.stdout.split() == ["__main__", "[]"], done.stderr
+
+
 def test_a_forks_own_exit_keeps_its_words(tmp_path, monkeypatch):
     file = tmp_path / "fork.py"
     file.write_text("import sys\nfrom dataclasses import dataclass\nfrom tools.command_line import run_script\n"
