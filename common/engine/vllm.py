@@ -54,7 +54,7 @@ class VLLMEngine(Engine):
             "limit_mm_per_prompt": {"video": 0},
             "enable_return_routed_experts": model_config.router_replay == "rollout",
         }
-        if hasattr(setup.hf_config, "vision_config"):  # vLLM 0.26 has neither, and reads text alone here
+        if hasattr(setup.hf_config, "vision_config"):  # vLLM 0.26 has neither, and is refused with images
             # sha256 is part of Python; a tower's buffers for normalizing would be random: the load format is dummy
             options |= {"mm_hasher_algorithm": "sha256", "mm_device_do_normalize": False}
         if self.on_cpu:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.batch import Batch
 from common.dataset.store import load_prompts
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig, validation_sampling
-from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
@@ -504,6 +504,17 @@ def test_other_vllm_versions_are_refused(installed, said, smollm, world, monkeyp
     monkeypatch.setattr("importlib.metadata.distributions", lambda name: found if name == "vllm" else [])
     with pytest.raises(ValueError, match=rf"needs vllm 0.26.\* or 0.32.\*, installed is {said}: install"):
         check_rollout(RolloutConfig(), hf_config, world, 200)
+
+
+@pytest.mark.parametrize(("installed", "has_torchvision"), [("0.26.0", True), ("0.32.0", False)])
+def test_vllm_that_reads_no_images_is_refused(installed, has_torchvision, monkeypatch):
+    """Version 0.26 has other options for them, and imports torchvision, too."""
+    monkeypatch.setattr("importlib.metadata.distributions",
+                        lambda name: [types.SimpleNamespace(version=installed)] if name == "vllm" else [])
+    monkeypatch.setattr("common.engine.make.is_torchvision_available", lambda: has_torchvision)
+    check_vllm(RolloutConfig(), "qwen2")
+    with pytest.raises(ValueError, match=rf"images need vLLM 0.32 \(here is {installed}\) and torchvision"):
+        check_vllm(RolloutConfig(), "qwen2_5_vl")
 
 
 @pytest.mark.parametrize("installed", ["0.26.0", "0.32.0+cu130"])
