@@ -146,7 +146,9 @@ def launch(
                 timeout=timeout, stdin=subprocess.DEVNULL,
             )
     if check:
-        said = f"{done.stdout[-3000:]}\n{done.stderr[-20000:]}"
+        # of several ranks the first one that failed is the cause, and writes first
+        errors = done.stderr if len(done.stderr) < 40000 else f"{done.stderr[:20000]}\n...\n{done.stderr[-20000:]}"
+        said = f"{done.stdout[-3000:]}\n{errors}"
         assert done.returncode == 0, f"{command} ended with {done.returncode}\n{said}"
     return done
 

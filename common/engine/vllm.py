@@ -102,11 +102,11 @@ class VLLMEngine(Engine):
             self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
-            loaded = self.model.load_weights(tensors)
         # vLLM 0.26 tells experts' names without the module that holds them, and a few models tell nothing; if weights
         # of any rank are missing, all raise
-        names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
+        with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
+            names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
+            loaded = self.model.load_weights(tensors)
         if loaded is not None and (missing := all_names(names - {x.replace(".routed_experts", "") for x in loaded})):
             raise RuntimeError(f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "
                                f"engine ({', '.join(missing[:3])}): transformers' model has other weights")

@@ -1,5 +1,7 @@
 """Router replay of the engine's choice: what the engines tell, on its way to the log-probs of the trainer."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -96,7 +98,7 @@ def test_the_last_reply_tells_of_the_whole_conversation(monkeypatch):
     """And the last before a rewritten history of what was left behind."""
     monkeypatch.setattr(ChatTemplate, "encode", lambda *_: [1])
     monkeypatch.setattr(ChatTemplate, "decode", lambda *_: "")
-    conversation = Conversation(ChatTemplate(None, {}, []), "split", [1], [])
+    conversation = Conversation(ChatTemplate(SimpleNamespace(added_tokens_decoder={}), {}, []), "split", [1], [])
     conversation.add_reply([2], [0.0], "first")
     conversation.add_messages([], [3])
     conversation.add_reply([4], [0.0], "second")

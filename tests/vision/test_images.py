@@ -246,7 +246,7 @@ def test_what_takes_no_images_says_so(model, tokenizer, prompts, smollm, world, 
         read_config(model, ModelConfig(sequence_parallel=2))
     with pytest.raises(ValueError, match=r"qwen2_5_vl model, which is no causal LM: choose another --critic-model"):
         read_config(model, ModelConfig(), "--critic-model")
-    with pytest.raises(ValueError, match=r"install the build that fits torch, or use --rollout.engine hf"):
+    with pytest.raises(ValueError, match=r"images need vLLM 0.32 \(here is 0.32.0\) and torchvision, or"):
         check_rollout(RolloutConfig(), read_config(model, ModelConfig()), world, 100)
 
 
