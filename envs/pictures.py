@@ -123,7 +123,9 @@ def content_of(parts: Any) -> Content:
 def result_of(result: Any) -> Content:
     """What a tool has returned, as the content of a message: pictures, alone or in a list with texts, or else JSON."""
     parts = result if isinstance(result, list | tuple) else [result]
-    return content_of(result) if isinstance(result, str) or any(map(is_picture, parts)) else json.dumps(result)
+    if isinstance(result, str) or any(map(is_picture, parts)):
+        return content_of(result)
+    return json.dumps(result, ensure_ascii=False)  # the model reads letters, and pays for \u escapes by the token
 
 
 def is_picture(part: Any) -> bool:

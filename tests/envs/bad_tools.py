@@ -41,6 +41,8 @@ def work(kind: str) -> str | Awaitable:
         return asyncio.to_thread(time.sleep, 20)
     if kind == "half a pair":
         return "a \ud83d b"
+    if kind == "a dict":
+        return {"city": "Zürich", "half": "\ud83d"}
     return "y" * 2**24 if kind == "much" else "fine"
 
 

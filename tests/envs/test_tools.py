@@ -24,7 +24,7 @@ def test_faults_of_tools(capfd):
         "fine": "fine", "hang": "Error: TimeoutError: it took longer than 1 s",
         "raise": "Error: KeyError: 'no such thing'", "much": "y" * 100_000, "print": "fine",
         "wait": "Error: TimeoutError: it took longer than 1 s", "half a pair": "a ? b",
-        "hang in a thread": "Error: TimeoutError: it took longer than 1 s",
+        "hang in a thread": "Error: TimeoutError: it took longer than 1 s", "a dict": '{"city": "Zürich", "half": "?"}',
     }
     kinds = [*told, "hang in C", "die", "segfault", "exit"]
     with Player(FILE, timeout_s=1.0) as player:
