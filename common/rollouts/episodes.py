@@ -244,8 +244,8 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
         raise ValueError("--rollout.episode needs a chat template between turns, --data.template is plain")
     config = replace(config, episodes_at_once=config.episodes_at_once or config.max_num_seqs)
     check_at_least(1, {"--rollout.max-turns": config.max_turns, "--rollout.episodes-at-once": config.episodes_at_once})
-    if config.tool_timeout_s <= 0:
-        raise ValueError(f"--rollout.tool-timeout-s {config.tool_timeout_s:g} must be above 0")
+    if not 0 < config.tool_timeout_s <= 1e9:  # sockets take no more, nor infinity
+        raise ValueError(f"--rollout.tool-timeout-s {config.tool_timeout_s:g} must be above 0 and at most 1e9")
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most_files < config.episodes_at_once + OTHER_FILES:
         raise ValueError(f"--rollout.episodes-at-once {config.episodes_at_once} needs an open file each, and this "

@@ -347,6 +347,8 @@ def test_one_sequence_has_the_gradient_of_one_sample_per_turn(played, policy):
     ({"episode": "nowhere.py:episode"}, r"--rollout\.episode nowhere\.py:episode: .* is not a Python file"),
     ({"episodes_at_once": 10**9}, r"--rollout\.episodes-at-once 1000000000 needs an open file each, .*ulimit -n"),
     ({"max_turns": 0}, r"--rollout\.max-turns 0 must be at least 1"),
+    *[({"tool_timeout_s": seconds}, re.escape(f"--rollout.tool-timeout-s {seconds:g} must be above 0 and at most 1e9"))
+      for seconds in (0.0, -1.0, math.nan, math.inf, 1e200)],
 ])
 def test_flags_that_cannot_work_are_refused(flags, message, tokenizer, world):
     config = replace(RolloutConfig(episode=f"{FILE}:endless"), **flags)
