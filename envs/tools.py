@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import importlib
 import inspect
+import itertools
 import math
 import signal
 import sys
@@ -18,7 +19,9 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-LONGEST_WAIT_S = 1.0  # between two looks for a free place
+from envs.pictures import Content, result_of
+
+LONGEST_WAIT_S = 1.0  # between two looks for a free place, and without a restart of the clock
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,15 @@ class Limits:
     backoff_s: float = 1.0
 
     @contextlib.asynccontextmanager
-    async def place(self, name: str, on_wait: Callable[[], None]) -> AsyncIterator[None]:
-        """One of the tool's `at_once` places. `on_wait` is called each time that none is free. A place is a locked file
-        in the folder that all episodes of an engine share: the system unlocks it if its episode is killed."""
+    async def place(self, name: str, restart_clock: Callable[[], None]) -> AsyncIterator[None]:
+        """One of the tool's `at_once` places. A place is a locked file in the folder that all episodes of an engine
+        share: the system unlocks it if its episode is killed. `restart_clock`: see `pause`."""
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(Path(tempfile.gettempdir(), f"{name}.{i}.place"), "w"))
                      for i in range(self.at_once)]
             wait_s = 0.02
             while files and not any(map(is_locked, files)):
-                on_wait()
-                await asyncio.sleep(wait_s)
+                await pause(wait_s, restart_clock)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             yield
 
@@ -49,6 +51,15 @@ def is_locked(file) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+async def pause(seconds: float, restart_clock: Callable[[], None]) -> None:
+    """Sleep without counting against --rollout.tool-timeout-s: `restart_clock` (`Chat.restart_clock`) begins it anew,
+    again and again, and at the end."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        await asyncio.sleep(min(left, LONGEST_WAIT_S))
+        restart_clock()
 
 
 def limited(at_once: int = 0, retries: int = 0, backoff_s: float = 1.0) -> Callable[[Callable], Callable]:
@@ -100,6 +111,22 @@ def prepare_schemas(modules: Iterable[ModuleType]) -> None:
         if file.suffix == ".py" and file.is_file() and not installed and ".tools" in file.read_text(errors="replace"):
             importlib.import_module("transformers.utils.chat_template_utils")
             return
+
+
+async def call_tool(tool: Callable, name: str, arguments: dict[str, Any], timeout_s: float,  # type: ignore[return]
+                    restart_clock: Callable[[], None]) -> Content:
+    """The result of a call, within the tool's limits; each try has `timeout_s`. `name`: of the tool, as the model calls
+    it. `restart_clock`: `Chat.restart_clock`."""
+    limits = getattr(tool, "limits", Limits())
+    async with limits.place(name, restart_clock):
+        for attempt in itertools.count():
+            try:
+                return result_of(await run_tool(tool, arguments, timeout_s))
+            except Exception as error:
+                if attempt == limits.retries or isinstance(error, TimeoutError):
+                    raise
+            restart_clock()  # the try that failed may have taken all
+            await pause(limits.backoff_s * 2**attempt, restart_clock)
 
 
 async def run_tool(tool: Callable, arguments: dict[str, Any], timeout_s: float) -> Any:

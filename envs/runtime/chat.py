@@ -3,14 +3,13 @@ chat template are in the trainer, at the other end of a connection."""
 
 import asyncio
 import inspect
-import itertools
 import json
 import operator
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from envs.pictures import Content, result_of, shortened, told_of
-from envs.tools import Limits, name_of, run_tool, schema_of
+from envs.pictures import Content, shortened, told_of
+from envs.tools import call_tool, name_of, schema_of
 
 MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
 MAX_RESULTS = 400_000  # of all results after one reply; of a further result
@@ -24,7 +23,7 @@ class Chat:
     others."""
 
     def __init__(self, messages: list[dict[str, Any]], tokens_left: int, timeout_s: float,
-                 ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], tell_tool: Callable[[str], None]):
+                 ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], restart_clock: Callable[[], None]):
         self.role = ""
         """Of this conversation: "" or what `begin` was given."""
         self.all = [self]
@@ -51,8 +50,9 @@ class Chat:
         self.num_tool_errors = 0
         self.timeout_s = timeout_s
         """Time limit in seconds of a tool, and of all code between two replies (--rollout.tool-timeout-s)."""
+        self.restart_clock = restart_clock
+        """Begin `timeout_s` anew. For code that waits for its turn, as a tool does for one of its places."""
         self._ask = ask
-        self._tell_tool = tell_tool
         self._is_asking = False
         self._shown: list[Callable] = []  # the tools as the model was told of them
         self._num_refused = 0
@@ -62,7 +62,7 @@ class Chat:
     def begin(self, role: str = "") -> "Chat":
         """Another conversation of this episode, such as one with a sub-agent. It begins with the messages of its first
         `reply`, is trained like this one, and its replies may be waited for together with others. `role`: a name."""
-        other = Chat([], self.tokens_left, self.timeout_s, self._ask, self._tell_tool)
+        other = Chat([], self.tokens_left, self.timeout_s, self._ask, self.restart_clock)
         other.role, other.all = role, self.all
         self.all.append(other)
         return other
@@ -121,18 +121,18 @@ class Chat:
         self.num_tool_calls += 1
         self._calls_left -= 1
         name = call.get("name") or ""
-        self._tell_tool(name)  # from here on it has --rollout.tool-timeout-s
+        self.restart_clock()  # from here on it has --rollout.tool-timeout-s
         try:
             content = await self._run_tool(name, call)
         except Exception as error:  # any error of a tool is told to the model, and counted
             self.num_tool_errors += 1
             content = f"Error: {type(error).__name__}: {error}"
-        self._tell_tool(name)
+        self.restart_clock()
         content, num_characters = shortened(content, min(MAX_RESULT, max(self._characters_left, MIN_RESULT)))
         self._characters_left -= num_characters
         return {"role": "tool", "name": name, "content": content}
 
-    async def _run_tool(self, name: str, call: dict[str, Any]) -> Content:  # type: ignore[return]
+    async def _run_tool(self, name: str, call: dict[str, Any]) -> Content:
         if call.get("error"):
             raise ValueError(call["error"])
         if self._calls_left < 0:
@@ -142,13 +142,4 @@ class Chat:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(tools) or 'none'}")
         tool, arguments = tools[name], json.loads(call["arguments"])
         inspect.signature(tool).bind(**arguments)
-        limits = getattr(tool, "limits", Limits())
-        async with limits.place(name, lambda: self._tell_tool(name)):
-            for attempt in itertools.count():
-                try:
-                    return result_of(await run_tool(tool, arguments, self.timeout_s))
-                except Exception as error:
-                    if attempt == limits.retries or isinstance(error, TimeoutError):
-                        raise
-                await asyncio.sleep(limits.backoff_s * 2**attempt)
-                self._tell_tool(name)
+        return await call_tool(tool, name, arguments, self.timeout_s, self.restart_clock)

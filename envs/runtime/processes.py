@@ -55,7 +55,7 @@ class Process:
         except (EOFError, OSError, ValueError, TypeError, RecursionError):  # the last four: something else wrote there
             message = {"failure": "crash", "kind": "crash", "text": "the episode's process ended before its result"}
         self.since = time.monotonic()
-        if "tool" in message:  # one begins or ends: each has the whole time
+        if "restart" in message:  # a tool begins or ends: each has the whole time
             return
         self.heard.append({"seconds": seconds} | message)
         if "messages" in message:

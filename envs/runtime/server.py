@@ -3,8 +3,9 @@ process for each episode, so that none can hang, kill or change another.
 
 The socket FD brings one socket for each episode; its answer is the process's number. Over an episode's socket the
 trainer sends pickles: the row, then the model's replies. The episode sends JSON: {"conversation", "messages", ...} to
-ask for a reply (`Chat.reply`), {"tool"} as a tool begins and as it ends, and at its end a reward worker's reply,
-{"score", "extra", "texts"} or {"failure", "kind", "text"}, or {"text"} that the reward functions shall score.
+ask for a reply (`Chat.reply`), {"restart"} as a tool begins and as it ends (`Chat.restart_clock`), and at its end a
+reward worker's reply, {"score", "extra", "texts"} or {"failure", "kind", "text"}, or {"text"} that the reward functions
+shall score.
 """
 
 import asyncio
@@ -99,14 +100,15 @@ async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: 
             deadline.reschedule(began + timeout_s)
         return answer.result()
 
-    def tell_tool(name: str) -> None:
-        """A tool begins or ends: the clock restarts, here (after the tool's own alarm) and in the trainer."""
+    def restart_clock() -> None:
+        """A tool begins or ends, or something waits: the clock restarts, here (after a tool's own alarm) and in the
+        trainer."""
         if not waiting:
             deadline.reschedule(loop.time() + timeout_s + TOOL_GRACE_S)
-        send(connection, {"tool": name})
+        send(connection, {"restart": True})
 
     episode = episodes[start.get("environment", "")]
-    chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask, tell_tool)
+    chat = Chat(start["messages"], start["tokens_left"], timeout_s, ask, restart_clock)
     reseed(start.get("seed") or 0)
     try:
         async with asyncio.timeout(timeout_s) as deadline:

@@ -210,3 +210,35 @@ async def with_limits(chat, row):
     await chat.reply()
     (result,) = await chat.call_tools()
     return {"score": 1.0, "result": result["content"]}
+
+
+@limited(retries=1, backoff_s=4.0)
+async def flaky() -> str:
+    """Fail in the first call."""
+    flaky.calls += 1
+    if flaky.calls == 1:
+        await asyncio.sleep(1.0)
+        raise OSError("come again")
+    return f"call {flaky.calls}"
+
+
+flaky.calls = 0
+
+
+@limited(at_once=1)
+async def lone(seconds: float) -> str:
+    """Sleep, alone.
+
+    Args:
+        seconds: How long.
+    """
+    return await nap(seconds)
+
+
+async def patient(chat, row):
+    """Its tools wait for longer than --rollout.tool-timeout-s."""
+    chat.tools = [flaky, lone]
+    await chat.reply()
+    await asyncio.sleep(row["after"])
+    (result,) = await chat.call_tools()
+    return {"score": 1.0, "result": result["content"]}

@@ -196,6 +196,19 @@ def test_a_tool_has_places_and_is_called_again(tmp_path, monkeypatch):
     assert depths[-1] == 1 and max(depths[-8:]) <= 3
 
 
+def test_waiting_does_not_count_against_the_time_of_a_tool():
+    """Neither before a call is made again nor for a place: a tool that got it late has all of its time, and then ends
+    alone, without its episode."""
+    naps = [(0.0, "lone", {"seconds": 1.9}), (0.2, "lone", {"seconds": 60}), (0.0, "flaky", {})]
+    scripts = [({"after": after}, [[{"name": name, "arguments": json.dumps(arguments)}]])
+               for after, name, arguments in naps]
+    with Player(FILE + ":patient", timeout_s=2.0) as player:
+        found = [message for message, _ in player.play_all(scripts)]
+    assert [message.get("failure") for message in found] == [None] * 3
+    assert [message["extra"]["result"] for message in found] == [
+        "slept 1.9", "Error: TimeoutError: it took longer than 2 s", "call 2"]
+
+
 @pytest.mark.parametrize("tools", ["in the file", "in another", ""])
 def test_schemas_are_prepared_once_where_there_are_tools(tmp_path, tools):
     """What makes schemas takes a second to import: not in every episode, and not where nothing needs it."""
