@@ -16,6 +16,9 @@ MAX_RESULTS = 400_000  # of all results after one reply; of a further result
 MIN_RESULT = 1000  # are kept
 MAX_CALLS = 32  # calls of tools after one reply; further ones are errors
 MAX_REFUSED = 100  # replies that an episode may ask for in vain
+WRITING = "while the model writes another reply of this conversation: await one, then the next, or"
+# the model writes on, and what it writes is in the trainer's conversation alone
+CANCELLED = "after a reply of this conversation was cancelled, which cannot be taken back:"
 
 
 class Chat:
@@ -53,7 +56,7 @@ class Chat:
         self.restart_clock = restart_clock
         """Begin `timeout_s` anew. For code that waits for its turn, as a tool does for one of its places."""
         self._ask = ask
-        self._is_asking = False
+        self._blocked = ""  # why the next reply cannot be asked for
         self._shown: list[Callable] = []  # the tools as the model was told of them
         self._num_refused = 0
         self._calls_left = MAX_CALLS
@@ -78,24 +81,30 @@ class Chat:
                              "row's prompt")
         if max_tokens is not None and operator.index(max_tokens) < 1:
             raise ValueError(f"chat.reply(max_tokens={max_tokens}) must be at least 1")
-        if self._is_asking:
-            raise RuntimeError("chat.reply() was called while the model writes another reply of this conversation: "
-                               "await one, then the next, or chat.begin() another conversation")
+        if self._blocked:
+            raise RuntimeError(f"chat.reply() was called {self._blocked} chat.begin() another conversation")
         if not self.turns:
             self._shown = [*self.tools]
         elif self.tools != self._shown:
             raise ValueError("chat.tools was set after the first reply: the model has been told of other tools")
-        self._is_asking = True
-        answer = await self._ask({
-            "conversation": self.all.index(self),
-            "role": self.role,
-            "messages": told,
-            "tools": [] if self.turns else [schema_of(tool) for tool in self.tools],
-            "max_tokens": max_tokens and operator.index(max_tokens),
-            "stop": [stop] if isinstance(stop, str) else list(stop),
-            "temperature": temperature,
-        })
-        self._is_asking = False
+        self._blocked = WRITING
+        try:
+            answer = await self._ask({
+                "conversation": self.all.index(self),
+                "role": self.role,
+                "messages": told,
+                "tools": [] if self.turns else [schema_of(tool) for tool in self.tools],
+                "max_tokens": max_tokens and operator.index(max_tokens),
+                "stop": [stop] if isinstance(stop, str) else list(stop),
+                "temperature": temperature,
+            })
+        except asyncio.CancelledError:
+            self._blocked = CANCELLED
+            raise
+        except Exception:  # of a tool's schema, or a message is too long: nothing was sent
+            self._blocked = ""
+            raise
+        self._blocked = ""
         self.finish_reason = answer["finish_reason"]
         self.tool_calls = answer.get("tool_calls", [])
         for chat in self.all:

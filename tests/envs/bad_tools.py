@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -78,6 +79,22 @@ async def rude(chat, row):
             await chat.reply({"role": "user", "content": "Go on."})
     if kind == "asks twice":
         await asyncio.gather(chat.reply(), chat.reply())
+    if kind == "asks with too much":  # and then with less: nothing had been sent
+        for size, rule in ((2**24, "sends .* bytes at once"), (0, "")):
+            work.schema = {"type": "function", "function": {"name": "work", "description": "x" * size}}
+            chat.tools = [work]
+            try:
+                await chat.reply()
+            except ValueError as error:
+                assert rule and re.search(rule, str(error))
+        assert chat.turns == 1
+        return 1.0
+    if kind == "gives up a reply":
+        task = asyncio.create_task(chat.reply())
+        await asyncio.sleep(0)
+        task.cancel()
+        other = await chat.begin().reply({"role": "user", "content": "And you?"})
+        await chat.reply({"role": "user", "content": f"They say {other}"})
     if kind == "asks for half a token":
         await chat.reply(max_tokens=1.5)
     await chat.reply()

@@ -53,10 +53,11 @@ def test_an_episode_ends_and_the_trainer_goes_on(capfd):
         "unread": "timeout", "orphan": "timeout", **dict.fromkeys(written, "crash"),
         "asks for ever": "returned None 100 times", "asks twice": "while the model writes another reply",
         "asks for half a token": "cannot be interpreted as an integer", "a task that does not end": "",
+        "asks with too much": "", "gives up a reply": "after a reply of this conversation was cancelled",
     }
     rows = [{"kind": kind} | ({"bytes": written[kind]} if kind in written else {}) for kind in expected]
     with Player(FILE + ":rude", timeout_s=1.0) as player:
-        found = player.play_all([(row, ["Yes."]) for row in rows])
+        found = player.play_all([(row, ["Yes."] * 2) for row in rows])
     for (kind, rule), (message, _) in zip(expected.items(), found, strict=True):
         assert rule in f"{message.get('failure')}: {message.get('text')}" and ("score" in message) == (not rule), kind
 
