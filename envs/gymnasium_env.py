@@ -16,6 +16,9 @@ ACTIONS = {
     "FrozenLake8x8": ["left", "down", "right", "up"],
     "Taxi": ["south", "north", "east", "west", "pickup", "dropoff"],
 }
+NO_ACTION = {"Taxi": -10.0}
+"""The reward of a reply that names no action, 0 if the game is not here. It must be at most that of the worst action:
+otherwise a model learns to say nothing where moves cost something, as Taxi's do (-1, forbidden ones -10)."""
 
 
 async def play(chat, game, seed: int) -> float:
@@ -34,7 +37,9 @@ class Words(gymnasium.Wrapper):
 
     def __init__(self, name: str, **options):
         super().__init__(gymnasium.make(name, render_mode="ansi", **options))
-        self.actions = ACTIONS[name.partition("-")[0]]
+        game = name.partition("-")[0]
+        self.actions = ACTIONS[game]
+        self.no_action = NO_ACTION.get(game, 0.0)
 
     def reset(self, **options):
         _, info = self.env.reset(**options)
@@ -43,7 +48,7 @@ class Words(gymnasium.Wrapper):
     def step(self, text: str):
         words = [word for word in re.findall(r"[a-z]+", text.lower()) if word in self.actions]
         if not words:
-            return f"Write one of {', '.join(self.actions)}.", 0.0, False, False, {}
+            return f"Write one of {', '.join(self.actions)}.", self.no_action, False, False, {}
         _, *rest = self.env.step(self.actions.index(words[-1]))
         return self.look(), *rest
 
@@ -53,6 +58,6 @@ class Words(gymnasium.Wrapper):
 
 
 async def episode(chat, row):
-    """The reward is the sum of the game's rewards."""
+    """The reward is the sum of the game's rewards, and of NO_ACTION's."""
     game = row["extra_info"]
     return await play(chat, Words(game["game"], **json.loads(game["options"])), game["seed"])

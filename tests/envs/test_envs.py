@@ -99,10 +99,10 @@ def test_frozen_lake_and_taxi(tmp_path):
     with Player("envs/gymnasium_env.py") as player:
         found = player.play_all([
             (lake, ["I go right.", "down", "not up but RIGHT"]), (lake, ["right", "fly", "right"]), (lake, ["down"]),
-            (taxi, ["pickup"]),
+            (taxi, ["pickup"]), (taxi, ["south"] * 3), (taxi, ["I will think about it."] * 3),
             (made["train"][0], []),
         ])
-    assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0, -10.0, 0.0]
+    assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0, -10.0, -3.0, -30.0, 0.0]
     assert found[0][1] == ["[S]FH\nFFG\nFFF", "(Right)\nS[F]H\nFFG\nFFF", "(Down)\nSFH\nF[F]G\nFFF"]
     assert found[1][1][2] == "Write one of left, down, right, up."
     assert "R: " in found[3][1][0] or "|" in found[3][1][0]
