@@ -18,6 +18,15 @@ class Sandbox(NamedTuple):
     url: str
     isolated: bool
 
+    @property
+    def at_once(self) -> int:
+        """Programs that may run here at the same time, over all episodes of an engine. Their limits are seconds by the
+        clock: more than there are CPUs would end each other. The processes of torchrun share the CPUs. 0: no limit, a
+        server has its own."""
+        if self.url:
+            return 0
+        return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
     def run(self, program: str, limits: sandbox.Limits) -> sandbox.Result:
         if self.url:
             return sandbox.run_remote(self.url, program, "", limits)
@@ -33,3 +42,8 @@ def find_sandbox(file: str) -> Sandbox:
         return Sandbox("", sandbox.isolation(os.environ.get("ALLOW_WEAK_SANDBOX") == "1", FLAGS))
     except RuntimeError as error:
         raise ValueError(f"--rollout.episode {file}: {error}") from None
+
+
+def tool_timeout_s() -> float:
+    """--rollout.tool-timeout-s, for environments that check it when they are loaded; outside of episodes infinity."""
+    return float(os.environ.get("TOOL_TIMEOUT_S", "inf"))

@@ -7,33 +7,40 @@ or by --reward.function.
 """
 
 import asyncio
+from collections.abc import Callable
 
+from envs import limited
 from envs.programs import find_sandbox
 from rewards.runtime.sandbox import Limits
 
 MAX_OUTPUT = 4000  # characters
-LIMITS = Limits(timeout_s=10.0)
 SANDBOX = find_sandbox("envs/python_tool.py")
 
 
-async def python(code: str) -> str:
-    """Run Python code in a fresh interpreter and return what it prints. Print every value that you need.
+def python_tool(timeout_s: float = 10.0) -> Callable:
+    """The tool. `timeout_s`: of a program."""
 
-    Args:
-        code: The source of the program.
-    """
-    result = await asyncio.to_thread(SANDBOX.run, code, LIMITS)
-    if result.exit_code is None:
-        return f"Error: the program ran longer than {LIMITS.timeout_s:g} s."
-    shown = result.stdout if result.exit_code == 0 else f"{result.stdout}\n{result.stderr.strip()}"
-    if len(shown) > MAX_OUTPUT:
-        shown = f"{shown[:MAX_OUTPUT]}\n[{len(shown) - MAX_OUTPUT} characters more]"
-    return shown or "[the program printed nothing]"
+    @limited(at_once=SANDBOX.at_once)
+    async def python(code: str) -> str:
+        """Run Python code in a fresh interpreter and return what it prints. Print every value that you need.
+
+        Args:
+            code: The source of the program.
+        """
+        result = await asyncio.to_thread(SANDBOX.run, code, Limits(timeout_s=timeout_s))
+        if result.exit_code is None:
+            return f"Error: the program ran longer than {timeout_s:g} s."
+        shown = result.stdout if result.exit_code == 0 else f"{result.stdout}\n{result.stderr.strip()}"
+        if len(shown) > MAX_OUTPUT:
+            shown = f"{shown[:MAX_OUTPUT]}\n[{len(shown) - MAX_OUTPUT} characters more]"
+        return shown or "[the program printed nothing]"
+
+    return python
 
 
 async def episode(chat, row):
     """Returns the last reply, without calls: its text is scored."""
-    chat.tools = [python]
+    chat.tools = [python_tool()]
     text = await chat.reply()
     while chat.tool_calls:
         results = await chat.call_tools()

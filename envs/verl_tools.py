@@ -12,6 +12,12 @@ from collections.abc import Callable
 
 from rewards.gsm8k import compute_score
 
+NO_SANDBOX = ""
+try:  # once and not in each episode
+    from envs.python_tool import python_tool
+except ValueError as error:  # rows without code_interpreter need no sandbox
+    NO_SANDBOX = str(error)
+
 
 def calc_gsm8k_reward(ground_truth: str) -> Callable:
     def tool(answer: str) -> str:
@@ -26,9 +32,12 @@ def calc_gsm8k_reward(ground_truth: str) -> Callable:
 
 
 def code_interpreter(ground_truth: str = "", timeout: float = 10.0) -> Callable:
-    from envs.python_tool import python  # which needs a sandbox
-
-    return python
+    """`timeout`: seconds of a program. Raises ValueError where programs cannot run."""
+    if NO_SANDBOX:
+        raise ValueError(f"extra_info.tools_kwargs: code_interpreter needs a sandbox: {NO_SANDBOX}")
+    if not timeout > 0:
+        raise ValueError(f"extra_info.tools_kwargs: code_interpreter has timeout {timeout}; must be above 0 (seconds)")
+    return python_tool(timeout)
 
 
 TOOLS = {"calc_gsm8k_reward": calc_gsm8k_reward, "code_interpreter": code_interpreter}

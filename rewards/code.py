@@ -23,6 +23,7 @@ from typing import Any
 from rewards.runtime import harness, sandbox
 
 HARNESS = Path(harness.__file__).read_text()
+MAX_CASES = 10  # of which a score is made
 MARGIN = 1 << 16  # characters that an output may be longer than twice the expected one (a result: 20 times) to be read
 
 
@@ -90,7 +91,7 @@ def text_of(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, continuous=True, max_cases=10,
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, continuous=True, max_cases=MAX_CASES,
                   timeout_s=4.0, total_s=8.0, memory_mb=1024, sandbox_fusion_url=None,
                   allow_weak_sandbox=False) -> dict:
     """score: the share of the first max_cases that pass (verl's `continuous`), else 1 if all do. timeout_s is each

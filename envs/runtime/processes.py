@@ -104,7 +104,7 @@ class EpisodeProcesses:
         self.loaded: set[psutil.Process] = set()  # what the file started when it was imported, and all episodes share
         self.control, theirs = socket.socketpair()
         self.control.settimeout(START_S)
-        env = dict(os.environ, TMPDIR=self.folder, OMP_NUM_THREADS="1")
+        env = dict(os.environ, TMPDIR=self.folder, OMP_NUM_THREADS="1", TOOL_TIMEOUT_S=str(timeout_s))
         env.pop("LD_PRELOAD", None)  # vLLM sets it for its own process
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         arguments = [str(theirs.fileno()), str(os.getpid()), spec, str(timeout_s)]

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -18,8 +19,9 @@ import pytest
 from PIL import Image
 
 from envs.calculator import calculate
-from envs.programs import find_sandbox
+from envs.programs import Sandbox, find_sandbox
 from envs.two_pictures import COLOURS
+from rewards import code
 from rewards.runtime import sandbox
 from tests.conftest import ROOT
 from tests.envs.scripted import Player
@@ -174,6 +176,46 @@ def test_python_tool():
     assert said[3].endswith("[1001 characters more]")
 
 
+def test_code_feedback_scores_what_the_reward_function_scores():
+    """As many tests as rewards/code.py."""
+    asserts = [f"assert double({n}) == {2 * n}" for n in range(12)]
+    truth = json.dumps({"assert_case": asserts})
+    program = "def double(x):\n    return 2 * x if x < 10 else 0"
+    with Player("envs/code_feedback.py") as player:
+        message, said = player.play(row(truth), [program])
+    assert message["score"] == code.compute_score("mbpp", program, truth)["score"] == 1.0 and not said
+
+
+def test_code_feedback_says_where_the_time_of_all_tests_did_not_last():
+    """It is no time-out of the test, which has had less than its own time."""
+    slow = "import time\n\ndef double(x):\n    time.sleep(2.5)\n    return 2 * x"
+    with Player("envs/code_feedback.py", timeout_s=9.0) as player:
+        message, said = player.play(MBPP, [slow])
+    assert message["extra"]["turn_scores"] == [0.5] and "assert double(5) == 10" in said[0]
+    assert said[0].startswith("Your program is too slow: the tests together took too long, and this one did not end")
+    with pytest.raises(ValueError, match=r"^--rollout.episode envs/code_feedback.py: --rollout.tool-timeout-s 5 must "
+                                         r"be at least 9: a test may take 4 s, and 5 s are kept"):
+        Player("envs/code_feedback.py", timeout_s=5.0)
+
+
+def test_no_more_programs_run_at_the_same_time_than_there_are_cpus(monkeypatch):
+    """Each would get less than its time. As many processes of torchrun share the CPUs here that each has one place; an
+    episode that waits for it for longer than --rollout.tool-timeout-s is none that hangs."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
+    nap = "import time\nstart = time.time()\ntime.sleep(1.5)\nprint(start, time.time())"
+    with Player("envs/python_tool.py", timeout_s=4.0) as player:
+        found = player.play_all([(row("3"), [python(nap), "done"])] * 4)
+    times = sorted([float(number) for number in said[0].split()] for _, said in found)
+    assert all(end <= start for (_, end), (start, _) in zip(times, times[1:])), times
+    assert times[-1][0] - times[0][0] > 4.5 and [message["text"] for message, _ in found] == ["done"] * 4
+    slow = "import time\n\ndef double(x):\n    time.sleep(1.0)\n    return 2 * x"
+    start = time.monotonic()
+    with Player("envs/code_feedback.py") as player:
+        found = player.play_all([(MBPP, [slow])] * 3)
+    assert [message["score"] for message, _ in found] == [1.0] * 3 and time.monotonic() - start > 3 * 2 * 1.0
+    assert Sandbox("http://127.0.0.1:9/run_code", True).at_once == 0
+
+
 def test_a_machine_that_cannot_isolate_programs_is_told_how_episodes_can_run_them(monkeypatch):
     def no_namespaces(program, stdin="", limits=None, isolated=True, forks=False):
         if isolated:
@@ -189,6 +231,11 @@ def test_a_machine_that_cannot_isolate_programs_is_told_how_episodes_can_run_the
         assert said.startswith("--rollout.episode envs/python_tool.py: model-written code cannot be isolated here")
         assert said.endswith("SANDBOX_FUSION_URL=http://HOST:8080/run_code, or accept it, ALLOW_WEAK_SANDBOX=1")
         assert "--reward" not in said
+        monkeypatch.delitem(sys.modules, "envs.python_tool", raising=False)
+        verl_tools = runpy.run_path(str(ROOT / "envs/verl_tools.py"))["tools_of"]
+        assert len(verl_tools({"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}})) == 1
+        with pytest.raises(ValueError, match="code_interpreter needs a sandbox: .* cannot be isolated here"):
+            verl_tools({"code_interpreter": {}})
         monkeypatch.setenv("ALLOW_WEAK_SANDBOX", "1")
         weak = find_sandbox("envs/python_tool.py")
         assert weak == ("", False) and weak.run("1", sandbox.Limits()).stdout == "weak"
@@ -211,20 +258,25 @@ def test_verls_columns():
     unmapped = row("72", tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"},
                                                             "calc_reward_kwargs": {"weight": 2}}})
     no_user = row("72", interaction_kwargs={"name": "weather"})
+    slow, never = ({"code_interpreter": {"create_kwargs": {"timeout": seconds}}} for seconds in (1.0, 0))
+    endless = [[{"name": "code_interpreter", "arguments": json.dumps({"code": "while True: pass"})}], "done"]
     calls = [[{"name": "calc_gsm8k_reward", "arguments": json.dumps({"answer": text})}] for text in ("71", "72")]
     with Player("envs/verl_tools.py") as player:
         found = player.play_all([
             (asked, [*calls, "#### 72"]), (talked, ["71", "The answer:\n#### 72"]), (talked, ["1", "2"]),
-            (unknown, []), (unmapped, []), (no_user, [])])
+            (unknown, []), (unmapped, []), (no_user, []), (row("72", tools_kwargs=never), []),
+            (row("72", tools_kwargs=slow), endless)])
     assert found[0][0]["text"] == "#### 72"
     assert found[0][1] == [f"Current parsed answer='{x}' reward={y}" for x, y in (("71", 0.0), ("72", 1.0))]
     assert [message.get("score") for message, _ in found[1:3]] == [1.0, 0.0]
     assert "reflect on your answer" in found[1][1][0]
-    for (message, _), rule in zip(found[3:], (
+    for (message, _), rule in zip(found[3:7], (
             "'image_zoom' is not in calc_gsm8k_reward, code_interpreter",
             "has calc_reward_kwargs, which mean nothing here",
-            "'weather' is not in gsm8k"), strict=True):
+            "'weather' is not in gsm8k",
+            "code_interpreter has timeout 0; must be above 0"), strict=True):
         assert message["kind"] == "ValueError" and rule in message["text"]
+    assert found[7][1] == ["Error: the program ran longer than 1 s."] and found[7][0]["text"] == "done"
 
 
 def test_two_pictures():
