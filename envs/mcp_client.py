@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable
 
 import mcp
+from mcp import types
 
 SERVER = os.environ.get("MCP_SERVER", "")
 if not SERVER:
@@ -26,7 +27,7 @@ async def episode(chat, row):
     process = mcp.StdioServerParameters(command=command, args=arguments, env={"TMPDIR": os.environ["TMPDIR"]})
     server = command if is_url else process
     async with mcp.Client(server) as client:
-        chat.tools = [tool_of(client, tool) for tool in (await client.list_tools()).tools]
+        chat.tools = [tool_of(client, tool) for tool in await tools_of(client)]
         text = await chat.reply()
         while chat.tool_calls:
             results = await chat.call_tools()
@@ -34,18 +35,28 @@ async def episode(chat, row):
     return text or ""
 
 
+async def tools_of(client: mcp.Client) -> list[mcp.Tool]:
+    """All tools of the server, which may list them in several pages."""
+    page = await client.list_tools()
+    tools = [*page.tools]
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
+
+
 def tool_of(client: mcp.Client, tool: mcp.Tool) -> Callable:
     """A tool of the server as a function. Its schema is the server's."""
 
-    async def call(**arguments) -> str | list:
+    async def call(**arguments) -> str | list | dict:
         result = await client.call_tool(tool.name, arguments)
-        text = "\n".join(part.text for part in result.content if part.type == "text")
+        parts = [shown(part) for part in result.content]
+        texts = [part for part in parts if isinstance(part, str)]
         if result.is_error:
-            raise RuntimeError(text)
-        if not any(part.type == "image" for part in result.content):
-            return text
-        return [part.text if part.type == "text" else {"type": "image", "data": part.data}
-                for part in result.content if part.type in ("text", "image")]
+            raise RuntimeError("\n".join(texts))
+        if not parts and result.structured_content is not None:
+            return result.structured_content
+        return "\n".join(texts) if len(texts) == len(parts) else parts
 
     call.__name__ = tool.name
     call.schema = {
@@ -53,3 +64,19 @@ def tool_of(client: mcp.Client, tool: mcp.Tool) -> Callable:
         "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
     }
     return call
+
+
+def shown(part: types.ContentBlock) -> str | dict:
+    """What the model sees of a part of a result: a text or a picture. It is told what it cannot see."""
+    match part:
+        case types.TextContent():
+            return part.text
+        case types.ImageContent():
+            return {"type": "image", "data": part.data}
+        case types.ResourceLink():
+            return f"{part.title or part.name}: {part.uri}"
+        case types.EmbeddedResource(resource=types.TextResourceContents() as resource):
+            return resource.text
+        case types.EmbeddedResource(resource=resource):
+            return f"[a file that cannot be shown, {resource.mime_type}: {resource.uri}]"
+    return f"[{part.type} that cannot be shown]"

@@ -295,13 +295,19 @@ def test_two_pictures():
 def test_mcp(monkeypatch):
     monkeypatch.setenv("MCP_SERVER", f"{sys.executable} {ROOT}/tests/envs/mcp_server.py")
     calls = [{"name": "add", "arguments": '{"a": 2, "b": 40}'}, {"name": "fail", "arguments": "{}"},
-             {"name": "add", "arguments": '{"a": "x"}'}, {"name": "see", "arguments": "{}"}]
+             {"name": "add", "arguments": '{"a": "x"}'},
+             *[{"name": name, "arguments": "{}"} for name in ("see", "read", "table")]]
     with Player("envs/mcp_client.py") as player:
         message, said = player.play(row("42"), [calls, "#### 42"])
-    assert message["text"] == "#### 42" and (message["num_tool_calls"], message["num_tool_errors"]) == (4, 2)
+    assert message["text"] == "#### 42" and (message["num_tool_calls"], message["num_tool_errors"]) == (6, 2)
     assert said[0] == "42" and "executing tool fail" in said[1] and said[2].startswith("Error: ")
     picture = Image.open(io.BytesIO(base64.b64decode(said[3][0]["image"])))
     assert (picture.size, picture.getpixel((5, 5))) == ((30, 20), (255, 0, 0))
+    assert said[4].splitlines() == [
+        "Buy milk.", "notes: file:///notes", "[a file that cannot be shown, font/ttf: file:///notes]",
+        "[audio that cannot be shown]"]
+    assert said[5] == '{"rows": [1, 2]}'
+    assert [tool["function"]["name"] for tool in player.tools] == ["add", "fail", "see", "read", "table"]
     monkeypatch.delenv("MCP_SERVER")
     with pytest.raises(ValueError, match="MCP_SERVER names no server"):
         Player("envs/mcp_client.py")
