@@ -1,7 +1,8 @@
 """Responses as bytes, as a checkpoint and the bridge from samplers to trainers hold them: eight bytes a token.
 
 The ids of tokens are int32 and their log-probs float32, which is what engines return. Masks and versions change a few
-times in a response and are runs in JSON, as everything else is JSON. Nothing that is read can run code.
+times in a response and are runs in JSON, as everything else is JSON. Nothing that is read can run code. Messages are a
+text of JSON in it: a model may write anything, also an object that looks like a stored response.
 
 A checkpoint's state is JSON in its manifest. Bytes in it are of one rank alone, which writes them to files of its own.
 """
@@ -44,6 +45,7 @@ def pack(items: list[Any]) -> bytes:
                 array = np.array(fields[name], kind)
                 fields[name] = [len(numbers), len(array)]
                 numbers.extend(array.data)
+        fields["messages"] = json.dumps(response.messages, ensure_ascii=False)
         for name in RUNS:
             if fields[name] is not None:
                 fields[name] = [[value, len([*same])] for value, same in groupby(fields[name])]
@@ -76,6 +78,8 @@ def load(found: dict[str, Any], numbers: memoryview) -> Any:
     for name in RUNS:
         if fields[name] is not None:
             fields[name] = [*chain.from_iterable(repeat(value, count) for value, count in fields[name])]
+    if isinstance(fields["messages"], str):  # else an older version stored them
+        fields["messages"] = json.loads(fields["messages"])
     return Response(**fields)
 
 

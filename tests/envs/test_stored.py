@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envs.runtime.response import Response
-from envs.stored import join, pack, split, unpack, write_parts
+from envs.stored import SIZES, join, pack, split, unpack, write_parts
 
 
 def make_response(size: int, seed: int = 0, **fields) -> Response:
@@ -20,7 +20,9 @@ def make_episode(size: int, seed: int = 0) -> Response:
     """In flight: half of it is what tools said, and four steps sampled it. `{"tokens": ...}` is what a user wrote."""
     mask = [i // 100 % 2 == 0 for i in range(size)]
     versions = [4 * i // sum(mask) + 200_000 for i in range(sum(mask))]
-    messages = [{"role": "user", "content": "\0response", "tokens": [1], "arguments": {"logp": [0.5], "x": None}}]
+    messages = [{"role": "user", "content": "\0response", "tokens": [1], "arguments": {"logp": [0.5], "x": None}},
+                {"role": "assistant", "content": "\ud800\u00fc", "tool_calls": [{"arguments": {"\0response": 1}}]},
+                {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"\0response": {"tokens": None}}}]}]
     earlier = make_response(3, prompt=[7, 8], mask=[False, True, True], images=["a" * 64], role="critic")
     return make_response(size, seed, mask=mask, versions=versions, earlier=[earlier], messages=messages, prompt=[],
                          tools={"tool_s": 0.1}, end_reason="done", num_turns=3)
@@ -31,6 +33,17 @@ def test_what_is_stored_is_what_is_read():
     assert unpack(pack(items)) == items and unpack(b"") == []
     assert unpack(pack(items) + pack([]) + pack([make_response(9, 1)])) == [*items, make_response(9, 1)]
     assert unpack(pack([Response([3], [float("-inf")])]))[0].logp == [float("-inf")]
+
+
+def test_messages_of_an_older_version_are_read():
+    """It had them as JSON among the other fields."""
+    response = make_response(3, messages=[{"role": "user", "content": "a"}])
+    packed = pack([response])
+    size, num_bytes = SIZES.unpack_from(packed)
+    text = packed[SIZES.size :][:size].replace(b'"[{\\"role\\": \\"user\\", \\"content\\": \\"a\\"}]"',
+                                               b'[{"role": "user", "content": "a"}]')
+    assert len(text) < size
+    assert unpack(SIZES.pack(len(text), num_bytes) + text + packed[SIZES.size + size :]) == [response]
 
 
 @pytest.mark.parametrize("make", [make_response, make_episode])
