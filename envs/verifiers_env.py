@@ -80,7 +80,7 @@ class ChatClient(vf.Client):
     async def from_native_response(self, response):
         calls = [
             types.ToolCall(id=f"{self.client.turns}_{place}", name=call.get("name") or "",
-                           arguments=call.get("arguments") or call["error"])
+                           arguments=call["error"] if "error" in call else call["arguments"])
             for place, call in enumerate(self.client.tool_calls)
         ]
         self.client.num_tool_calls += len(calls)
@@ -94,10 +94,11 @@ class ChatClient(vf.Client):
 
 
 async def episode(chat, row):
-    """The reward is the rubric's; its metrics are logged beside it."""
+    """The reward is the rubric's; its metrics are logged beside it, one that is itself called `score` as `score_1`."""
     data = json.loads(row["extra_info"]["verifiers"])
     state = await ENVIRONMENT.rollout(data, ChatClient(chat), NAME, {})
     if state["error"]:
         raise state["error"]
     await ENVIRONMENT.rubric.score_rollout(state)
-    return {"score": state["reward"]} | (state["metrics"] or {})
+    metrics = {"score_1" if name == "score" else name: value for name, value in (state["metrics"] or {}).items()}
+    return metrics | {"score": state["reward"]}

@@ -390,6 +390,7 @@ def test_verifiers(monkeypatch, tmp_path):
     metrics = [message["extra"] for message, _ in found]
     assert [extra["num_guesses"] for extra in metrics] == [3.0, 1.0, 2.0, 4.0]
     assert [extra["found"] for extra in metrics] == [1.0, 1.0, 0.0, 0.0]
+    assert [extra["score_1"] for extra in metrics] == [7.0] * 4               # a function of the rubric called `score`
     monkeypatch.setenv("VERIFIERS_ARGS", '{"kind": "forgetful"}')
     with Player(spec) as player:
         failed, _ = player.play(ten, ["3", "5"])
@@ -412,8 +413,10 @@ def test_tools_of_verifiers(monkeypatch, tmp_path):
     broken = [{"name": "", "error": "this call of a tool cannot be read: {"}]
     with Player("envs/verifiers_env.py") as player:
         message, said = player.play(example, [calls, broken, calls, "5"])
-    assert [tool["function"]["name"] for tool in player.tools] == ["add", "divide"]
+        without, told = player.play(example, [[{"name": "add", "arguments": ""}], "5"])
+    assert [tool["function"]["name"] for tool in player.tools] == ["add", "divide"] * 2
     assert player.tools[0]["function"]["parameters"]["properties"]["first"]["type"] == "integer"
     assert said[:2] == said[3:] == ["5", "division by zero"] and len(said) == 5
     assert message["score"] == 1.0 and message["num_tool_calls"] == 5
+    assert without["score"] == 1.0 and without["num_tool_calls"] == len(told) == 1
     assert message["extra"]["total_tool_calls"] == 5.0 and message["extra"]["add_calls"] == 2.0

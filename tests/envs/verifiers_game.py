@@ -37,6 +37,11 @@ async def num_guesses(state) -> float:
     return float(len(state["guesses"]))
 
 
+def score(state) -> float:
+    """It has no weight."""
+    return 7.0
+
+
 def last_is_right(completion, answer) -> float:
     return float(completion[-1].content == answer)
 
@@ -72,6 +77,6 @@ def load_environment(kind: str = "game", max_turns: int = 5) -> vf.Environment:
         return vf.ToolEnv(tools=[add, divide], dataset=rows, rubric=vf.Rubric(funcs=[last_is_right]),
                           max_turns=max_turns)
     kinds = {"game": Halves, "forgetful": Forgetful, "group": Halves}
-    funcs = [all_alike] if kind == "group" else [found, num_guesses]
-    rubric = vf.Rubric(funcs=funcs, weights=[1.0, -0.25][: len(funcs)])
+    funcs = [all_alike] if kind == "group" else [found, num_guesses, score]
+    rubric = vf.Rubric(funcs=funcs, weights=[1.0, -0.25, 0.0][: len(funcs)])
     return kinds[kind](dataset=rows, system_prompt="Guess.", rubric=rubric, max_turns=max_turns)
