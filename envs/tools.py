@@ -3,6 +3,7 @@ time, and how often a call that fails is made again."""
 
 import asyncio
 import contextlib
+import contextvars
 import fcntl
 import importlib
 import inspect
@@ -12,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -129,40 +130,92 @@ async def call_tool(tool: Callable, name: str, arguments: dict[str, Any], timeou
             await pause(limits.backoff_s * 2**attempt, restart_clock)
 
 
+@dataclass
+class Running:
+    """A tool that runs, and the time that it has."""
+
+    end: float  # the instant at which it must end
+    late: TimeoutError  # which ends it
+    timeout: asyncio.Timeout | None = None  # ends it where it is awaited
+    num_asked: int = 0  # replies of the model that it waits for; then no clock runs
+    left: float = 0.0  # seconds that it has after them
+
+    def stop(self) -> None:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            self.left = self.end - time.monotonic()
+            self.set_end(math.inf)
+
+    def go_on(self) -> None:
+        self.num_asked -= 1
+        if not self.num_asked:
+            self.set_end(time.monotonic() + self.left)
+
+    def set_end(self, end: float) -> None:
+        self.end = end
+        if self.timeout is not None and not self.timeout.expired():
+            left = end - time.monotonic()
+            self.timeout.reschedule(None if left == math.inf else asyncio.get_running_loop().time() + left)
+
+
+_running: dict[asyncio.Task, Running] = {}
+"""The tools that run, each in a task."""
+_inside: contextvars.ContextVar[tuple[Running, ...]] = contextvars.ContextVar("_inside", default=())
+"""Those that the current task belongs to: a tool may call tools, and begin tasks."""
+
+
 async def run_tool(tool: Callable, arguments: dict[str, Any], timeout_s: float) -> Any:
     """Its result. Raises TimeoutError if it takes longer. Code that hangs in C ends with the episode's deadline."""
-    task, end = asyncio.current_task(), time.monotonic() + timeout_s
-    late = TimeoutError(f"it took longer than {timeout_s:g} s")
+    task = asyncio.current_task()
+    running = Running(time.monotonic() + timeout_s, TimeoutError(f"it took longer than {timeout_s:g} s"))
     signal.signal(signal.SIGALRM, _watch)
-    outer = _deadlines.get(task)  # of a tool that calls this one
-    _deadlines[task] = end, late
+    outer = _running.get(task)  # a tool that calls this one
+    _running[task] = running
+    token = _inside.set((*_inside.get(), running))
     try:
         _watch()
         result = tool(**arguments)
         if inspect.isawaitable(result):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as timeout:
+                running.timeout = timeout
                 result = await result
         return result
     except TimeoutError:
-        if time.monotonic() < end:  # one of its own
+        if time.monotonic() < running.end:  # one of its own
             raise
-        raise late from None
+        raise running.late from None
     finally:
-        del _deadlines[task]
+        running.timeout = None  # a task that the tool has left behind changes it no more
+        _inside.reset(token)
+        del _running[task]
         if outer is not None:
-            _deadlines[task] = outer
+            _running[task] = outer
         _watch()
 
 
-_deadlines: dict[asyncio.Task, tuple[float, TimeoutError]] = {}
-"""Of the tools that run, each in a task: the instant at which it must end, and the error that ends it."""
+@contextlib.contextmanager
+def stopped_clocks(restart_clock: Callable[[], None]) -> Iterator[None]:
+    """While the model writes: no clock runs of the tools that ask it. Then they have the time that they had left, and
+    `restart_clock` (`Chat.restart_clock`) lets the episode's own end after theirs."""
+    tools = _inside.get()
+    for tool in tools:
+        tool.stop()
+    try:
+        yield
+    finally:
+        for tool in tools:
+            tool.go_on()
+        if tools:
+            _watch()
+    if tools:
+        restart_clock()
 
 
 def _watch(*_) -> None:
-    """End the tool that runs, if it is late, and set the alarm for the next of the other deadlines."""
+    """End the tool that runs, if it is late, and set the alarm for the next of the others."""
     now = time.monotonic()
-    left = [end - now for end, _ in _deadlines.values() if end > now]
+    left = [running.end - now for running in _running.values() if now < running.end < math.inf]
     signal.setitimer(signal.ITIMER_REAL, min(left, default=0.0))
-    end, late = _deadlines.get(asyncio.current_task(), (math.inf, None))
-    if now >= end:  # else another tool is late, which is awaited: `asyncio.timeout` ends it
-        raise late
+    running = _running.get(asyncio.current_task())
+    if running is not None and now >= running.end:  # else another is late, which is awaited: `asyncio.timeout` ends it
+        raise running.late

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from envs.pictures import Content, shortened, told_of
-from envs.tools import call_tool, name_of, schema_of
+from envs.tools import call_tool, name_of, schema_of, stopped_clocks
 
 MAX_RESULT = 100_000  # characters of a tool's result; the rest is cut
 MAX_RESULTS = 400_000  # of all results after one reply; of a further result
@@ -89,15 +89,16 @@ class Chat:
             raise ValueError("chat.tools was set after the first reply: the model has been told of other tools")
         self._blocked = WRITING
         try:
-            answer = await self._ask({
-                "conversation": self.all.index(self),
-                "role": self.role,
-                "messages": told,
-                "tools": [] if self.turns else [schema_of(tool) for tool in self.tools],
-                "max_tokens": max_tokens and operator.index(max_tokens),
-                "stop": [stop] if isinstance(stop, str) else list(stop),
-                "temperature": temperature,
-            })
+            with stopped_clocks(self.restart_clock):
+                answer = await self._ask({
+                    "conversation": self.all.index(self),
+                    "role": self.role,
+                    "messages": told,
+                    "tools": [] if self.turns else [schema_of(tool) for tool in self.tools],
+                    "max_tokens": max_tokens and operator.index(max_tokens),
+                    "stop": [stop] if isinstance(stop, str) else list(stop),
+                    "temperature": temperature,
+                })
         except asyncio.CancelledError:
             self._blocked = CANCELLED
             raise

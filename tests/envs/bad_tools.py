@@ -259,3 +259,22 @@ async def patient(chat, row):
     await asyncio.sleep(row["after"])
     (result,) = await chat.call_tools()
     return {"score": 1.0, "result": result["content"]}
+
+
+async def with_sub_agents(chat, row):
+    """A tool that asks the model twice at the same time, and then thinks itself."""
+    async def ask(seconds: float) -> str:
+        """Ask two others.
+
+        Args:
+            seconds: To think about what they say.
+        """
+        question = {"role": "user", "content": "And you?"}
+        answers = await asyncio.gather(*(chat.begin().reply(question) for _ in range(2)))
+        await nap(seconds)
+        return " ".join(answers)
+
+    chat.tools = [ask]
+    await chat.reply()
+    (result,) = await chat.call_tools()
+    return {"score": 1.0, "result": result["content"]}

@@ -1,5 +1,6 @@
 """Conversations with an environment in its real process, whose model is a script."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ Reply = str | list[dict[str, str]] | None
 class Player:
     """The processes of one environment. `play` and `play_all` talk to them."""
 
-    def __init__(self, spec: str, timeout_s: float = 30.0):
+    def __init__(self, spec: str, timeout_s: float = 30.0, writing_s: float = 0.0):
+        """`writing_s`: seconds that the model takes for a reply; nothing is heard meanwhile."""
+        self.writing_s = writing_s
         self.processes = EpisodeProcesses(str(ROOT / spec), timeout_s)
         self.tools: list[dict[str, Any]] = []
         """The schemas that episodes gave with their first reply."""
@@ -42,6 +45,7 @@ class Player:
                           "finish_reason": "turns" if reply is None else "stop"}
                 if isinstance(reply, list):
                     answer |= {"text": "<tool_call>", "tool_calls": reply}
+                time.sleep(self.writing_s)
                 self.processes.tell(number, answer)
         return [(ended[number], said[number]) for number in range(len(scripts))]
 
