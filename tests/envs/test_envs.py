@@ -3,6 +3,7 @@
 import base64
 import importlib.util
 import io
+import itertools
 import json
 import os
 import runpy
@@ -206,7 +207,7 @@ def test_no_more_programs_run_at_the_same_time_than_there_are_cpus(monkeypatch):
     with Player("envs/python_tool.py", timeout_s=4.0) as player:
         found = player.play_all([(row("3"), [python(nap), "done"])] * 4)
     times = sorted([float(number) for number in said[0].split()] for _, said in found)
-    assert all(end <= start for (_, end), (start, _) in zip(times, times[1:])), times
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times)), times
     assert times[-1][0] - times[0][0] > 4.5 and [message["text"] for message, _ in found] == ["done"] * 4
     slow = "import time\n\ndef double(x):\n    time.sleep(1.0)\n    return 2 * x"
     start = time.monotonic()
@@ -234,7 +235,7 @@ def test_a_machine_that_cannot_isolate_programs_is_told_how_episodes_can_run_the
         monkeypatch.delitem(sys.modules, "envs.python_tool", raising=False)
         verl_tools = runpy.run_path(str(ROOT / "envs/verl_tools.py"))["tools_of"]
         assert len(verl_tools({"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}})) == 1
-        with pytest.raises(ValueError, match="code_interpreter needs a sandbox: .* cannot be isolated here"):
+        with pytest.raises(ValueError, match=r"code_interpreter needs a sandbox: .* cannot be isolated here"):
             verl_tools({"code_interpreter": {}})
         monkeypatch.setenv("ALLOW_WEAK_SANDBOX", "1")
         weak = find_sandbox("envs/python_tool.py")
@@ -364,7 +365,8 @@ def test_openenv(monkeypatch):
 
 
 def set_verifiers_game(monkeypatch) -> None:
-    folders = filter(None, [str(ROOT / "tests/envs"), os.environ.get("PYTHONPATH")])
+    # first the packages: one of them is called `agents`, as a folder of these tests is
+    folders = filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests/envs")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     monkeypatch.setenv("VERIFIERS_ENV", "verifiers_game")
 
