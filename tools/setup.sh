@@ -70,9 +70,19 @@ check_machine() {
     grep -qE 'avx2|avx512f' /proc/cpuinfo || fail "this CPU has neither AVX2 nor AVX512; $rule"
 }
 
+# VENV may name any folder. One that holds something else than our environment is left as it is: what marks ours are the
+# stamps of make_venv and make_gpu_venv, or `half-made`.
+refuse_others_folder() {
+    local found
+    found=$(ls -A "$VENV" 2> /dev/null || true)
+    [[ ! $found ]] || grep -qxE "half-made|complete-(gpu-)?[0-9a-f]{16}" <<< "$found" || fail \
+        "$VENV is not empty and not an environment that this script made: name another folder, VENV=FOLDER, or move it away"
+}
+
 # An environment that an earlier set-up left half-made, or of another Python, is emptied first.
 empty_if_unusable() {
     local version=$1 reason=
+    refuse_others_folder
     if [[ -e $VENV/half-made ]]; then
         reason="is half-made (an earlier set-up did not finish)"
     elif [[ -e $VENV && $(python_version "$VENV/bin/python") != "$version" ]]; then
@@ -146,10 +156,11 @@ make_venv() {
 try_imports() {
     local start=$SECONDS code="import matplotlib, pyarrow, pytest, tyro; from transformers import AutoModelForCausalLM"
     [[ ! -e $VENV/complete-imports ]] || return 0
+    refuse_others_folder
     [[ $NO_VLLM ]] || code+="; from vllm import LLM"
     if ! "$VENV/bin/python" -c "$code" >> "$log" 2>&1; then
+        touch "$VENV/half-made"  # first, so that a kill here leaves a mark
         rm -f "$VENV"/complete-*
-        touch "$VENV/half-made"
         tail -n 25 "$log" >&2
         fail "what was installed cannot be imported; the whole log is $log. Run the same command again when the cause is gone"
     fi

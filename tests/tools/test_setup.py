@@ -219,6 +219,26 @@ def test_another_folder_and_a_link_to_it(clone):
     assert (clone / "elsewhere/precious").exists()
 
 
+@pytest.mark.parametrize("arguments", [[], ["packages"], ["imports"], ["gpu"]], ids=" ".join)
+@pytest.mark.parametrize("has_python", [False, True], ids=["files", "another's environment"])
+def test_a_folder_of_something_else_is_left_as_it_is(clone, arguments, has_python):
+    """VENV may be set for another tool, and name anything. A Python of the right version is no sign of ours."""
+    other = clone / "thesis"
+    other.mkdir()
+    (other / "complete-works.txt").write_text("years of work")
+    if has_python:
+        (other / "bin").mkdir()
+        (other / "bin/python").symlink_to(sys.executable)
+    before = sorted(other.rglob("*"))
+    for _ in range(2):                                                  # nor does the first call mark it as ours
+        out = setup(clone, *arguments, code=1, VENV="thesis")
+        assert out == ("error: thesis is not empty and not an environment that this script made: name another folder, "
+                       "VENV=FOLDER, or move it away\n")
+        assert sorted(other.rglob("*")) == before and calls(clone) == []
+    (clone / "empty").mkdir()
+    assert "3/3" in setup(clone, VENV="empty")
+
+
 def test_a_python_that_cannot_be_used_is_refused_before_anything_is_made(clone):
     assert "no-python not found; name a Python: make setup PYTHON=" in setup(clone, code=1, PYTHON="no-python")
     (clone / "python").write_text(
