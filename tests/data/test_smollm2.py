@@ -126,7 +126,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (lambda folder: (folder / "conversion.json").unlink(), "has no conversion.json"),
     (lambda folder: (folder / "conversion.json").write_text('{"recipe": 1'), "has a damaged conversion.json"),
     (lambda folder: (folder / "conversion.json").write_text("{}"), "has a damaged conversion.json"),
     (lambda folder: (folder / "model.safetensors").write_bytes(bytes(999)), "has a damaged model.safetensors"),
@@ -149,11 +148,18 @@ def test_folder_of_another_recipe_is_made_anew(folder, monkeypatch, capsys):
     assert json.loads((folder / "conversion.json").read_text())["recipe"] == smollm2.RECIPE
 
 
-def test_foreign_folder_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="is no model folder"):
-        smollm2.build(tmp_path)
-    assert (tmp_path / "thesis.tex").exists()
+def test_foreign_folder_is_refused(tmp_path, folder):
+    """A file of the user's, a model of the user's (SmolLM2 fine-tuned has the very config.json of this one)."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/thesis.tex").write_text("years of work")
+    (folder / "conversion.json").unlink()
+    for name in ("thesis", "thesis/thesis.tex", "model"):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
+        with pytest.raises(ValueError, match="holds something else than this script's model: it is not empty, and has"):
+            smollm2.build(tmp_path / name)
+        assert {path: path.read_bytes() for path in before} == before
+    (tmp_path / "empty").mkdir()
+    assert smollm2.build(tmp_path / "empty") is True
 
 
 def test_failed_conversion_leaves_the_old_folder_and_no_other(folder, monkeypatch):
@@ -161,7 +167,7 @@ def test_failed_conversion_leaves_the_old_folder_and_no_other(folder, monkeypatc
         (out / "config.json").write_text("half")
         raise OSError("disk full")
 
-    (folder / "conversion.json").unlink()
+    (folder / "model.safetensors").write_bytes(bytes(999))
     monkeypatch.setattr(smollm2, "convert", fail)
     with pytest.raises(OSError, match="disk full"):
         smollm2.build(folder)

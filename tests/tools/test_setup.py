@@ -239,6 +239,23 @@ def test_a_folder_of_something_else_is_left_as_it_is(clone, arguments, has_pytho
     assert "3/3" in setup(clone, VENV="empty")
 
 
+@pytest.mark.parametrize(("named", "made"), [
+    ((), ("data/smollm2.py", "data/word_problems.py")),
+    (("MODEL=models/SmolLM2-135M-Instruct", "DATA=data/word_problems"), ("data/smollm2.py", "data/word_problems.py")),
+    (("MODEL=models/my-finetune",), ("data/word_problems.py",)),
+    (("MODEL=Qwen/Qwen3-0.6B",), ("data/word_problems.py",)),
+    (("DATA=data/gsm8k",), ("data/smollm2.py",)),
+])
+def test_models_and_data_of_the_users_are_used_as_they_are(named, made):
+    """Neither converted nor generated over."""
+    command = ["make", "--dry-run", "quickstart", *named]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert tuple(name for name in ("data/smollm2.py", "data/word_problems.py") if name in done.stdout) == made
+    for variable in named:
+        assert variable.partition("=")[2] in done.stdout.partition("grpo.py")[2]
+    assert "--out" not in done.stdout.partition("grpo.py")[0]           # where the two write: their own default folders
+
+
 def test_a_python_that_cannot_be_used_is_refused_before_anything_is_made(clone):
     assert "no-python not found; name a Python: make setup PYTHON=" in setup(clone, code=1, PYTHON="no-python")
     (clone / "python").write_text(
