@@ -13,18 +13,21 @@ import csv
 import difflib
 import io
 import json
+import math
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from verl_rows import run, write
+from verl_rows import run, tell_if_left, write
 
 SEPARATORS = ",;\t|"
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 MOST_SHOWN = 5  # bad rows that are printed
+MOST_NAMES = 40  # of columns in a message
 MAX_EXACT = 2**53  # integers up to here are floats too
 
 
@@ -44,6 +47,7 @@ def decode(file: Path, encoding: str) -> str:
 
 def read_csv(file: Path, encoding: str, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of each row of a CSV file whose first line has the names. An empty field is None."""
+    csv.field_size_limit(sys.maxsize)  # Python refuses fields above 131,072 characters otherwise
     text = decode(file, encoding)
     first = text.lstrip("\r\n").partition("\n")[0]
     separator = separator or max(SEPARATORS, key=first.count)
@@ -72,7 +76,7 @@ def read_csv(file: Path, encoding: str, separator: str) -> Iterator[tuple[str, d
 
 def read_json(file: Path, encoding: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of a JSON list of objects, or of JSON lines."""
-    text = decode(file, encoding)
+    text, places, rows = decode(file, encoding), [], None
     try:
         rows = json.loads(text) if text.lstrip().startswith("[") else None
         places = [f"{file}, object {number}" for number in range(1, len(rows or ()) + 1)]
@@ -83,8 +87,8 @@ def read_json(file: Path, encoding: str) -> Iterator[tuple[str, dict[str, Any]]]
             rows = []
             for _, line in numbered:
                 rows.append(json.loads(line))
-    except ValueError as error:
-        where = places[len(rows)] if rows is not None else file
+    except (ValueError, RecursionError) as error:
+        where = places[len(rows)] if places else file
         raise ValueError(f"{where}: {error}; a file must be a JSON list of objects, or have one object a line"
                          ) from None
     for place, row in zip(places, rows):
@@ -112,17 +116,42 @@ def read_table(file: Path, encoding: str, separator: str) -> Iterator[tuple[str,
                              f".jsonl or .parquet (a spreadsheet: save as CSV)")
 
 
-def value_of(row: dict[str, Any], column: str, flag: str) -> Any:
-    """A field. ValueError for a name that the table does not have, and for an empty field."""
-    if column not in row:
-        near = difflib.get_close_matches(column.lower(), {name.lower(): name for name in row}, 1)
-        meant = next((name for name in row if near and name.lower() == near[0]), "")
-        raise LookupError(f"{flag} {column}: there is no such column; there are {', '.join(map(repr, row))}"
-                          + (f". Is it {flag} {meant!r}?" if meant else ""))
-    value = row[column]
-    if value is None or (isinstance(value, str) and not value.strip()) or value == []:
-        raise ValueError(f"{column} is empty")
+def check_columns(file: Path, named: dict[str, str], names: list[str]) -> None:
+    """ValueError for a flag that names no column of the table. `named`: flag -> column; `names`: those of all rows."""
+    for flag, column in named.items():
+        if column and column not in names:
+            near = difflib.get_close_matches(column.lower(), {name.lower(): name for name in names}, 1)
+            meant = next((name for name in names if near and name.lower() == near[0]), "")
+            hint = f". Is it {flag} {meant!r}?" if meant else ""
+            raise ValueError(f"{file}: {flag} {column}: there is no such column; there are "
+                             f"{', '.join(map(repr, names[:MOST_NAMES]))}{hint}")
+
+
+def value_of(row: dict[str, Any], column: str) -> Any:
+    """A field. ValueError for an empty one, and for one that an object of JSON leaves out."""
+    value = row.get(column)
+    is_nan = isinstance(value, float) and math.isnan(value)  # what pandas writes for an empty field
+    if value is None or is_nan or (isinstance(value, str) and not value.strip()) or value == []:
+        raise ValueError(f"{column} is {'empty' if column in row else 'missing'}")
     return value
+
+
+def text_of(value: Any) -> str:
+    """42.0 is 42: a column of integers with empty fields has become one of floats in most programs."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+        value = int(value)
+    return str(value)
+
+
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
+    """A text as the user's message; a list of messages as it is. ValueError for a list of something else."""
+    if not isinstance(prompt, list):
+        return [{"role": "user", "content": str(prompt)}]
+    for message in prompt:
+        if not isinstance(message, dict) or message.get("role") is None or message.get("content") is None:
+            raise ValueError(f"{message!r:.80} must be a chat message with role and content (ShareGPT's "
+                             f"have from and value: rename them)")
+    return [*prompt]
 
 
 def answer_of(value: Any, separator: str) -> Any:
@@ -134,16 +163,21 @@ def answer_of(value: Any, separator: str) -> Any:
             found = json.loads(value)
             value = found if found and all(isinstance(part, str) for part in found) else value
     if isinstance(value, list):
-        return [str(part) for part in value]
-    return value.strip() if isinstance(value, str) else str(value)
+        return [text_of(part) for part in value]
+    return value.strip() if isinstance(value, str) else text_of(value)
 
 
 def row_of(table: dict[str, Any], index: int, source: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A row in verl's columns. LookupError for a column that is not there, ValueError for an empty field."""
-    prompt = value_of(table, args.prompt_column, "--prompt-column")
-    answer = answer_of(value_of(table, args.answer_column, "--answer-column"), args.answers_separator)
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
-    system = value_of(table, args.system_column, "--system-column") if args.system_column else args.system
+    """A row in verl's columns. ValueError for an empty field, or a prompt that is no list of messages."""
+    prompt = value_of(table, args.prompt_column)
+    answer = answer_of(value_of(table, args.answer_column), args.answers_separator)
+    messages = messages_of(prompt)
+    if args.instruction:
+        content = messages[-1]["content"]
+        more = f"\n{args.instruction}"
+        content = [*content, {"type": "text", "text": more}] if isinstance(content, list) else f"{content}{more}"
+        messages[-1] = messages[-1] | {"content": content}  # a copy: extra_info has the table's own
+    system = value_of(table, args.system_column) if args.system_column else args.system
     if system:
         messages = [{"role": "system", "content": str(system)}, *messages]
     return {
@@ -160,7 +194,26 @@ def of_one_type(values: list[Any]) -> list[Any]:
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int, float} and all(abs(value) <= MAX_EXACT for value in values if isinstance(value, int)):
         return [None if value is None else float(value) for value in values]
-    return [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return [value if value is None or isinstance(value, str) else json.dumps(value, default=str) for value in values]
+
+
+def is_storable(values: list[Any]) -> bool:
+    """Whether a parquet file can hold them in one column. It cannot hold integers of more than 64 bits, objects without
+    a field, and lists or objects whose parts have several types."""
+    try:
+        pq.write_table(pa.table({"column": pa.array(values)}), pa.BufferOutputStream())
+    except (pa.ArrowException, OverflowError):
+        return False
+    return True
+
+
+def with_parts(rows: list[dict[str, Any]]) -> None:
+    """Where some message's content is a list of parts, make that of all messages one: a column has one type."""
+    if any(isinstance(message["content"], list) for row in rows for message in row["prompt"]):
+        for row in rows:
+            row["prompt"] = [
+                message if isinstance(message["content"], list) else
+                message | {"content": [{"type": "text", "text": str(message["content"])}]} for message in row["prompt"]]
 
 
 def main() -> None:
@@ -182,18 +235,16 @@ def main() -> None:
     args = parser.parse_args()
     source = args.data_source or args.table.stem
     rows, bad = [], []
-    for place, table in read_table(args.table, args.encoding, args.separator):
+    tables = list(read_table(args.table, args.encoding, args.separator))
+    named = {"--prompt-column": args.prompt_column, "--answer-column": args.answer_column,
+             "--system-column": args.system_column}
+    if tables:
+        check_columns(args.table, named, list(dict.fromkeys(name for _, table in tables for name in table)))
+    for place, table in tables:
         try:
-            row = row_of(table, len(rows), source, args)
-        except LookupError as error:
-            raise ValueError(f"{args.table}: {error.args[0]}") from None
+            rows.append(row_of(table, len(rows), source, args))
         except ValueError as error:
             bad.append(f"{place}: {error}")
-            continue
-        if args.instruction:
-            last = row["prompt"][-1]
-            row["prompt"][-1] = last | {"content": f"{last['content']}\n{args.instruction}"}
-        rows.append(row)
     if bad and args.on_bad_row == "error":
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise ValueError(f"{bad[0]}{more}; --on-bad-row skip leaves such rows out")
@@ -207,7 +258,8 @@ def main() -> None:
                          f"{num_test}")
     for name in dict.fromkeys(name for row in rows for name in row["extra_info"]):  # a parquet column has one type
         values = [row["extra_info"].get(name) for row in rows]
-        if len({type(value) for value in values if value is not None}) > 1:
+        has_one_type = len({type(value) for value in values if value is not None}) <= 1
+        if not has_one_type or not is_storable(values):
             for row, value in zip(rows, of_one_type(values)):
                 row["extra_info"][name] = value
     lists = [isinstance(row["reward_model"]["ground_truth"], list) for row in rows]
@@ -215,14 +267,18 @@ def main() -> None:
         for row in rows:
             truth = row["reward_model"]["ground_truth"]
             row["reward_model"]["ground_truth"] = truth if isinstance(truth, list) else [truth]
+    with_parts(rows)
     chosen = set(random.Random(args.seed).sample(range(len(rows)), num_test))
     print(f"data: {len(rows)} rows of {args.table}, {len(bad)} left out. The first prompt and ground truth:")
     print(*(f"    {message['role']}: {message['content']!r:.200}" for message in rows[0]["prompt"]), sep="\n")
     print(f"    ground_truth: {rows[0]['reward_model']['ground_truth']!r:.200}")
+    schema = pa.Table.from_pylist(rows).schema  # of both files, whichever rows have an empty field
     parts = {"train": [i for i in range(len(rows)) if i not in chosen], "test": sorted(chosen)}
     for split, part in parts.items():
         if part:
-            write([rows[i] for i in part], args.out / f"{split}.parquet", group_rows=len(rows))
+            write([rows[i] for i in part], args.out / f"{split}.parquet", group_rows=len(rows), schema=schema)
+        else:
+            tell_if_left(args.out / f"{split}.parquet")
     val = f" --val-data {args.out}/test.parquet" if num_test else ""
     print(f"data: train with --train-data {args.out}/train.parquet{val} --reward.function my_reward.py:compute_score")
 

@@ -5,11 +5,13 @@ imports: the file would be imported instead (hendrycks_math.py and not math.py; 
 """
 
 import argparse
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,26 +34,48 @@ def make_row(data_source: str, question: str, ground_truth: Any, ability: str, s
     }
 
 
+def library() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ValueError(f"package {error.name} is not installed; run `pip install datasets==5.2.0`") from None
+    return datasets
+
+
+@contextlib.contextmanager
+def explained(source: str) -> Iterator[None]:
+    """A ValueError of one line for what the network or the hub answer. The hub's own errors are OSErrors too."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{source} could not be loaded: no network, or no such data set ({said}). Without a network: run `hf "
+            f"download --repo-type dataset {source} --local-dir DIR` where there is one, copy DIR, give --source DIR"
+        ) from None
+
+
 def download(source: str, *config: str, split: str, json_lines: str = "") -> Iterable[dict]:
     """The rows of one split of a hub data set, or of a local copy of its folder, by the `datasets` library; those of
     the file `json_lines` in it, where the library would ask for a loading script."""
-    try:
-        import datasets
-        from huggingface_hub import hf_hub_download
-    except ModuleNotFoundError as error:
-        raise ValueError(f"package {error.name} is not installed; run `pip install datasets==5.2.0`") from None
+    datasets = library()
+    from huggingface_hub import hf_hub_download
+
     print(f"data: {split} split of {source}", flush=True)
-    try:
+    with explained(source):
         if not json_lines:
             return datasets.load_dataset(source, *config, split=split)
         local = Path(source, json_lines)
         file = str(local) if local.is_file() else hf_hub_download(source, json_lines, repo_type="dataset")
         return datasets.load_dataset("json", data_files={split: file}, split=split)
-    except (ConnectionError, FileNotFoundError) as error:
-        raise ValueError(
-            f"{source} could not be loaded: no network, or no such data set ({error}). Without a network: run `hf "
-            f"download --repo-type dataset {source} --local-dir DIR` where there is one, copy DIR, give --source DIR"
-        ) from None
+
+
+def configs_of(source: str) -> list[str]:
+    """The names of the configurations of a hub data set, or of a local copy of its folder."""
+    with explained(source):
+        return library().get_dataset_config_names(source)
 
 
 def distinct(rows: Iterable[dict], key: Callable[[dict], Any]) -> Iterable[dict]:
@@ -79,10 +103,10 @@ def open_alone(path: Path) -> BinaryIO:
         file.close()  # it has been renamed meanwhile
 
 
-def write(rows: Iterable[dict], path: Path, group_rows: int = ROW_GROUP_ROWS) -> None:
+def write(rows: Iterable[dict], path: Path, group_rows: int = ROW_GROUP_ROWS, schema: pa.Schema | None = None) -> None:
     """Write in one rename, so that an existing file is always complete. A file that already has these bytes is not
-    touched. `group_rows` rows are in memory at once, and the first of these decide the types of the columns. Two
-    processes may write the same file at once."""
+    touched. `group_rows` rows are in memory at once; without a `schema` the first of these decide the types of the
+    columns. Two processes may write the same file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path.parent} cannot be written by this user: name another folder, --out")
@@ -91,7 +115,7 @@ def write(rows: Iterable[dict], path: Path, group_rows: int = ROW_GROUP_ROWS) ->
     with open_alone(temporary) as file:
         try:
             while group := list(islice(rows, group_rows)):
-                table = pa.Table.from_pylist(group, schema=writer.schema if writer else None)
+                table = pa.Table.from_pylist(group, schema=writer.schema if writer else schema)
                 writer = writer or pq.ParquetWriter(file, table.schema)
                 writer.write_table(table)
                 num_rows += len(group)
@@ -109,6 +133,13 @@ def write(rows: Iterable[dict], path: Path, group_rows: int = ROW_GROUP_ROWS) ->
     print(f"data: {path} {'written' if is_new else 'is complete'}, {num_rows} problems")
 
 
+def tell_if_left(path: Path) -> None:
+    """Print that a file of an earlier start, or the user's own, is there although this start writes none."""
+    if path.exists():
+        print(f"data: {path} stays, and is not of this start: delete it if an earlier one wrote it, because "
+              f"train.parquet may have its rows")
+
+
 def parser(doc: str, out: str, source: str = "") -> argparse.ArgumentParser:
     """The flags that all scripts have: --out, and --source where there is something to download."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,12 +149,18 @@ def parser(doc: str, out: str, source: str = "") -> argparse.ArgumentParser:
     return made
 
 
+def visible(text: str) -> str:
+    """The text with what a terminal would obey, and is no line end, as Python writes it, `\\x1b`: it may be downloaded.
+    As tools/terminal.py, which scripts of this folder do not find."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def run(main: Callable[[], None]) -> None:
-    """Calls main() and prints a ValueError as a one-line message."""
+    """Calls main() and prints a mistake in flags or files, a ValueError or an OSError, as a message."""
     try:
         main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(visible(f"error: {error}"))
 
 
 def parse_json_object(flag: str, text: str) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 import csv
 import io
 import json
+import math
 import random
 import re
 import subprocess
 import sys
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -104,6 +106,80 @@ def test_further_columns_of_several_types(convert, levels, kept):
     assert found == kept and [type(value) for value in found] == [type(value) for value in kept]
 
 
+@pytest.mark.parametrize(("values", "kept"), [
+    ([[1, "a"], [2, 3]], ['[1, "a"]', "[2, 3]"]),
+    ([2**63, 1], ["9223372036854775808", "1"]), ([2**70, None], [str(2**70), None]),
+    ([{}, {}], ["{}", "{}"]), ([{"a": {}}, {"a": {}}], ['{"a": {}}', '{"a": {}}']),
+    ([{"a": 1}, {"a": "x"}], ['{"a": 1}', '{"a": "x"}']), ([[{"b": 1}], [{"b": [2]}]], ['[{"b": 1}]', '[{"b": [2]}]']),
+    ([{"a": 1}, {"b": [2]}], [{"a": 1, "b": None}, {"a": None, "b": [2]}]), ([[1], [2, 3]], [[1], [2, 3]]),
+], ids=["mixed", "64 bits", "70 bits", "no fields", "inner without", "conflict", "inner conflict", "union", "list"])
+def test_further_columns_that_no_parquet_column_holds(convert, values, kept):
+    """As JSON text; what a column can hold stays as it is."""
+    rows = [{"question": "a", "answer": "b", "more": value} for value in values]
+    train, _ = convert("a.json", json.dumps(rows))
+    assert [row["extra_info"]["more"] for row in train] == kept
+
+
+def test_both_files_have_the_types_of_all_rows(convert, tmp_path):
+    """Whichever row is in the smaller one: alone, an object without a field would have a type that no file holds."""
+    rows = [{"question": "a", "answer": "b", "more": {"x": 1} if i == 5 else {}} for i in range(12)]
+    for seed in range(12):
+        convert("a.json", json.dumps(rows), "--num-test", "1", "--seed", str(seed))
+        schemas = [pq.read_schema(tmp_path / f"out/{split}.parquet") for split in ("train", "test")]
+        assert schemas[0] == schemas[1]
+
+
+def test_an_omitted_field_is_a_bad_row(convert):
+    rows = [{"question": "a", "answer": "b"}, {"question": "c"}, {"answer": "e", "question": "d", "level": 1}]
+    with pytest.raises(ValueError, match=r"a\.json, object 2: answer is missing; --on-bad-row skip leaves"):
+        convert("a.json", json.dumps(rows))
+    train, _ = convert("a.json", json.dumps(rows), "--on-bad-row", "skip")
+    assert asked(train) == [("a", "b"), ("d", "e")]
+    assert "left out" in (said := convert.printed()) and "object 2: answer is missing" in said
+    with pytest.raises(ValueError, match=r"level2: there is no such column.*Is it --system-column 'level'"):
+        convert("a.json", json.dumps(rows), "--system-column", "level2")
+
+
+def test_numbers_as_answers(convert, tmp_path):
+    """pandas writes a column of integers with an empty field as floats, and the empty field as NaN."""
+    table = pa.table({"question": ["a", "b", "c", "d"], "answer": [42.0, 2.5, math.nan, 1e300]})
+    pq.write_table(table, tmp_path / "b.parquet")
+    train, _ = convert("a.parquet", (tmp_path / "b.parquet").read_bytes(), "--on-bad-row", "skip")
+    assert [row["reward_model"]["ground_truth"] for row in train] == ["42", "2.5", "1e+300"]
+    assert "row 3: answer is empty" in convert.printed()
+    train, _ = convert("a.json", '[{"question": "a", "answer": [4.0, 5, "6.0"]}]')
+    assert train[0]["reward_model"]["ground_truth"] == ["4", "5", "6.0"]
+
+
+def test_messages_as_prompts_stay_what_they_are(convert):
+    """--instruction and --system with contents that are lists of parts; extra_info has the table's own messages."""
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " this?"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "answer": "b"}, {"prompt": "Why?", "answer": "c"}]
+    flags = ("--prompt-column", "prompt", "--instruction", "Go.", "--system", "S")
+    train, _ = convert("a.json", json.dumps(rows), *flags)
+    from envs.pictures import flatten_contents
+    assert [flatten_contents(row)["prompt"] for row in train] == [
+        [{"role": "system", "content": "S"}, {"role": "user", "content": text}]
+        for text in ("What is this?\nGo.", "Why?\nGo.")]
+    texts = [[{"role": "user", "content": "One?"}], [{"role": "user", "content": "Two?"}]]
+    train, _ = convert("b.json", json.dumps([{"prompt": text, "answer": "b"} for text in texts]), *flags)
+    assert [row["prompt"][1]["content"] for row in train] == ["One?\nGo.", "Two?\nGo."]
+    assert [row["extra_info"]["prompt"] for row in train] == texts
+
+
+def test_a_long_field_of_a_csv_file_is_read(convert):
+    train, _ = convert("a.csv", f'question,answer\n"{"long " * 40_000}",b\n')
+    assert len(train[0]["prompt"][0]["content"]) == 200_000
+
+
+def test_a_test_file_of_before_is_not_passed_over_in_silence(convert, tmp_path):
+    convert("a.csv", plain())
+    assert "stays" not in convert.printed()
+    convert("a.csv", plain(), "--num-test", "0")
+    assert f"{tmp_path}/out/test.parquet stays, and is not of this start" in convert.printed()
+    assert (tmp_path / "out/test.parquet").exists()                     # it may be the user's own
+
+
 def test_the_table_s_own_column_index_stays(convert):
     train, _ = convert("a.csv", "index,question,answer\nq7,a,b\nq9,c,d\n")
     assert [row["extra_info"]["index"] for row in train] == ["q7", "q9"]
@@ -137,6 +213,10 @@ def test_json_lines_end_at_a_line_feed_alone(convert, end):
     ("a.csv", plain(), ("--num-test", "30"), "30 good rows and 0 bad; the rule is more than --num-test 30"),
     ("a.jsonl", '{"question": "a", "answer": "b"}\n{"question": "a" 1}\n', (), "a.jsonl, line 2: Expecting"),
     ("a.json", "[1]", (), "must be an object with the columns' names"),
+    ("a.json", '[{"question": "a", "answer": "b"},\n{"question" "c"}]', (), "a.json: Expecting ':' delimiter: line 2"),
+    ("a.json", "[" * 100_000, (), "a.json: "),
+    ("a.json", json.dumps([{"question": [{"from": "human", "value": "Hi"}], "answer": "b"}]), (),
+     "a.json, object 1: {'from': 'human', 'value': 'Hi'} must be a chat message with role and content"),
     ("a.parquet", "no", (), "cannot be read as parquet"),
     ("a.xlsx", "PK", (), ".xlsx is not read; save the table as .csv"),
 ])
