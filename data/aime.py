@@ -2,16 +2,20 @@
 
 Small sets for validation: train.parquet is AIME 2024 (HuggingFaceH4/aime_2024 on the Hugging Face hub), test.parquet
 AIME 2025 (opencompass/AIME2025), 30 problems each. Other copies with the columns problem or question, and answer, can
-be given (Maxwell-Jia/AIME_2024). The ground truth is the integer, without leading zeros or a degree sign.
+be given (Maxwell-Jia/AIME_2024), with --split and --test-split where theirs have other names. The ground truth is the
+integer, without leading zeros or a degree sign.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from verl_rows import download, make_row, parser, run, write
+from verl_rows import configs_of, download, make_row, parser, run, write
 
 INSTRUCTION = 'Think step by step. The last line must be "Answer: " and the answer, an integer from 0 to 999.'
+SOURCE_2025 = "opencompass/AIME2025"
+PAPERS = ("AIME2025-I", "AIME2025-II")
+"""Its configurations; a copy of another layout has neither."""
 
 
 def rows(source_rows: Iterable[dict], year: int, split: str) -> Iterator[dict]:
@@ -27,10 +31,14 @@ def rows(source_rows: Iterable[dict], year: int, split: str) -> Iterator[dict]:
 
 def main() -> None:
     args = parser(__doc__, "aime", "HuggingFaceH4/aime_2024")
-    args.add_argument("--test-source", default="opencompass/AIME2025", help="the same for test.parquet")
+    args.add_argument("--split", default="train", help="split of --source (train)")
+    args.add_argument("--test-source", default=SOURCE_2025, help="the same for test.parquet")
+    args.add_argument("--test-split", default="test", help="split of --test-source (test)")
     args = args.parse_args()
-    write(rows(download(args.source, split="train"), 2024, "train"), args.out / "train.parquet")
-    papers = [download(args.test_source, f"AIME2025-{paper}", split="test") for paper in ("I", "II")]
+    write(rows(download(args.source, split=args.split), 2024, "train"), args.out / "train.parquet")
+    known = PAPERS if args.test_source == SOURCE_2025 else configs_of(args.test_source)
+    configs = [[paper] for paper in PAPERS if paper in known] or [[]]
+    papers = [download(args.test_source, *config, split=args.test_split) for config in configs]
     write(rows(chain(*papers), 2025, "test"), args.out / "test.parquet")
 
 

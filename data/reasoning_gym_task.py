@@ -29,7 +29,10 @@ def make_entries(task: str, size: int, seed: int, config: dict) -> Iterable[dict
         raise ValueError(f"reasoning-gym is not installed ({error}); run `pip install reasoning-gym==0.1.25`") from None
     if task not in DATASETS:
         raise ValueError(f"--task {task} is unknown; the library has {', '.join(sorted(DATASETS))}")
-    entries = create_dataset(task, size=size, seed=seed, **config)
+    try:
+        entries = create_dataset(task, size=size, seed=seed, **config)
+    except (TypeError, ValueError, AssertionError) as error:  # of a key that the task has not, or of its value
+        raise ValueError(f"--config {json.dumps(config)}: the task {task} refuses it: {error}") from None
     first, copy = entries[0], json.loads(json.dumps(entries[0]))
     if entries.score_answer(copy["answer"], copy) != entries.score_answer(first["answer"], first):
         raise ValueError(f"--task {task}: its scorer does not take entries that were JSON (tuples become lists)")

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import http.server
 import importlib.metadata
 import json
 import os
@@ -11,7 +12,9 @@ import re
 import subprocess
 import sys
 import threading
+import types
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -170,6 +173,17 @@ def test_aime(tmp_path, monkeypatch):
     for answer in ("1000", "x", ""):
         with pytest.raises(ValueError, match="is no integer from 0 to 999"):
             list(aime.rows([{"problem": "p", "answer": answer}], 2024, "train"))
+
+
+def test_aime_of_other_copies(tmp_path, monkeypatch):
+    """Without the two papers as configurations, and with splits of other names."""
+    row = {"problem": "Find $n$.", "answer": "25"}
+    parquet(tmp_path / "2024/data/test-00000-of-00001.parquet", [row])
+    parquet(tmp_path / "2025/data/train-00000-of-00001.parquet", [row, row])
+    rows = convert(aime, monkeypatch, tmp_path / "out", "--source", tmp_path / "2024", "--split", "test",
+                   "--test-source", tmp_path / "2025", "--test-split", "train")
+    assert truths(rows["train"]) == ["25"] and truths(rows["test"]) == ["25", "25"]
+    assert [row["data_source"] for row in rows["test"]] == ["aime2025", "aime2025"]
 
 
 def test_apps(tmp_path, monkeypatch, capsys):
@@ -476,6 +490,26 @@ def test_reasoning_gym_makes_any_task_and_its_scorer_takes_the_rows(tmp_path, mo
             convert(reasoning_gym_task, monkeypatch, tmp_path / "bad", *flags)
 
 
+def test_a_setting_that_a_task_of_reasoning_gym_has_not(monkeypatch):
+    """The library's tasks are dataclasses whose checks are assertions, as this one's."""
+    @dataclass
+    class Config:
+        size: int
+        seed: int
+        min_terms: int = 2
+
+        def __post_init__(self):
+            assert self.min_terms > 0, "min_terms must be positive"
+
+    factory = types.ModuleType("reasoning_gym.factory")
+    factory.DATASETS, factory.create_dataset = {"chain_sum": Config}, lambda task, **config: Config(**config)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", types.ModuleType("reasoning_gym"))
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    for config, rule in (({"min_term": 3}, "min_term"), ({"size": 3}, "size"), ({"min_terms": 0}, "must be positive")):
+        with pytest.raises(ValueError, match=rf"--config .*: the task chain_sum refuses it: .*{rule}"):
+            reasoning_gym_task.make_entries("chain_sum", 5, 0, config)
+
+
 # ---- as users run them ----
 
 def script(name: str, *flags: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
@@ -490,6 +524,41 @@ def test_without_a_network_the_script_says_so(tmp_path, name, source):
     assert done.stderr.startswith(f"error: {source} could not be loaded: no network, or no such data set")
     assert f"hf download --repo-type dataset {source}" in done.stderr and "give --source DIR" in done.stderr
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_data_set_that_the_hub_does_not_have_is_one_line(tmp_path):
+    """A hub that answers as the real one does: its error has several lines."""
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(401)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        done = script("apps.py", "--source", "nobody/typo", "--out", tmp_path / "out", cwd=tmp_path, HF_HUB_OFFLINE="0",
+                      HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}")
+        hub.shutdown()
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: nobody/typo could not be loaded: no network, or no such data set (")
+
+
+def test_a_mistake_is_a_message_that_the_terminal_does_not_obey():
+    """Of a ValueError, which may quote what was downloaded, and of a file that cannot be read or written."""
+    for error, said in ((ValueError("row (\x1b]0;title\x07): \u202e\nsee"), "row (\\x1b]0;title\\x07): \\u202e\nsee"),
+                        (PermissionError(13, "Permission denied", "out"), "[Errno 13] Permission denied: 'out'")):
+        def main(error=error):
+            raise error
+
+        with pytest.raises(SystemExit) as end:
+            verl_rows.run(main)
+        assert end.value.code == f"error: {said}"
 
 
 def test_without_the_datasets_library_the_script_says_so(tmp_path, monkeypatch):
