@@ -13,15 +13,17 @@ import json
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from verl_rows import run, write
+from verl_rows import run, tell_if_left, write
 
-COLUMNS = ["question", "response", "score", "messages"]
+COLUMNS = ["question", "details", "response", "score", "messages"]  # an evaluation of an earlier version has no details
+OF_DATA = ["data_source", "prompt", "reward_model", "extra_info", "images"]  # the last two may be absent
+PLACES = ("split", "index")
 
 
 def question_of(row: dict) -> str:
@@ -33,20 +35,63 @@ def question_of(row: dict) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def read_responses(folder: Path) -> Iterator[dict]:
-    """The rows of the files that evaluate.py wrote. ValueError if there are none, or if they are episodes."""
+def details_of(row: dict) -> str:
+    """What evaluate.py tells prompts apart by whose `question_of` is the same: without images, their extra_info."""
+    extra = row.get("extra_info") or {}
+    extra = {name: value for name, value in extra.items() if name not in PLACES and value is not None}
+    return hashlib.sha256(json.dumps([[], extra], default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_prompts(files: Iterable[Path]) -> tuple[dict[str, list], set[str]]:
+    """The messages of each prompt, by question and details, and by the question alone where no two prompts share it;
+    and the questions that several share. Leaves out prompts with images, and prints how many: dpo.py and rm.py read
+    none. ValueError for what is no parquet file, or has not verl's columns."""
+    prompts, details, with_images = {}, defaultdict(set), 0
+    for file in files:
+        try:
+            names = [name for name in OF_DATA if name in pq.read_schema(file).names]
+            rows = pq.read_table(file, columns=names).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"--data {file} cannot be read as parquet: {error}") from None
+        if missing := [name for name in OF_DATA[:3] if name not in names]:
+            raise ValueError(f"--data {file} has no column {missing[0]}; it must be a file of evaluate.py's --val-data "
+                             f"in verl's columns")
+        for row in rows:
+            if row.get("images"):
+                with_images += 1
+                continue
+            question, of_row = question_of(row), details_of(row)
+            prompts[question + of_row] = row["prompt"]
+            details[question].add(of_row)
+    if with_images:
+        print(f"data: {with_images} prompts with images left out: dpo.py and rm.py read none")
+    shared = {question for question, found in details.items() if len(found) > 1}
+    alone = {question: prompts[question + min(found)] for question, found in details.items() if len(found) == 1}
+    return prompts | alone, shared
+
+
+def read_responses(folder: Path, shared: Collection[str]) -> Iterator[dict]:
+    """The rows of the files that evaluate.py wrote, whose `question` identifies the prompt. ValueError if there are
+    none, if they are episodes, or if a question that several prompts share (`shared`) has no details."""
     files = sorted(folder.glob("rollouts/val_000000_*.parquet"))
     if not files:
         raise ValueError(f"--responses {folder} holds no rollouts/val_000000_*.parquet; it must be the --run-dir of "
                          f"evaluate.py")
     for file in files:
         try:
-            rows = pq.read_table(file, columns=COLUMNS).to_pylist()
-        except pa.ArrowException as error:
+            names = [name for name in COLUMNS if name in pq.read_schema(file).names]
+            rows = pq.read_table(file, columns=names).to_pylist()
+        except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{file} is no file of evaluate.py, or is damaged ({error})") from None
+        if missing := {*COLUMNS} - {"details", *names}:
+            raise ValueError(f"{file} is no file of evaluate.py: it has no column {min(missing)}")
         if any(row["messages"] for row in rows):
             raise ValueError(f"{file} has episodes of several turns; a pair needs one response to one prompt")
-        yield from rows
+        if "details" not in names and any(row["question"] in shared for row in rows):
+            raise ValueError(f"{file} is of an earlier version of evaluate.py, which told no prompts apart that differ "
+                             f"in extra_info alone, as some of --data do: evaluate again in another --run-dir")
+        for row in rows:
+            yield row | {"question": row["question"] + (row.get("details") or "")}
 
 
 def pairs_of(scores: dict[str, float], max_pairs: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -64,7 +109,7 @@ def pairs_of(scores: dict[str, float], max_pairs: int, rng: random.Random) -> li
 
 
 def make_rows(responses: Iterable[dict], prompts: dict[str, list], max_pairs: int, seed: int) -> Iterator[list[dict]]:
-    """The rows of each prompt that has pairs, and prints what gave none. `prompts`: from `question_of` to the messages.
+    """The rows of each prompt that has pairs, and prints what gave none. `prompts`: see `read_prompts`.
     A text that two responses share counts once; where its scores differ (a judge), their mean counts."""
     scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     counts = Counter()
@@ -106,11 +151,8 @@ def main() -> None:
     args = args.parse_args()
     if args.max_pairs < 1 or args.num_test < 0:
         raise ValueError(f"--max-pairs {args.max_pairs} must be at least 1, --num-test {args.num_test} at least 0")
-    prompts = {}
-    for file in args.data:
-        for row in pq.read_table(file, columns=["data_source", "prompt", "reward_model"]).to_pylist():
-            prompts[question_of(row)] = row["prompt"]
-    groups = list(make_rows(read_responses(args.responses), prompts, args.max_pairs, args.seed))
+    prompts, shared = read_prompts(args.data)
+    groups = list(make_rows(read_responses(args.responses, shared), prompts, args.max_pairs, args.seed))
     if len(groups) <= args.num_test:
         raise ValueError(f"{len(groups)} prompts have pairs; the rule is more than --num-test {args.num_test}. Sample "
                          f"more prompts, or more responses of each (evaluate.py --eval-n), from a model whose "
@@ -119,6 +161,8 @@ def main() -> None:
     for split, part in (("test", groups[: args.num_test]), ("train", groups[args.num_test :])):
         if part:
             write([row for rows in part for row in rows], args.out / f"{split}.parquet")
+        else:
+            tell_if_left(args.out / f"{split}.parquet")
 
 
 if __name__ == "__main__":

@@ -29,9 +29,12 @@ from tools.model_source import fingerprint
 from tools.terminal import visible
 
 OWN = {"row": pa.int32(), "greedy": pa.bool_(), "acc": pa.float64(), "vote": pa.string(), "num_sampled": pa.int32(),
-       "question": pa.string()}
+       "question": pa.string(), "details": pa.string()}
 """Columns that an evaluation has beside those of RUN/rollouts: the row in the data set, whether the response is greedy,
-what validation counts (exactly), the tokens that the model sampled, and what identifies the question."""
+what validation counts (exactly), the tokens that the model sampled, and what identifies the question: its messages and
+ground truth, and its details (images and extra_info)."""
+PLACES = ("split", "index")
+"""Keys of extra_info that say where a row stands. Copies of a data set differ in them."""
 RESAMPLES = 10_000
 SUBSETS = 2_000
 """Most subsets of a prompt's responses that maj@k is averaged over."""
@@ -113,6 +116,7 @@ class Answer(NamedTuple):
     question: str
     row: int
     prompt: str
+    details: str | None = None  # an evaluation of an earlier version has none
 
 
 def question_of(sample: Sample) -> str:
@@ -122,11 +126,20 @@ def question_of(sample: Sample) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
+def details_of(sample: Sample) -> str:
+    """What two evaluations of the same question share besides: its images and extra_info, without the row's place."""
+    prompt = sample.prompt
+    images = [hashlib.sha256(file).hexdigest() for file in (prompt.images.files if prompt.images else ())]
+    extra = {name: value for name, value in prompt.extra_info.items() if name not in PLACES and value is not None}
+    told = json.dumps([images, extra], default=str, sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
 def own_columns(sample: Sample, greedy: bool) -> dict[str, Any]:
     acc, vote = acc_and_vote(sample)
     num_sampled = sum(part.num_sampled for _, part in sample.sequences)
     return {"row": sample.row, "greedy": greedy, "acc": acc, "vote": vote, "num_sampled": num_sampled,
-            "question": question_of(sample)}
+            "question": question_of(sample), "details": details_of(sample)}
 
 
 def schema_with(about: dict[str, Any]) -> pa.Schema:
@@ -156,8 +169,11 @@ def read_answers(folder: Path) -> tuple[list[Answer], list[dict[str, Any]]]:
     if not files:
         raise ValueError(f"{folder} holds no rollouts/val_000000_*.parquet: it must be the --run-dir of evaluate.py")
     about = [read_about(file) for file in files]
-    tables = (pq.read_table(file, columns=list(Answer._fields)) for file in files)
-    return [Answer(**row) for table in tables for row in table.to_pylist()], about
+    found: list[Answer] = []
+    for file in files:
+        names = [name for name in pq.read_schema(file).names if name in Answer._fields]
+        found += [Answer(**row) for row in pq.read_table(file, columns=names).to_pylist()]
+    return found, about
 
 
 # --------------------------------------------------------------------------- statistics
@@ -284,19 +300,32 @@ def table_of(results: dict[str, dict[str, Any]]) -> list[str]:
 
 # --------------------------------------------------------------------------- two evaluations
 
-def of_questions(answers: list[Answer], source: str, greedy: bool) -> dict[tuple[str, int], tuple[float, Answer]]:
-    """Question, and which of its occurrences -> its mean acc, and its first response."""
+def of_questions(answers: list[Answer], source: str, greedy: bool) -> dict[tuple, tuple[float, Answer]]:
+    """Question, its details, and which of its occurrences -> its mean acc, and its first response."""
     found, seen = {}, Counter()
     for group in by_group(x for x in answers if x.data_source == source and x.greedy == greedy):
-        question = group[0].question
-        found[question, seen[question]] = float(np.mean([answer.acc for answer in group])), group[0]
+        question = group[0].question, group[0].details
+        found[*question, seen[question]] = float(np.mean([answer.acc for answer in group])), group[0]
         seen[question] += 1
     return found
 
 
+def without_details(answers: list[Answer]) -> list[Answer]:
+    """For a comparison with an evaluation of an earlier version, which has no details. Raises ValueError if questions
+    differ in these alone."""
+    known = {(answer.question, answer.details) for answer in answers}
+    if len({question for question, _ in known}) < len(known):
+        raise ValueError("--compare: one of the two evaluations is of an earlier version of evaluate.py, which told no "
+                         "questions apart that differ in their images or extra_info alone, as some do here: evaluate "
+                         "again in another --run-dir")
+    return [answer._replace(details=None) for answer in answers]
+
+
 def compare(here: list[Answer], there: list[Answer]) -> list[dict[str, Any]]:
     """This evaluation minus another one, prompt by prompt, for each data source and way of sampling that both have.
-    Raises ValueError if they share no question."""
+    Raises ValueError if they share no question, and if they cannot be told apart in one of them."""
+    if any(answer.details is None for answer in [*here, *there]):
+        here, there = without_details(here), without_details(there)
     compared = []
     for source, greedy in product(sorted({answer.data_source for answer in here}), (True, False)):
         ours, theirs = of_questions(here, source, greedy), of_questions(there, source, greedy)
@@ -319,8 +348,8 @@ def compare(here: list[Answer], there: list[Answer]) -> list[dict[str, Any]]:
                         for (after, answer), before in changed],
         })
     if not compared:
-        raise ValueError("--compare: the two evaluations share no question; they need the same --val-data, prompts and "
-                         "ground truths included")
+        raise ValueError("--compare: the two evaluations share no question; they need the same --val-data, prompts, "
+                         "ground truths, images and extra_info included")
     return compared
 
 

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
@@ -97,9 +98,67 @@ def test_the_question_is_that_of_an_evaluation_for_any_row():
     """A text as a prompt, keys that only some messages have (parquet fills them with None), numbers as ground truth."""
     from common.prompts import DataConfig, parse_row
     from common.rollout import Sample
-    from tools.evaluation import question_of
+    from tools.evaluation import details_of, question_of
 
     for prompt, truth in (("What is 2?", "2"), ([{"role": "user", "content": "é", "name": None}], 2),
                           ([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], {"a": [1.5]})):
         row = {"data_source": "d", "prompt": prompt, "reward_model": {"ground_truth": truth, "style": "rule"}}
-        assert pairs.question_of(row) == question_of(Sample(0, 0, 0, parse_row(row, DataConfig())))
+        for extra in ({}, {"extra_info": None}, {"extra_info": {"index": 3, "seed": 1, "b": None, "a": {"x": [1.5]}}}):
+            sample = Sample(0, 0, 0, parse_row(row | extra, DataConfig()))
+            assert pairs.question_of(row | extra) == question_of(sample)
+            assert pairs.details_of(row | extra) == details_of(sample)
+
+
+def rows_of(*extras: dict, **others) -> list[dict]:
+    row = {"data_source": "d", "prompt": [{"role": "user", "content": "Play."}], "reward_model": {"ground_truth": ""}}
+    return [row | {"extra_info": extra} | others for extra in extras]
+
+
+def test_prompts_that_differ_in_extra_info_alone(tmp_path, monkeypatch, capsys):
+    """Their responses are not mixed; in files of an earlier version they cannot be told apart."""
+    rows = rows_of({"seed": 1, "index": 0}, {"seed": 2, "index": 1})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    scores = [(rows[0], "a", 1.0), (rows[1], "a", 0.0), (rows[0], "b", 0.0), (rows[1], "b", 1.0)]
+    responses = [{"question": pairs.question_of(row), "details": pairs.details_of(row), "response": text,
+                  "score": score, "messages": None} for row, text, score in scores]
+    file = tmp_path / "run/rollouts/val_000000_000000.parquet"
+    file.parent.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(responses), file)
+    flags = ("--responses", tmp_path / "run", "--data", tmp_path / "data.parquet", "--out", tmp_path / "out")
+    main(monkeypatch, *flags)
+    found = pq.read_table(tmp_path / "out/train.parquet").to_pylist()
+    assert sorted((row["chosen"], row["rejected"]) for row in found) == [("a", "b"), ("b", "a")]
+    pq.write_table(pa.Table.from_pylist(responses).drop_columns(["details"]), file)
+    with pytest.raises(ValueError, match=r"is of an earlier version of evaluate\.py, which told no prompts apart"):
+        main(monkeypatch, *flags)
+    pq.write_table(pa.Table.from_pylist(responses[::2]).drop_columns(["details"]), file)
+    pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "data.parquet")           # alone, its text identifies it
+    (tmp_path / "out/test.parquet").touch()
+    capsys.readouterr()
+    main(monkeypatch, *flags)
+    assert f"{tmp_path}/out/test.parquet stays, and is not of this start" in capsys.readouterr().out
+    (row,) = pq.read_table(tmp_path / "out/train.parquet").to_pylist()
+    assert (row["chosen"], row["rejected"]) == ("a", "b")
+
+
+def test_prompts_with_images_are_left_out(tmp_path, capsys):
+    """dpo.py and rm.py would take their text for the whole prompt."""
+    rows = [*rows_of({"seed": 1}, images=[]), *rows_of({"seed": 2}, images=[{"bytes": b"x", "path": None}])]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    prompts, shared = pairs.read_prompts([tmp_path / "data.parquet"])
+    assert len(prompts) == 2 and not shared                             # of one prompt: with its details, and without
+    assert "1 prompts with images left out" in capsys.readouterr().out
+
+
+def test_files_that_are_not_there_or_of_something_else(tmp_path, monkeypatch):
+    (tmp_path / "run/rollouts").mkdir(parents=True)
+    pq.write_table(pa.table({"question": ["q"]}), tmp_path / "run/rollouts/val_000000_000000.parquet")
+    pq.write_table(pa.table({"question": ["q"], "data_source": ["d"]}), tmp_path / "other.parquet")
+    pq.write_table(pa.Table.from_pylist(rows_of({"seed": 1})), tmp_path / "data.parquet")
+    for name, rule in (
+            ("typo.parquet", "typo.parquet cannot be read as parquet: "), (".", "cannot be read as parquet: "),
+            ("other.parquet", "other.parquet has no column prompt; it must be a file of evaluate.py's"),
+            ("data.parquet", "val_000000_000000.parquet is no file of evaluate.py: it has no column messages")):
+        with pytest.raises(ValueError, match=rule) as raised:
+            main(monkeypatch, "--responses", tmp_path / "run", "--data", tmp_path / name)
+        assert "\n" not in str(raised.value)

@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import evaluate
+from common.dataset.images import Images
 from common.model.policy import ModelConfig
+from common.prompts import Prompt
+from common.rollout import Sample
 from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, VAL, launch, launch_all
 from tests.model.test_reward_model import make_reward_model
@@ -198,6 +201,43 @@ def test_evaluations_of_other_questions_are_not_compared():
     ours, theirs = ([answer("a", 0, 1.0, question=name)] for name in ("one", "other"))
     with pytest.raises(ValueError, match="share no question"):
         evaluation.compare(ours, theirs)
+
+
+def question(*images: bytes, **extra) -> tuple[str, str]:
+    pictures = Images([*images], "model") if images else None
+    sample = Sample(0, 0, 0, Prompt([], "a", "42", extra, [{"role": "user", "content": "What?"}], images=pictures))
+    return evaluation.question_of(sample), evaluation.details_of(sample)
+
+
+def test_questions_that_differ_in_their_images_or_extra_info_alone():
+    """The place of a row in its files is no part of a question: copies of a data set may split it elsewhere."""
+    different = [question(), question(b"x"), question(b"y"), question(b"x", b"y"), question(b"y", b"x"),
+                 question(seed=1), question(seed=2), question(b"x", seed=1), question(options={"map": "S"})]
+    assert len({*different}) == 9 and len({asked for asked, _ in different}) == 1
+    assert question(seed=1, level="a", split="test", index=7) == question(level="a", seed=1, index="x7", answer=None)
+
+
+def test_such_questions_are_compared_with_themselves():
+    """In the other order; by messages and ground truth alone, each would be compared with another one."""
+    ours = [answer("a", i, i / 4, question="q", details=str(i)) for i in range(4)]
+    theirs = [answer("a", i, (3 - i) / 4, question="q", details=str(3 - i)) for i in range(3)]
+    (found,) = evaluation.compare(ours, theirs)
+    assert found["prompts"] == 3 and found["not_shared"] == 1 and found["changed"] == [] and found["there"] == 0.5
+
+
+def test_evaluations_of_an_earlier_version(runs, tmp_path):
+    """Their files have no details: still compared, but where that would pair questions that are not the same."""
+    shutil.copytree(runs / "one/whole", tmp_path / "old")
+    file = evaluation.file_of(tmp_path / "old", 0)
+    pq.write_table(pq.read_table(file).drop_columns(["details"]), file)
+    here, there, old = (answers_of(run) for run in (runs / "one/seed", runs / "one/whole", tmp_path / "old"))
+    assert all(x.details for x in there) and not any(x.details for x in old)
+    assert evaluation.compare(here, old) == evaluation.compare(here, there)
+    assert evaluation.compare(old, old)[0]["difference"] == 0
+    twice = [answer("a", i, 1.0, question="q", details=str(i)) for i in range(2)]
+    with pytest.raises(ValueError, match="one of the two evaluations is of an earlier version") as raised:
+        evaluation.compare(twice, [answer("a", i, 1.0, question="q") for i in range(2)])
+    assert "\n" not in str(raised.value)
 
 
 # --------------------------------------------------------------------------- models
