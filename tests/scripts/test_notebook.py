@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,16 @@ GPUS = {"none": "", "H100": "NVIDIA H100 80GB HBM3, 580.95.05, 9.0", "T4": "Tesl
         "old driver": "NVIDIA L4, 550.54.15, 8.9"}
 
 
-def commands(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: str = "",
-             code: dict[str, str] = CODE) -> list[list[str]]:
+class Command(list):
+    """The words, and the variables that it gets."""
+
+    def __init__(self, words: Iterable[str], variables: dict[str, str]):
+        super().__init__(words)
+        self.variables = variables
+
+
+def commands(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: str = "", code: dict[str, str] = CODE,
+             given: dict[str, str] | None = None) -> list[list[str]]:
     """Those that the cells start on a machine with this GPU, in a folder that has the scripts and nothing else."""
     shown, started = types.ModuleType("IPython.display"), []
     shown.IFrame = shown.Image = shown.display = lambda *_: None
@@ -36,12 +45,14 @@ def commands(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: str = "",
     monkeypatch.setenv("PATH", f"{folder if gpu else ''}:/usr/bin:/bin")
     for variable in ("STEPS", "ENGINE", "REPOSITORY", "MODEL"):
         monkeypatch.delenv(variable, raising=False)
+    for variable, value in (given or {}).items():
+        monkeypatch.setenv(variable, value)
     (folder / "notebooks").mkdir()
     monkeypatch.chdir(folder / "notebooks")
     names: dict = {}
     for cell, text in code.items():
         exec(compile(text, cell, "exec"), names)
-        names["run"] = lambda *command, **variables: started.append([*command])
+        names["run"] = lambda *command, **variables: started.append(Command(command, variables))
     assert Path.cwd() == folder
     return started
 
@@ -84,6 +95,34 @@ def test_each_command_of_the_notebook_exists_with_its_flags(gpu, monkeypatch, tm
     assert started[0] == ["tools/setup.sh", "gpu"] if uses_gpu else ["tools/setup.sh"]
     assert ("data/smollm2.py" in started[1]) != uses_gpu
     assert [command[-1] for command in started[-2:]] == ["runs/notebook/curves.png", "5"]
+
+
+@pytest.mark.parametrize("gpu", ["none", "H100"])
+def test_a_model_of_the_hub_may_be_downloaded(gpu, monkeypatch, tmp_path):
+    """The one that a PyPI package holds needs no hub, which may not be reached then."""
+    for model, offline in (("Qwen/Qwen3-0.6B", "0"), ("models/SmolLM2-135M-Instruct", "1")):
+        (folder := tmp_path / offline).mkdir()
+        started = commands(monkeypatch, folder, GPUS[gpu], given={"MODEL": model})
+        (trained,) = [command for command in started if "grpo.py" in command]
+        assert trained[3] == model and trained.variables["HF_HUB_OFFLINE"] == offline
+        assert any("data/smollm2.py" in command for command in started) == (offline == "1")
+
+
+@pytest.mark.parametrize("venv", [".venv", ".venv-gpu"])
+def test_the_set_up_is_asked_whether_it_is_complete(venv, monkeypatch, tmp_path):
+    """Of an earlier version, or with another engine, a stamp is there too."""
+    (tmp_path / venv).mkdir()
+    (tmp_path / venv / "complete-imports").touch()
+    started = commands(monkeypatch, tmp_path, GPUS["H100" if venv == ".venv-gpu" else "none"])
+    assert started[0][0] == "tools/setup.sh" and started[0].variables["PYTHON"] == sys.executable
+
+
+def test_an_environment_keeps_its_python(monkeypatch, tmp_path):
+    """That of the notebook may have another version, for which the set-up would empty the environment."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text("#!/bin/sh\necho /opt/python3.99\n")
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    assert commands(monkeypatch, tmp_path)[0].variables["PYTHON"] == "/opt/python3.99"
 
 
 def test_what_is_wrong_with_a_notebook_is_found(monkeypatch, tmp_path):
