@@ -149,5 +149,7 @@ def exit_with_error(error: Exception) -> None:
     if not is_ours and not is_full:
         raise error
     rank = f"[rank {os.environ.get('RANK', 0)}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-    print(f"{rank}error: {'the disk is full: ' if is_full else ''}{error}", file=sys.stderr, flush=True)
+    text = f"{rank}error: {'the disk is full: ' if is_full else ''}{error}"
+    # the message may quote downloaded data, whose control sequences a terminal would obey
+    print("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text), file=sys.stderr, flush=True)
     sys.exit(2)

@@ -63,8 +63,7 @@ class Phase:
             self.run.meter.mean(f"{self.model}/entropy", entropy, microbatch.mask)
             found["entropy"] = entropy.detach()
         if self.model == "actor":
-            changed = self.run.policy.router_changed  # by --policy.router-replay
-            if changed is not None:
+            if (changed := self.run.policy.router_changed) is not None:  # by --policy.router-replay
                 self.run.meter.mean("actor/router_changed", changed, microbatch.mask)
             microbatch.last_pass = found | {"logp": output.detach()}  # type: ignore[misc]
         self._count()

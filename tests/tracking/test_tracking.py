@@ -26,6 +26,7 @@ from common.tracking.logger import LogConfig, Tracker
 from common.tracking.step import peak_flops
 from tests.conftest import launch
 from tests.rank_worker import fill_meter
+from tools.model_source import read_adapter
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
 
@@ -434,6 +435,19 @@ def test_ranks_say_who_they_are(monkeypatch, capsys):
             console.exit_with_error(error)
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("[rank 3] error: no data files given")
+
+
+def test_a_message_about_downloaded_data_cannot_steer_the_terminal(capsys, tmp_path):
+    """An adapter's settings, with a title and a colour for the terminal; a real line end stays."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "\x1b]0;title\x07\x9b31m\u202ered"}))
+    try:
+        read_adapter(tmp_path)
+    except ValueError as error:
+        with pytest.raises(SystemExit):
+            console.exit_with_error(error)
+    said = capsys.readouterr().err
+    assert said.endswith("\n") and said[:-1].isprintable()
+    assert r"these are \x1b]0;title\x07\x9b31m\u202ered" in said
 
 
 def test_nan_is_written_as_json_that_python_reads(tmp_path):
