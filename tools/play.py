@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.dataset.store import PromptSet, load_prompts
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
-from common.model.loading import load_policy, read_config
+from common.model.loading import load_policy, read_config, read_tokenizer
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
@@ -54,8 +54,8 @@ class Args:
     """Files with rows, as --train-data."""
     prompt: tuple[str, ...] = ()
     """Instead of --data: texts, each of which is the user's first message of one row."""
-    rows: int = 3
-    """Number of rows to play, the first ones."""
+    rows: int = 0
+    """Number of rows to play, the first ones; 0: three of --data, or each --prompt."""
     samples: int = 1
     """Episodes of each row."""
     seed: int = 0
@@ -83,15 +83,15 @@ def read_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
 
 def play(args: Args) -> None:
     """Play the episodes and print them."""
-    if args.rows < 1 or args.samples < 1:
-        raise ValueError(f"--rows {args.rows} and --samples {args.samples} must be at least 1")
+    if args.rows < 0 or args.samples < 1:
+        raise ValueError(f"--rows {args.rows} must be at least 0, --samples {args.samples} at least 1")
     if args.rollout.episode:
         raise ValueError(f"--rollout.episode {args.rollout.episode}: the environment is the first argument here")
     config = replace(args.rollout, episode=args.episode)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    hf_config, tokenizer = read_config(args.model, args.policy), read_tokenizer(args.model, args.policy)
     data = read_rows(args, tokenizer)
-    rows = range(min(args.rows, len(data)))
-    hf_config, stops = read_config(args.model, args.policy), stop_tokens(args.model, tokenizer)
+    rows = range(min(args.rows or max(3, len(args.prompt)), len(data)))
+    stops = stop_tokens(args.model, tokenizer)
     world = ranks.init()
     longest_prompt = max(len(data[row].tokens) for row in rows)
     longest = check_rollout(config, hf_config, world, longest_prompt, has_correction=True)

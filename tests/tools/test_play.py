@@ -1,6 +1,8 @@
 """python -m tools.play: real episodes on a tiny model with the Hugging Face engine."""
 
+import json
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -61,12 +63,36 @@ def test_conversations_masks_and_scores_are_printed(folder, tiny_llama):
     assert "it ended with error after 1 turns" in failed.stdout
 
 
+def test_each_prompt_is_played(folder, tiny_llama):
+    flags = ["--model", str(tiny_llama), "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+             "--rollout.max-response-length", "64"]
+    done = play(f"{folder}/mine.py", *flags, "--prompt", *"abcde")
+    assert re.findall(r"^row (\d), episode \d$", done.stdout, re.MULTILINE) == [*"01234"], done.stderr
+    rows = ["--data", str(TRAIN), "--data.max-prompt-length", "200"]
+    done = play(f"{folder}/mine.py", *flags, *rows)
+    assert re.findall(r"^row (\d), episode \d$", done.stdout, re.MULTILINE) == [*"012"], done.stderr
+
+
+def test_a_tokenizer_whose_code_comes_with_it_runs_if_it_is_trusted(folder, tiny_llama, tmp_path):
+    own = shutil.copytree(tiny_llama, tmp_path / "own")
+    (own / "own.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\n"
+                                "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n")
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    command = ["tools/play.py", f"{folder}/mine.py", "--model", str(own), "--rollout.engine", "hf", "--prompt", "One?",
+               "--policy.compute-dtype", "float32", "--rollout.max-response-length", "64"]
+    env = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    assert "trust_remote_code" in launch(*command, check=False, env=env).stderr
+    assert "score 0.5" in launch(*command, "--policy.trust-remote-code", env=env).stdout
+
+
 def test_mistakes_are_one_line(folder, tiny_llama):
     model = ["--model", str(tiny_llama), "--rollout.engine", "hf"]
     both = ["--data", str(TRAIN), "--prompt", "One?"]
     for flags, rule in (([], "--data is not given and --prompt is not given"), (both, "--prompt is given"),
                         (["--data", f"{folder}/none.parquet"], "none.parquet"),
-                        (["--prompt", "One?", "--rows", "0"], "--rows 0 and --samples 1 must be at least 1")):
+                        (["--prompt", "One?", "--rows", "-1"], "--rows -1 must be at least 0, --samples 1 at least 1")):
         done = play(f"{folder}/mine.py", *model, *flags)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and rule in done.stderr, done.stderr
         assert done.stderr.count("\n") == 1
