@@ -24,6 +24,9 @@ FOUND = "the loss has a gradient on responses that were left out: let has_gradie
 MODULES = ("common.run", "common.correction", "common.losses", "common.engine.hf", "pandas", "torch._dynamo",
            "transformers.models.llama.modeling_llama")
 """What takes long to import, for all runs at once."""
+OWN = {"--run-dir": "the run is below runs/try",
+       "--log.rollouts-every": "the numbers come from the responses of each step"}
+"""Flags that cannot be given, and why."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -161,6 +164,10 @@ def main(arguments: list[str]) -> None:
     if not arguments or not Path(arguments[0]).is_file():
         sys.exit(f"error: {' '.join(arguments[:1]) or 'no script given'}: name a script, such as grpo.py")
     script, *flags = arguments
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in OWN:
+            sys.exit(f"error: {name} cannot be given here: {OWN[name]}")
     run_dir = ROOT / f"runs/try/{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}"
     start = time.monotonic()
     os.chdir(ROOT)

@@ -89,6 +89,13 @@ def test_a_killed_run_continues_exactly(flags, whole, tmp_path):
         assert {name: ours[name] for name in compared} == {name: expected[name] for name in compared}
 
 
+@pytest.mark.parametrize("flags", [["--run-dir", "runs/mine"], ["--run_dir=x"], ["--log.rollouts-every", "0"],
+                                   ["--loss", "gspo", "--log.rollouts_every=2"]])
+def test_flags_that_make_try_needs_itself_are_refused(flags):
+    with pytest.raises(SystemExit, match=r"^error: --(run-dir|log.rollouts-every) cannot be given here: the "):
+        try_script.main([str(ROOT / SCRIPT), *flags])
+
+
 def test_the_ten_questions_are_answered_in_numbers(whole):
     """What `make try` prints of a run."""
     said = try_script.describe(whole)
