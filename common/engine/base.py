@@ -25,6 +25,10 @@ from common.prompts import Prompt
 from envs.runtime.conversation import EpisodeConfig
 from envs.runtime.response import Response
 
+PROBE_TOKENS = 256
+"""Most tokens of a prompt of the probe, which is scored in one pass, whatever the token budget: any beginning of a
+prompt shows whether engine and trainer agree, also one that ends inside an image, whose tokens are text here."""
+
 
 @dataclass
 class SamplingConfig:
@@ -113,16 +117,14 @@ class Engine:
     """The parts that both engines share: which prompts an engine samples, the order of calls, checks after a sync."""
 
     def __init__(self, setup: EngineSetup):
-        config, world = setup.config, setup.world
-        self.config = config
-        self.world = world
+        config = self.config = setup.config
+        world = self.world = setup.world
         self.dtype = getattr(torch, setup.model_config.compute_dtype)
         self.stop_token_ids = setup.stop_token_ids
         self.num_engines = (world.num_samplers or world.size) // config.tp
-        self.engine_rank = world.rank // config.tp
-        """The number of this rank's engine."""
-        self.tp_rank = world.rank % config.tp
-        self.probe = [list(prompt) for prompt in setup.probe]
+        self.engine_rank, self.tp_rank = divmod(world.rank, config.tp)
+        """The number of this rank's engine, and this rank's number in it."""
+        self.probe = [list(prompt[:PROBE_TOKENS]) for prompt in setup.probe]
         self.name_of: Callable[[str], str] = lambda weight: weight  # the engine's name of a weight of the trainer's
         self.awake = False
         self.pool_bytes = 0  # of the engine's own allocator on a GPU

@@ -82,12 +82,14 @@ class RemoteEngine(Engine):
         return num_compared, differing
 
     def _sample_probe(self) -> Batch:
-        return self.probed.to(self.world.device)
+        """Each trainer scores the samples of some engines, in turns, and so each engine is compared by one of them. A
+        trainer without an engine of its own scores those of the first: all ranks run the model as often."""
+        return Batch.cat(self.probed[self.world.rank :: self.world.size] or self.probed[:1]).to(self.world.device)
 
 
-def receive_weights(engine: Engine, bridge: Bridge, described: dict[str, Tensor]) -> tuple[int, list[str], Batch]:
+def receive_weights(engine: Engine, bridge: Bridge, described: dict[str, Tensor]) -> tuple[int, list[str], list[Batch]]:
     """The samplers' part of `RemoteEngine._load`. `described`: the tensors that will come, on the meta device. Also
-    returns what all engines sampled on the probe."""
+    returns what each engine sampled on the probe."""
     sent: dict[str, Checksum] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -101,4 +103,5 @@ def receive_weights(engine: Engine, bridge: Bridge, described: dict[str, Tensor]
     num_compared, differing = engine._load(tensors(), sent)
     engine._wake_cache()
     engine.awake = True
-    return num_compared, all_names(differing), Batch.cat(all_gather_objects(engine._sample_probe().to("cpu")))
+    # all ranks of an engine have the same
+    return num_compared, all_names(differing), all_gather_objects(engine._sample_probe().to("cpu"))[:: engine.config.tp]

@@ -163,11 +163,9 @@ class VLLMEngine(Engine):
         return (to_response(request, self.expert_layers) for request in self.llm.llm_engine.step())
 
     def from_first_rank(self, value: Any) -> Any:
-        if self.config.tp == 1:
-            return value
         from vllm.distributed import get_tp_group
 
-        return get_tp_group().broadcast_object(value, src=0)
+        return get_tp_group().broadcast_object(value, src=0)  # of a group of one: the value, and nothing is sent
 
     def abort(self, requests: set[int]) -> list[tuple[int, Response]]:
         from vllm.v1.engine import FinishReason

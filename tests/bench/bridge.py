@@ -46,6 +46,7 @@ class Keep(Engine):
 
     def __init__(self, world, dtype):
         self.world, self.dtype, self.name_of = world, dtype, lambda name: name
+        self.config = SimpleNamespace(tp=1)
 
     def _load(self, tensors, sent):
         held = dict(tensors)
@@ -87,7 +88,7 @@ def work(bench: BridgeBench) -> None:
             engine._sync(policy)
             return
         _, asked = bridge.receive()
-        bridge.send(receive(engine, bridge, asked))
+        bridge.send(remote.receive_weights(engine, bridge, asked))
 
     def gather():
         if world.trains:
@@ -108,12 +109,6 @@ def work(bench: BridgeBench) -> None:
             print(f"{name:15} {statistics.median(found):6.0f} ({min(found):.0f} to {max(found):.0f})")
         of = [a / b for a, b in zip(rates["sync"], rates["64 MiB pieces"])]
         print(f"sync as a share of bare broadcasts in pieces, round by round: {' '.join(f'{x:.2f}' for x in of)}")
-
-
-def receive(engine, bridge, asked):
-    """`receive_weights` without a probe."""
-    remote.Batch = SimpleNamespace(cat=lambda parts: None)
-    return remote.receive_weights(engine, bridge, asked)
 
 
 CARD, NVLINK, PER_NODE = 40e9, 360e9, 8  # bytes/s of a network card and of a GPU's links in its node; GPUs and cards

@@ -439,6 +439,15 @@ def test_the_hf_engine_has_the_end_tokens_that_it_is_given(tiny_llama, world, tm
         assert torch.allclose(torch.tensor(response.logp, dtype=torch.float64), expected, rtol=0, atol=2e-5)
 
 
+def test_the_probe_is_short_whatever_the_prompts(tiny_llama, world):
+    """It is scored in one pass, without a token budget."""
+    engine = start("hf", tiny_llama, world, [[5, 17, 300, 41] * 200, [7] * 9], "float32")
+    engine.wake(load_policy(tiny_llama, ModelConfig(compute_dtype="float32"), world))
+    assert engine.probe == [[5, 17, 300, 41] * 64, [7] * 9]
+    assert (engine._sample_probe().lengths <= torch.tensor([256 + 8, 9 + 8])).all()
+    assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
+
+
 def test_a_probe_that_is_nan_or_far_off_stops_by_default(tiny_llama, world):
     policy = load_policy(tiny_llama, ModelConfig(), world)
     engine = start("hf", tiny_llama, world, [[5, 17, 300, 41], [7] * 9])

@@ -12,8 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import async_grpo
+from common.batch import Batch
 from common.checkpoint import files
+from common.engine import remote
 from common.engine.base import RolloutConfig
+from common.engine.remote import RemoteEngine
 from common.rollouts.scoring import RolloutRequest
 from envs.stored import join, unpack
 from tests.checkpoint.faulty import LIKE_TORCHRUN, server
@@ -219,6 +222,28 @@ def test_vllm_on_the_samplers_side(flags, tmp_path):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]
     probes = [json.loads(line)["sync/probe_prob_diff"] for line in lines]
     assert len(probes) == 2 and max(probes) < 1e-3
+
+
+@pytest.mark.parametrize(("trainers", "engines"), [(1, 3), (2, 5), (4, 2)])
+def test_each_engine_is_compared_by_a_trainer_and_none_compares_all(trainers, engines):
+    """A trainer without an engine of its own runs the model too, or the collectives of the others would wait for it."""
+    probed = [Batch.build([[5, 6]], [[7 + number]], rollout_logps=[[-1.0]]) for number in range(engines)]
+    shares = []
+    for rank in range(trainers):
+        engine = RemoteEngine.__new__(RemoteEngine)
+        engine.world, engine.probed = SimpleNamespace(rank=rank, size=trainers, device="cpu"), probed
+        shares.append(engine._sample_probe().tokens[2::3].tolist())
+    assert {token for share in shares for token in share} == {7 + number for number in range(engines)}
+    assert {len(share) for share in shares} <= {max(engines // trainers, 1), -(-engines // trainers)}
+
+
+def test_ranks_of_one_engine_have_one_probe(monkeypatch):
+    monkeypatch.setattr(remote, "all_gather_objects", lambda mine: [f"{mine} {engine}" for engine in (0, 0, 1, 1)])
+    monkeypatch.setattr(remote, "all_names", sorted)
+    probe = SimpleNamespace(to=lambda device: f"on {device}, of engine")
+    engine = SimpleNamespace(config=SimpleNamespace(tp=2), _load=lambda tensors, sent: (3, set()), _wake_weights=int,
+                             _wake_cache=int, _sample_probe=lambda: probe)
+    assert remote.receive_weights(engine, None, {}) == (3, [], ["on cpu, of engine 0", "on cpu, of engine 1"])
 
 
 @pytest.mark.parametrize(("change", "message"), [
