@@ -126,11 +126,9 @@ class Checkpoints:
             self._resume_best({})
             return {}
         manifest = read_manifest(folder)
-        wrong = [d for d in differences(manifest.get("model", {}), self.model) if d.split()[0] not in NOT_COMPARED]
-        if wrong:
-            raise ValueError(f"{folder} does not fit this run: "
-                             f"{'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: choose another --run-dir "
-                             "or --save.resume")
+        if wrong := [d for d in differences(manifest.get("model", {}), self.model) if d.split()[0] not in NOT_COMPARED]:
+            raise ValueError(f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: "
+                             "choose another --run-dir or --save.resume")
         changed = differences(manifest["flags"], self.flags)
         algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
         if algorithm and folder.parent == self.root and not self.config.allow_changes:

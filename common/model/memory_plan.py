@@ -68,6 +68,12 @@ class Model:
         self.head = self.all - sum(map(count, blocks)) - self.embedding
         shards = {p: p.chunk(ranks, shard_dim(p.shape, ranks))[0].numel() for p in model.parameters()}  # the largest
         if config.expert_parallel > 1:                                  # experts are sharded over all ranks
+            n = ranks * config.replicas // config.expert_parallel       # that have the same experts
+            for name, p in model.named_parameters():
+                if ".experts." in name and p.shape[shard_dim(p.shape, n, first=1)] % n:
+                    raise ValueError(f"--policy.expert-parallel {config.expert_parallel}: {n} ranks would divide each "
+                                     f"expert, but of {name} no side ({[*p.shape[1:]]}) is a multiple of {n}: choose "
+                                     f"another value or number of GPUs")
             shards |= {p: p.numel() // (ranks * config.replicas) for p in shards if p.ndim == 3}
         self.trained_shard = sum(numbers for p, numbers in shards.items() if p.requires_grad)
         self.frozen_shard = sum(shards.values()) - self.trained_shard           # below adapters

@@ -25,9 +25,8 @@ PART = 2**26
 def shard_dim(shape: torch.Size, num_shards: int, first: int = 0) -> int:
     """The dimension along which a weight is divided: the first. The experts of a mixture are one tensor of three
     dimensions; if their number is not a multiple of the shards, another dimension that is a multiple is divided."""
-    if len(shape) == 3 and shape[first] % num_shards:
-        return next((dim for dim in range(first + 1, 3) if shape[dim] % num_shards == 0), first)
-    return first
+    dims = range(first, 3) if len(shape) == 3 else ()
+    return next((dim for dim in dims if shape[dim] % num_shards == 0), first)
 
 
 def shard_slice(weight: Tensor) -> tuple[slice, ...]:

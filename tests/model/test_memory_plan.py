@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Lfm2MoeConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 import ppo
 import sft
@@ -80,6 +80,25 @@ def test_experts_that_the_ranks_do_not_divide_are_cut_along_another_dimension(ra
     others = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes if len(shape) < 3)
     of_experts = {32: 128 * 9216 / 32, 48: 128 * 9216 / 48, 40: 4 * 9216}[ranks]     # none of 96, 64 and 48 by 40
     assert Model(config, ModelConfig(), ranks).trained_shard == others + of_experts
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "same"), [(40, 1, 5), (56, 1, 7), (40, 5, 5), (24, 1, 3), (64, 1, 8)])
+def test_experts_that_ranks_with_the_same_ones_cannot_divide_are_refused(ranks, replicas, same):
+    """128 experts, [96, 64] and [64, 48] each; FSDP2 divides no side but the first into unequal parts. Of another model
+    the experts are [64, 64] and [64, 32], and its convolutions, [64, 1, 3], are divided as all weights are."""
+    mixture = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, head_dim=16, num_experts=128, num_experts_per_tok=2,
+                             moe_intermediate_size=48, mlp_only_layers=[], decoder_sparse_step=1)
+    policy = ModelConfig(expert_parallel=8, replicas=replicas)
+    if same in (5, 7):
+        with pytest.raises(ValueError, match=rf"expert-parallel 8: {same} ranks would divide .*\(\[96, 64\]\) is a mu"):
+            plan_of(mixture, ranks, policy=policy)
+        return
+    assert plan_of(mixture, ranks, policy=policy).policy.trained_shard > 0
+    if same == 8:
+        with_convolutions = Lfm2MoeConfig(**SIZES, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
+                                          moe_intermediate_size=32, num_dense_layers=0, conv_L_cache=3,
+                                          layer_types=["conv", "full_attention"])
+        assert plan_of(with_convolutions, ranks, policy=policy).policy.trained_shard > 0
 
 
 def test_each_copy_of_the_model_is_sharded_over_its_own_ranks(llama):
