@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import math
 import os
 import re
 import sys
@@ -85,11 +86,13 @@ class Command:
         # one unsharded tensor at a time, and the buffer of its gathering; on one rank a copy in another dtype
         largest = policy.itemsize * max(policy.head, policy.embedding) * min(policy.ranks, 2) / GIB
         scoring = max((self.scoring(model) for model in plan.trained), key=lambda parts: sum(parts.values()))
+        moments = sum(model.moment_bytes for model in plan.trained) / GIB
         found = {
-            "rollout": plan.beside_engine() | engine,
+            "rollout": self.beside_engine() | engine,
             "log-probs": plan.resident() | scoring,
             "update": plan.update(self.tokens),
-            "save": plan.resident() | {"unsharded weights": largest},
+            # moments that are offloaded come back, of all models
+            "save": plan.resident() | {"moments": moments, "unsharded weights": largest},
         }
         for phase, parts in found.items():
             if phase != "rollout":
@@ -111,6 +114,12 @@ class Command:
             (in_head, hidden, model.tiles(self.tokens)),
         ]
         return {part: x / GIB for part, x in zip(IN_PASSES, max(moments, key=sum))}
+
+    def beside_engine(self) -> dict[str, float]:
+        """GiB of models while the engine is awake. Samplers have none of the trainer's, and share the reward model."""
+        if num_samplers():
+            return {"frozen models": self.plan.reward_model_gb * self.plan.policy.ranks / num_samplers()}
+        return self.plan.beside_engine()
 
     def engine_alone(self) -> dict[str, float]:
         """GiB of vLLM without its cache."""
@@ -166,7 +175,8 @@ def in_forward(model: Model) -> float:
 def changes(command: Command, node: int) -> Iterator[tuple[dict[str, Any], int]]:
     """(flags, GPUs) that take less memory, the smallest change first. `node`: GPUs of one machine."""
     heads = command.plan.policy.config.num_attention_heads
-    tps = [tp for tp in (2, 4, 8) if tp > command.args.rollout.tp and node % tp == 0 and heads % tp == 0]
+    divided = math.gcd(node, heads, num_samplers())                     # without samplers node and heads
+    tps = [tp for tp in (2, 4, 8) if tp > command.args.rollout.tp and divided % tp == 0]
     moments, both = {"--offload.optimizer": True}, {"--offload.optimizer": True, "--offload.params": True}
     alone: list[dict[str, Any]] = [{}, moments]
     if command.max_tokens > command.plan.smallest:
@@ -177,13 +187,24 @@ def changes(command: Command, node: int) -> Iterator[tuple[dict[str, Any], int]]
     alone += [both, *(both | {"--rollout.tp": tp} for tp in tps)]
     if not command.plan.policy.recomputes:
         alone += [flags | {"--policy.gradient-checkpointing": True} for flags in alone if "--rollout.tp" in flags]
-    if command.args.rollout.gpu_memory_utilization:                     # 0: what the trainer leaves free
+    needs_share = num_samplers() and command.args.reward_model.path     # async_grpo.py refuses it without
+    if command.args.rollout.gpu_memory_utilization and not needs_share:     # 0: what the trainer leaves free
         own: dict[str, Any] = {"--rollout.gpu-memory-utilization": 0}
         alone = [{}, own, *alone[1:], *(own | flags for flags in alone[1:])]
+    if num_samplers():                                                  # with them nothing is offloaded
+        alone = [flags for flags in alone if "--offload.optimizer" not in flags]
     gpus = command.gpus
     while gpus <= 1024:
         yield from ((flags, gpus) for flags in alone)
         gpus *= 2
+
+
+def would_fit(command: Command, flags: dict[str, Any], gpus: int) -> bool:
+    """With these changes. So many ranks may not divide the experts."""
+    try:
+        return command.changed(flags, gpus).fits()
+    except ValueError:
+        return False
 
 
 def in_words(flags: dict[str, Any]) -> str:
@@ -225,11 +246,13 @@ def report(command: Command, node: int) -> str:
         lines.append(f"engine   {given if share else ''}{cache:.1f} GiB are left for its cache: {tokens:,} tokens, "
                      f"{tokens // command.plan.longest} sequences of {command.plan.longest:,}")
         return "\n".join(lines)
-    found = next((x for x in changes(command, node) if command.changed(*x).fits()), None)
+    found = next((x for x in changes(command, node) if would_fit(command, *x)), None)
     if found is None:
-        return "\n".join([*lines, "change   none of offloading, tensor parallelism and up to 1,024 GPUs makes it fit"])
+        tried = "" if num_samplers() else "offloading, "
+        return "\n".join([*lines, f"change   none of {tried}tensor parallelism and up to 1,024 GPUs makes it fit"])
     flags, gpus = found
-    words = [f"{gpus} GPUs"] * (gpus != command.gpus) + [in_words(flags)] * bool(flags)
+    more = f"{gpus} GPUs that train" if num_samplers() else f"{gpus} GPUs"
+    words = [more] * (gpus != command.gpus) + [in_words(flags)] * bool(flags)
     return "\n".join([*lines, f"change   the smallest that makes it fit: {' and '.join(words)}"])
 
 

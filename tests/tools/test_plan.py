@@ -67,11 +67,25 @@ def test_a_fork_is_planned(run, tmp_path):
 
 
 def test_samplers_hold_none_of_the_trainers_shards(run, monkeypatch):
-    """Of 8 GPUs 4 train: the weights are over those."""
+    """Of 8 GPUs 4 train: weights and moments are over those, and none of them is beside the samplers' engine."""
     monkeypatch.setenv(SAMPLERS, "0")                         # put back at the end
     said, _ = run(str(ROOT / "async_grpo.py"), "--samplers", "4")
     assert "on 4 GPUs" in said
-    assert numbers(said, "weights") == pytest.approx([7.6156e9 * 4 / 4 / 2**30] * 4, abs=0.01)
+    assert numbers(said, "weights") == pytest.approx([7.6156e9 * 4 / 4 / 2**30] * 3, abs=0.01)
+    assert numbers(said, "moments") == pytest.approx([7.6156e9 * 8 / 4 / 2**30] * 3, abs=0.01)
+    own = 7.6156e9 * 2 / 2**30 + numbers(said, "engine's activations")[0]
+    cache = numbers(said, "engine's cache, 16 sequences")[0]
+    assert numbers(said, "total")[0] == pytest.approx(own + cache + 5.5, abs=0.02)
+    assert cache_of(said) == pytest.approx(0.92 * 79.2 - own, abs=0.06)             # the most that vLLM takes
+
+
+def test_no_flag_is_offered_that_samplers_refuse(run, monkeypatch):
+    """Neither offloading nor more ranks an engine than there are samplers."""
+    monkeypatch.setenv(SAMPLERS, "0")                         # put back at the end
+    for gb, change in (("28", "12 GPUs that train"), ("18", "GPUs that train and --rollout.tp 2"), ("14", "none of")):
+        said, code = run(str(ROOT / "async_grpo.py"), "--samplers", "2", gpus="8", gb=gb)
+        assert code == 1 and "it does not fit" in said and "offload" not in said
+        assert change in said.splitlines()[-1]
 
 
 def test_a_teacher_is_planned(run, model):
@@ -169,6 +183,32 @@ def test_sizes_that_no_model_has_are_one_line(sizes, message, model, run):
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
     said, code = run(str(ROOT / "grpo.py"))
     assert code == 2 and message in said and said.count("\n") == 1
+
+
+def test_a_save_brings_back_the_moments_of_all_models(run):
+    """Those of policy and critic, 8 bytes a weight each, over 8 ranks. Between the phases they are on the host."""
+    said, code = run(str(ROOT / "ppo.py"), "--offload.optimizer")
+    both = 2 * 7.6156e9 - 152064 * 3584                                 # the critic has no head
+    assert code == 0 and numbers(said, "moments")[-1] == pytest.approx(both * 8 / 8 / 2**30, abs=0.01)
+    assert len(numbers(said, "moments")) <= 2                           # of the save, and of the optimizer step perhaps
+    without, _ = run(str(ROOT / "ppo.py"))
+    assert numbers(said, "total")[-1] == numbers(without, "total")[-1]
+
+
+@pytest.mark.parametrize("gpus", ["8x5", "8x7"])
+def test_experts_that_no_side_divides_are_one_line(gpus, model, run):
+    """Of Qwen3-30B-A3B, whose matrices are 2,048 wide and 768 or 1,536 high."""
+    config = plan.SHAPES["Qwen3-30B-A3B"].to_dict()
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1}
+    (Path(model) / "config.json").write_text(json.dumps(config))
+    n, flags = gpus[-1], ["--policy.expert-parallel", "8", "--prompts-per-step", "840"]
+    said, code = run(str(ROOT / "grpo.py"), *flags, gpus=gpus)
+    assert code == 2 and said.count("\n") == 1 and f"--policy.expert-parallel 8: {n} ranks would divide each" in said
+    assert f"experts.gate_up_proj no side ([1536, 2048]) is a multiple of {n}: choose another value" in said
+    # a search that comes to 768 GPUs, of which 96 have the same experts, goes on
+    (Path(model) / "config.json").write_text(json.dumps(config | {"hidden_size": 2064, "moe_intermediate_size": 12}))
+    said, code = run(str(ROOT / "grpo.py"), *flags, gpus="8x3", gb="5")
+    assert code == 1 and "change   none of offloading" in said
 
 
 @pytest.mark.parametrize("gb", [24, 40, 48, 80, 96, 141, 192])
