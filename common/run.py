@@ -140,8 +140,7 @@ class Run(Training):
     ) -> PendingRollout | RemoteRollout:
         """Sample responses to these rows; scoring of each one starts as it ends. With --rollout.in-flight, the same
         number of responses; those begun in earlier steps come first. `seed`: the step's number, and perhaps more."""
-        if not self.engine.awake:
-            raise RuntimeError("the engine is asleep: call run.metrics |= engine.wake(policy) before run.sample")
+        self.engine.must_be(True, "asleep: call run.metrics |= engine.wake(policy) before run.sample")
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
         source = RolloutSource(self.engine, self.scoring, self.train_set, self.checkpoints.stopping)
         request = RolloutRequest(rows, num_samples, sampling, (self.args.seed, *seed))
@@ -155,10 +154,16 @@ class Run(Training):
         return pending
 
     def collect(self, pending: PendingRollout | RemoteRollout, meter: Meter | None = None) -> Rollout:
-        """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step."""
+        """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step. An engine that is awake
+        sleeps while a reward model scores, whose passes have no memory beside it."""
         self.checkpoints.check()
+        must_sleep = self.engine.awake and self.scoring.model is not None
+        if must_sleep:
+            self.metrics |= self.engine.sleep()
         with self.timer("reward"):
             rollout = pending.collect(self.meter if meter is None else meter)
+        if must_sleep:
+            self.engine.wake(self.policy)
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
         return rollout
 
@@ -175,9 +180,7 @@ class Run(Training):
 
     def phase(self, name: str, minibatches: list[Minibatch]) -> AbstractContextManager[Phase]:  # type: ignore[override]
         """As Training's. The engine must sleep: it holds the memory that the models need."""
-        if self.engine.awake:
-            raise RuntimeError(f"the engine is awake in the phase {name}: call run.metrics |= engine.sleep() after "
-                               f"run.sample")
+        self.engine.must_be(False, f"awake in the phase {name}: call run.metrics |= engine.sleep() after run.sample")
         return super().phase(name, minibatches)
 
     def before_update(self, model: PackedModel) -> None:
@@ -211,6 +214,4 @@ class Run(Training):
         request = RolloutRequest(rows, args.eval_n, sampling, (args.seed, "val"))
         with self.tracker.progress("validation", num_responses) as self.scoring.advance:
             self.engine.wake(self.policy)
-            metrics = evaluate(source, request, partial(write_validation, self.recorder, step))
-            self.engine.sleep()
-        return metrics
+            return evaluate(source, request, partial(write_validation, self.recorder, step))

@@ -24,9 +24,11 @@ def evaluate(source: RolloutSource, request: RolloutRequest,
              record: Callable[[list[Sample]], None]) -> dict[str, float] | None:
     """Results on the requested rows with the weights in the engine: of greedy responses, and of the sampled responses,
     which run together. None if `source.stop()` turned true on any rank: then samples are missing. `record` gets this
-    rank's sampled responses, or its greedy responses if there are no sampled ones."""
+    rank's sampled responses, or its greedy responses if there are no sampled ones. The engine is awake before it, and
+    sleeps after it: a reward model has the memory for its passes only while it sleeps."""
     meter = Meter()
     pending = start_rollout(source, replace(request, with_greedy=True))
+    source.engine.sleep()
     if all_max([source.stop()]).item():
         return None
     samples = pending.collect(meter).samples

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -13,17 +14,19 @@ import torch
 from transformers import LlamaConfig
 
 from common.batch import Batch
-from common.correction import measure
+from common.correction import CorrectionConfig, measure
 from common.engine.base import Engine, RolloutConfig, SamplingConfig, validation_sampling
 from common.losses import token_weights
-from common.metrics import Meter
+from common.metrics import Meter, Timer
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.rollout import Layout, Response, Rollout, Sample, gather_rollout, scatter_fields, to_minibatches
 from common.rollouts import scoring
 from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_from_state, responses_to_state
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
+from common.run import Run, RunArgs
 from common.segments import group_count, group_lead, group_log_mean_exp, group_mean, group_std, group_sum, is_constant
+from common.tracking.logger import LogConfig
 from common.tracking.step import rollout_metrics
 from envs.stored import join, split, write_parts
 from rewards.runtime.pool import RewardConfig, Scores
@@ -108,7 +111,8 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
                            results=lambda: Scores(
                                [], [float(row in (4, 2) if number == 2 else number) for number, row in answers],
                                [{} for _ in answers], [None for _ in answers]))
-    engine = SimpleNamespace(local_prompts=range, complete=complete, tp_rank=0, config=SimpleNamespace(tp=1))
+    engine = SimpleNamespace(local_prompts=range, complete=complete, tp_rank=0, config=SimpleNamespace(tp=1),
+                             sleep=lambda: None)
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"{tokens[0]}")
     judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None, model=None,
                             config=RewardConfig())
@@ -123,6 +127,60 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
     assert means == [0.5, 0.5] if num_samples else len(by_source) == 2
     assert {s.index for s in recorded} == set(range(8 if num_samples else 4))
     assert evaluate(RolloutSource(engine, judge, DATA, lambda: True), request, recorded.extend) is None
+
+
+class Told(Engine):
+    """An engine that says the same to every prompt, and tells what it is asked to do."""
+
+    def __init__(self, events: list[str]):
+        self.events, self.awake, self.config, self.tp_rank = events, False, RolloutConfig(), 0
+        self.local_prompts = range
+
+    def wake(self, policy):
+        self.events.append("wake")
+        self.awake = True
+        return {}
+
+    def sleep(self):
+        self.events.append("sleep")
+        self.awake = False
+        return {}
+
+    def complete(self, requests, sampling, on_finish, stop):
+        self.events.append("sample")
+        for i in range(len(requests)):
+            on_finish(i, Response([7], [-0.5], "stop"))
+
+
+def test_a_reward_model_scores_while_the_engine_sleeps(world):
+    """Its passes have no memory beside the engine: in a validation, which a signal may end, and where a step has more
+    than one rollout. Without one the engine stays awake between these."""
+    events: list[str] = []
+    model = SimpleNamespace(score=lambda given: events.append("score") or [1.0] * len(given), weight=1.0)
+    run = Run(RunArgs(model="", train_data=(), eval_n=1, log=LogConfig(rollouts_every=0)), 2, CorrectionConfig())
+    run.engine, run.policy, run.val_set, run.train_set = Told(events), None, DATA, DATA
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
+    run.scoring = SimpleNamespace(pool=None, tokenizer=tokenizer, episodes=None, model=model, config=RewardConfig())
+    run.recorder, run.watchdog = SimpleNamespace(config=run.args.log), SimpleNamespace(signal=0)
+    run.tracker = SimpleNamespace(progress=lambda name, total: nullcontext(lambda: None))
+    run.checkpoints = SimpleNamespace(check=lambda: None, stopping=lambda: False)
+    run.timer, run.meter, run.metrics, run.step = Timer(), Meter(), {}, 0
+
+    def happens(call) -> list[str]:
+        events.clear()
+        call()
+        return list(events)
+
+    assert happens(lambda: run._validate(1)) == ["wake", "sample", "sleep", "score"]
+    run.watchdog.signal = 15
+    assert happens(lambda: run._validate(1)) == ["wake", "sample", "sleep"]
+    run.engine.wake(run.policy)
+    for scorer, want in ((model, ["sample", "sleep", "score", "wake"]), (None, ["sample"])):
+        run.scoring.model = scorer
+        assert happens(lambda: run.collect(run.sample([0, 1], 2, RolloutConfig(), 0))) == want
+    pending, run.scoring.model = run.sample([0, 1], 2, RolloutConfig(), 0), model
+    run.engine.sleep()
+    assert happens(lambda: run.collect(pending)) == ["score"]
 
 
 def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
