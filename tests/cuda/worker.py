@@ -100,7 +100,7 @@ class EngineArgs:
 
 def stand_in_for_vllm() -> None:
     """The names that common/engine imports of it; importing the real one takes long and needs its CUDA build."""
-    group = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
+    group = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None, broadcast_object=lambda x, src: x)
     contents = {
         "vllm": {"LLM": StandIn, "SamplingParams": types.SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": types.SimpleNamespace(FINAL_ONLY=1)},

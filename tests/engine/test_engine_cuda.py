@@ -103,7 +103,7 @@ def start(world, tmp_path, monkeypatch):
     """start(**flags) -> engine, policy."""
     monkeypatch.setattr(StandIn, "log", [])
     monkeypatch.setattr("vllm.LLM", StandIn)
-    group = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
+    group = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None, broadcast_object=lambda x, src: x)
     monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: group)
     model, engines = make_model("llama", False, tmp_path), []
 
