@@ -29,7 +29,7 @@ COMPARED = ("critic/rewards/mean", "train/loss", "actor/grad_norm", "critic/grad
 FLOAT32 = ["--policy.compute-dtype", "float32"]
 HF = [*SAMPLES, *FLOAT32, "--optim.lr", "1e-3"]
 EXPERTS = [*HF, "--model", "experts"]
-# one call of the engine profiles memory while others take theirs
+# the size of the cache is given: vLLM would measure what is free, which other runs take at the same time
 VLLM = [*(flag for flag in SAMPLES if flag not in ("--rollout.engine", "hf")), "--rollout.enforce-eager",
         "--rollout.gpu-memory-utilization", "0.1", "--rollout.extra", '{"kv_cache_memory_bytes": 1000000000}']
 GAME = ["--data.max-prompt-length", "1200", "--rollout.episode", "tests/engine/episodes_of_tests.py:three_turns",
