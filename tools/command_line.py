@@ -31,6 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 HEAVY = {"torch", "transformers", "vllm"}
+LEAST = {
+    "--seed": (0, ""), "--total-epochs": (0, " (0: --total-steps counts)"), "--eval-prompts": (0, " (0: all)"),
+    "--eval-n": (0, " (0: the greedy response alone)"), "--eval-temperature": (0, ""),
+    "--rollout.top-k": (0, " (0: all tokens)"), "--rollout.val-top-k": (0, " (0: all tokens)"),
+    "--rollout.tool-result-tokens": (0, " (0: no limit)"), "--rollout.max-num-seqs": (1, ""), "--rollout.tp": (1, ""),
+}
+"""The least value of flags, and what it means: verl and vLLM say -1 where 0 means all here."""
 
 
 class NeedsModels(Exception):
@@ -130,6 +137,7 @@ def check_command(script: Path) -> None:
             return
         with contextlib.redirect_stderr(framed):
             args = read_flags(own["Args"], own.module.__doc__ or "")
+        check_numbers(args)
         check_paths(args)
         check_ranks(args)
         for name in [name for name in ("check", "check_supervised") if name in own.statements][:1]:
@@ -155,6 +163,14 @@ def in_one_line(framed: str) -> str:
     mistake, *sections = [" ".join(group) for is_rule, group in groups if not is_rule]
     meant = [section.split()[3] for section in sections if section.startswith("Perhaps you meant:")]
     return f"{mistake}; did you mean {meant[0]}?" if meant else mistake
+
+
+def check_numbers(args: Any) -> None:
+    """Raise ValueError for a number below the least that its flag takes."""
+    given = flags_of(args)
+    for flag, (least, meaning) in LEAST.items():
+        if given.get(flag, least) < least:
+            raise ValueError(f"{flag} {given[flag]:g} must be at least {least}{meaning}")
 
 
 def check_paths(args: Any) -> None:
