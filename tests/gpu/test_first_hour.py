@@ -11,6 +11,7 @@ from tests.conftest import ROOT
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.gpu import first_hour
 from tests.gpu.first_hour import Part
+from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS
 
 FAILS = "print('before'); print('{\"rows\": [{\"a\": 1.5}]}'); raise ValueError('broken')"
 HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77)']); " \
@@ -84,7 +85,7 @@ def test_every_script_that_trains_runs_in_the_first_hour():
     """async_grpo.py needs two GPUs. Those that are parts themselves need no second run."""
     from tests.gpu.first_parts import RUNS
 
-    scripts = {path.name for path in ROOT.glob("*.py")} - {"async_grpo.py", "evaluate.py"}
+    scripts = {*SCRIPTS, *OFFLINE, *ALONE} - {"async_grpo.py", "evaluate.py"}
     assert {script for script, _ in RUNS.values()} == scripts
 
 

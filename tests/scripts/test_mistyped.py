@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint.faulty import python_path
 from tests.conftest import MODEL, ROOT, launch
 from tests.scripts.mistyped import EARLY, parts, prepare
+from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS
 from tools.command_line import check_command, definitions, in_one_line, keep_compiled_code_at_home
 
 # What `python SCRIPT` does first, once for each command, in a fork of a process that has imported neither torch nor
@@ -79,7 +80,7 @@ GOOD = {
 
 def test_a_good_command_passes_without_torch(tmp_path, smollm):
     """Of every script, and of a fork in another folder that has a flag and a check of its own."""
-    assert set(GOOD) == {file.name for file in ROOT.glob("*.py")}
+    assert set(GOOD) == {*SCRIPTS, *OFFLINE, *ALONE}
     prepare(tmp_path)
     fork = tmp_path / "mine.py"
     text = (ROOT / "grpo.py").read_text().replace("    # the objective\n", "    mine: Literal['a', 'b'] = LIST[0]\n", 1)
