@@ -98,8 +98,19 @@ def words_of(command: str) -> tuple[str, Options] | None:
         name = Path(word).stem if word.endswith(".py") else word.removeprefix("trl.scripts.")
         is_script = word.endswith(".py") or word.startswith("trl.scripts.") or (place and words[place - 1] == "trl")
         if is_script and (name in KINDS or name in NO_SCRIPT):
-            return name, options_of(words[place + 1 :])
+            return name, processes_of(words[:place]) | options_of(words[place + 1 :])
     return None
+
+
+def processes_of(launcher: list[str]) -> Options:
+    """{"num_processes": [N]}, all that accelerate or torchrun start; {} if the launcher does not say."""
+    given = options_of(launcher)
+    counts = [" ".join(given.get(name, [])) for name in ("num_processes", "nproc_per_node")]
+    nodes = " ".join(given.get("nnodes", ["1"]))
+    found = counts[0] if counts[0].isdecimal() else ""
+    if counts[1].isdecimal() and nodes.isdecimal():
+        found = str(int(counts[1]) * int(nodes))
+    return {"num_processes": [found]} if found else {}
 
 
 def options_of(words: list[str]) -> Options:
@@ -199,11 +210,13 @@ def read(source: str) -> tuple[list[tuple[str, Options]], list[str]]:
 
 # --------------------------------------------------------------------------- translation
 
-def translate(name: str, options: Options, gpus: int = 1) -> Translation:
-    """Our command for one of TRL's. ValueError where there is no script for it."""
+def translate(name: str, options: Options, gpus: int = 0) -> Translation:
+    """Our command for one of TRL's. `gpus` 0: as many as its launcher starts. ValueError where there is no script."""
     if name in NO_SCRIPT:
         raise ValueError(f"{name}: no script here trains so; README.md has a table of those that exist")
     given = {option: values for option, values in options.items() if values != ["None"]}    # as if not given
+    started = " ".join(given.pop("num_processes", []))                  # of the launcher, or of `trl sft`
+    gpus = gpus or (int(started) if started.isdecimal() else 0) or 1
     new = Translation(KINDS[name], DEFAULTS.get(name, {}) | given, gpus)
     new.script = new.kind
     for option, flag in SAME.items():
@@ -568,12 +581,13 @@ def report(new: Translation, notes: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="a .py or .sh file, or a command in quotes")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of the job; TRL's batch sizes are of one (1)")
+    parser.add_argument("--gpus", type=int,
+                        help="GPUs of the job; TRL's batch sizes are of one (default: as the launcher says, else 1)")
     args = parser.parse_args()
-    if args.gpus < 1:
+    if args.gpus is not None and args.gpus < 1:
         raise ValueError(f"--gpus {args.gpus} must be at least 1")
     found, notes = read(args.source)
-    print("\n\n\n".join(report(translate(name, options, args.gpus), notes) for name, options in found))
+    print("\n\n\n".join(report(translate(name, options, args.gpus or 0), notes) for name, options in found))
 
 
 if __name__ == "__main__":

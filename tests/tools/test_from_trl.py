@@ -51,9 +51,22 @@ trainer = GRPOTrainer(
 '''
 
 
-def translate(command: str, gpus: int = 1) -> from_trl.Translation:
+def translate(command: str, gpus: int = 0) -> from_trl.Translation:
     (name, options), = from_trl.commands_of(command)
     return from_trl.translate(name, options, gpus)
+
+
+@pytest.mark.parametrize(("launcher", "gpus", "started"), [
+    ("accelerate launch --config_file zero3.yaml --num_processes 4 examples/scripts/dpo.py", 0, 4),
+    ("accelerate launch --num-processes=4 examples/scripts/dpo.py", 0, 4),
+    ("torchrun --nnodes 2 --nproc_per_node=8 examples/scripts/dpo.py", 0, 16),
+    ("torchrun --nproc-per-node gpu examples/scripts/dpo.py", 0, 1),
+    ("accelerate launch --num_processes 4 examples/scripts/dpo.py", 2, 2), ("python examples/scripts/dpo.py", 0, 1),
+    ("trl dpo --num_processes 4", 0, 4), ("trl dpo", 0, 1)])
+def test_the_batch_counts_the_processes_that_the_launcher_starts(launcher, gpus, started):
+    new = translate(f"{launcher} --model_name_or_path org/model --per_device_train_batch_size 2", gpus)
+    assert parsed(new).rows_per_step == 2 * started and new.unknown == []
+    assert f"--nproc-per-node {started} dpo.py" in new.command()
 
 
 def parsed(new: from_trl.Translation):
