@@ -560,6 +560,8 @@ def add_rewards(new: Translation) -> None:
     new.add("--data.ground-truth-column", "solution")
     new.notes.append("--data.ground-truth-column: the column with the answer; data/from_table.py gives the function "
                      "all columns, and makes a prompt of a question and a system prompt")
+    new.notes.append('--reward.kwargs: completions are lists of messages; where the column `prompt` is a text, TRL '
+                     'gives texts: add "conversational": false')
 
 
 # --------------------------------------------------------------------------- the report

@@ -107,6 +107,7 @@ def test_the_configuration_in_the_code(tmp_path):
     assert args.reward.kwargs == '{"functions": ["trl.rewards:think_format_reward", "my_rewards.py:near"], ' \
                                  '"weights": [1.0, 0.5]}'
     assert new.unknown == [] and list(new.needless) == ["--vllm_mode colocate"] and notes == []
+    assert any('TRL gives texts: add "conversational": false' in note for note in new.notes)
 
 
 def translate_code(tmp_path, code: str, gpus: int = 1) -> from_trl.Translation:
