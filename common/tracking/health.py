@@ -23,7 +23,9 @@ class HealthCheck:
             if name in metrics and not metrics[name] <= limit:
                 found[kind] = text.format(metrics[name])
 
-        if "distillation/loss" not in metrics:  # a teacher teaches without rewards
+        low, high = (metrics.get(f"critic/advantages/{end}", 0.0) for end in ("min", "max"))
+        # not all compare within a group: a critic, a whole batch, the data's answers, or a teacher can teach, too
+        if max(abs(low), abs(high)) < 1e-6 and "distillation/loss" not in metrics:
             over("constant", "reward/constant_group_frac", 0.999,
                  "in every group all rewards are equal, so no response is better than another and nothing is learned: "
                  "prompts too easy or too hard, or a reward that is always the same. Read the rollouts; other "
@@ -45,10 +47,9 @@ class HealthCheck:
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
              "weights if it jumped from one step to the next, else precision; correct for it (--correction.preset) or "
              "run both in float32 (--policy.compute-dtype float32)")
-        failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
-        if failed > 0:
-            found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "
-                               f"first traceback of each kind; --reward.timeout-s, --reward.on-error")
+        metrics = metrics | {"failed": metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)}
+        over("reward", "failed", 0.0, "{:.1%} of the samples have no reward (errors and timeouts): the log has the "
+             "first traceback of each kind; --reward.timeout-s, --reward.on-error")
         news = [kind for kind in found if step - self.said.get(kind, -math.inf) >= REPEATED_AFTER]
         self.said |= dict.fromkeys(news, step)
         return [f"warning, step {step}: {found[kind]}" for kind in news]

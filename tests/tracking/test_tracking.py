@@ -389,6 +389,15 @@ def test_each_failure_is_told_in_words(change, words):
         raise AssertionError(warning)
 
 
+@pytest.mark.parametrize(("advantages", "is_told"), [
+    ({"critic/advantages/min": -1.2, "critic/advantages/max": 0.9}, False),     # of a critic: groups have one response
+    ({"critic/advantages/min": -1.0, "critic/advantages/max": 0.0}, False),     # ReMax: greedy ones are better
+    ({"critic/advantages/min": 0.0, "critic/advantages/max": 1e-17}, True), ({}, True)])
+def test_equal_rewards_are_told_only_where_nothing_else_teaches(advantages, is_told):
+    told = HealthCheck().look(1, HEALTHY | {"reward/constant_group_frac": 1.0} | advantages)
+    assert ["nothing is learned" in line for line in told] == [True] * is_told
+
+
 def test_entropy_collapse_is_told_and_noise_is_not():
     watch, told = HealthCheck(), []
     for step, entropy in enumerate([2.0, 1.0, 0.5, 0.05, 0.6, 0.3, 0.2, 0.1, 0.1, 0.09, 0.08, 0.07, 0.07, 0.06]):
