@@ -194,6 +194,7 @@ def list_checkpoints(run: Positional[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        tyro.extras.subcommand_cli_from_dict({"export": export_checkpoint, "list": list_checkpoints})
+        commands = {"export": export_checkpoint, "list": list_checkpoints}
+        tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     except ValueError as error:
         exit_with_error(error)

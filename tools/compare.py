@@ -104,6 +104,9 @@ def main(a: Path, b: Path) -> None:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit(0)
     if len(sys.argv) != 3:
         sys.exit("error: name two run folders: python -m tools.compare runs/a runs/b")
     try:

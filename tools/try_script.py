@@ -161,6 +161,9 @@ def compare(run_dir: Path, all_ran: Path) -> str:
 
 
 def main(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     if not arguments or not Path(arguments[0]).is_file():
         sys.exit(f"error: {' '.join(arguments[:1]) or 'no script given'}: name a script, such as grpo.py")
     script, *flags = arguments

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, launch
 from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS, commands
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -65,13 +65,13 @@ def read_flags(program: str, flags: list[str]) -> str:
         cli(of, **options | {"console_outputs": False})
         raise Parsed
 
-    def parse_subcommands(functions):
+    def parse_subcommands(functions, **options):
         def without_effect(function):
             stand_in = functools.wraps(function)(lambda **_: None)
             stand_in.__signature__ = inspect.signature(function)
             return stand_in
 
-        subcommands({name: without_effect(function) for name, function in functions.items()})
+        subcommands({name: without_effect(function) for name, function in functions.items()}, **options)
         raise Parsed
 
     subcommands = tyro.extras.subcommand_cli_from_dict
@@ -236,6 +236,16 @@ def test_what_is_wrong_with_a_command_is_found():
         assert before in good
         found = Page(good.replace(before, after)).problems
         assert any(problem in text for text in found), (found, problem)
+
+
+TOOLS = sorted({name for page in PAGES for name in re.findall(r"-m tools\.(\w+)", (ROOT / page).read_text())})
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_of_the_pages_says_what_it_is_for(name):
+    assert len(TOOLS) >= 8
+    done = launch("-m", f"tools.{name}", "--help", check=False)
+    assert done.returncode == 0 and f"python -m tools.{name} " in done.stdout, done.stdout + done.stderr
 
 
 def test_the_image_is_made_of_files_that_exist():
