@@ -54,7 +54,7 @@ class Args(RunArgs):
     clip_high: float = 0.28
     """Upper clip: the ratio counts up to 1 + clip_high."""
     clip_dual: float = 3.0
-    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729)."""
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). 1e9: no limit."""
     aggregation: losses.Aggregation = "token-mean"
     """From token losses to one number, over the global mini-batch."""
     max_gen_batches: int = 10

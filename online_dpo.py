@@ -64,7 +64,7 @@ class Args(RunArgs):
     clip_high: float = 0.2
     """Upper clip: the ratio counts up to 1 + clip_high."""
     clip_dual: float = 3.0
-    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729)."""
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). 1e9: no limit."""
     aggregation: losses.Aggregation = "seq-mean-token-sum"
     """From token losses to one number, over the global mini-batch."""
     kl_loss_coef: float = 0.0

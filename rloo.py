@@ -61,7 +61,7 @@ class Args(RunArgs):
     clip_high: float = 0.2
     """Upper clip: the ratio counts up to 1 + clip_high."""
     clip_dual: float = 3.0
-    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729)."""
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). 1e9: no limit."""
     gamma: float = 1.0
     """Discount per token. Only reinforce++, remax and otb discount."""
     kl_reward_coef: float = 0.0

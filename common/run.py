@@ -43,7 +43,7 @@ class RunArgs(TrainArgs):
     eval_n: int = 4
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only."""
     eval_temperature: float = 1.0
-    """Sampling temperature of these responses."""
+    """Sampling temperature of these responses. 0: all are greedy."""
     run_zero_advantage: bool = False
     """Run the responses through the model on which no term of the loss has a gradient, too. By default they are left
     out: they count in the denominators, so the gradient is the same, but not in actor/ metrics."""

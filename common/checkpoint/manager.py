@@ -57,7 +57,7 @@ class SaveConfig:
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"
-    """When to write RUN_DIR/model, a Hugging Face folder (tools/checkpoints.py makes one from a checkpoint)."""
+    """When to write RUN_DIR/model, a Hugging Face folder (`python -m tools.checkpoints export` makes one later)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of its weights. auto: the type of --policy.compute-dtype. float32: as they were trained."""
     resume: str = "auto"

@@ -57,9 +57,9 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow but needs no vLLM and is an independent
     check."""
     val_top_p: float = 1.0
-    """top_p of validation."""
+    """top_p of validation. 1: all tokens."""
     val_top_k: int = 0
-    """top_k of validation."""
+    """top_k of validation. 0: all tokens."""
     in_flight: float = 1.0
     """Prompts in flight at once, as a multiple of --prompts-per-step (1 to 2). A step ends when --prompts-per-step
     groups are complete; the others continue in the next step. 1: a step waits for its longest response."""
