@@ -18,7 +18,8 @@ EVIDENCE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/evidenc
 MOST_PAGES = 17                         # in docs/
 MOST_WORDS = 18_000                     # of README.md and docs/; a word has a letter or a digit
 FOREIGN = {                             # flags of programs that are not in this repository
-    "torchrun": {"--standalone", "--nproc-per-node", "--nnodes", "--log-dir", "--signals-to-handle"},
+    "torchrun": {"--standalone", "--nproc-per-node", "--nnodes", "--log-dir", "--signals-to-handle",
+                 "--rdzv-backend", "--rdzv-endpoint"},
     "sbatch": {"--nodes", "--gpus-per-node", "--time", "--job-name", "--mem", "--cpus-per-task", "--array"},
     "scancel": {"--signal", "--batch"},
     "pip": {"--no-deps", "--target"}, "hf": {"--local-dir"}, "tensorboard": {"--logdir"},
