@@ -124,9 +124,9 @@ def score(run: Training, model: Policy | Reference, minibatch: Minibatch, num_se
 
 def score_rows(args: Args, run: Training, model: Policy | Reference, data: ConversationSet, rows: list[int],
                phase: str) -> Tensor | None:
-    """log p of both answers of these rows, float64 [2 N] for the N rows of `data`, 0 for other rows. None: a signal
+    """log p of both answers of these rows, float64 [2 N] for the N rows of `data`, NaN for other rows. None: a signal
     asked to stop during a validation; elsewhere the run ends in this function."""
-    logp = torch.zeros(2 * len(data), dtype=torch.float64)
+    logp = torch.full((2 * len(data),), torch.nan, dtype=torch.float64)
     for start in range(0, len(rows), args.rows_per_step):
         if phase == "testing" and all_max([run.watchdog.signal]).item():
             return None
@@ -166,10 +166,12 @@ def main(args: Args) -> None:
             f"{args.loss}, beta {args.beta:g}, label smoothing {args.label_smoothing:g}, {num_epochs:.2f} epochs",
             args.rows_per_step, 2, 1, 1,
         )
-        # the reference is scored once: the rows that will be drawn, also when a run is resumed, and those of validation
+        # the reference is scored once: the rows of all steps, those before a resume too, and those of validation
         reference = run.load_frozen(args.model)
         run.resume()
-        drawn = PromptSampler(len(run.train_set), "", args.seed).take(args.rows_per_step * run.total_steps)
+        num_before = run.sampler.epoch * len(run.train_set) + run.sampler.position  # perhaps with other --rows-per-step
+        num_drawn = num_before + args.rows_per_step * (run.total_steps - run.first_step)
+        drawn = PromptSampler(len(run.train_set), "", args.seed).take(num_drawn)
         ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
         if run.val_set is not None:
             val_rows = spread_rows(len(run.val_set), args.eval_prompts)
@@ -184,6 +186,9 @@ def main(args: Args) -> None:
 
             # 4 log-probs: the current policy's; coefficients: the loss's derivative by the log-prob of each answer
             numbers = run.train_set.sequences(rows)                                             # [2 P]
+            if ref_logp[numbers].isnan().any():
+                raise RuntimeError("the reference, which is gone, was not scored on a row of this step: `drawn` must "
+                                   "have the rows of all steps")
             logp = score(run, policy, minibatch, len(numbers), "old_log_prob")                  # [2 P]
             log_ratio = (logp - ref_logp[numbers]).requires_grad_()                             # [2 P]
             pair_loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()

@@ -26,7 +26,7 @@ from common.prompts import PromptSampler
 from common.segments import segment_sum
 from common.tracking.logger import LogConfig
 from tests.checkpoint.faulty import server
-from tests.conftest import FAST_DTYPE, launch, launch_all
+from tests.conftest import FAST_DTYPE, ROOT, launch, launch_all
 from tools import try_script
 
 ROWS = [
@@ -245,6 +245,33 @@ def test_the_accuracy_on_pairs_rises(runs):
     assert first["val-core/preference/accuracy"] == 0.5 and first["val-core/preference/margin"] == 0   # the reference
     assert first["val/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert last["val-core/preference/accuracy"] == 1 and last["val/loss"] < first["val/loss"]
+
+
+def test_the_reference_is_scored_on_all_rows_of_a_run_that_changes_its_steps(pairs, tmp_path):
+    """Continued with fewer rows a step: the rows of the last steps are others than those that as many steps of this
+    size have from the start. With a rate of almost 0 the policy stays the reference, and the loss log 2."""
+    flags = ["dpo.py", *pairs, *COMMON, "--optim.lr", "1e-30", "--run-dir", tmp_path / "run"]
+    launch(*flags, "--rows-per-step", "3", "--total-steps", "2", warm=True)
+    launch(*flags, "--rows-per-step", "1", "--total-steps", "5", "--save.allow-changes", warm=True)
+    found = [row["train/loss"] for row in metrics_of(tmp_path / "run") if "train/loss" in row]
+    assert found == pytest.approx([math.log(2)] * 5, rel=1e-6)
+
+
+def fork_of(script: str, tmp_path: Path, *edits: tuple[str, str]) -> Path:
+    source = (ROOT / script).read_text()
+    for old, new in edits:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (tmp_path / "mine.py").write_text(source)
+    return tmp_path / "mine.py"
+
+
+def test_rows_that_the_reference_has_not_scored_are_refused(pairs, tmp_path):
+    """A fork that draws two rows where dpo.py draws one."""
+    mine = fork_of("dpo.py", tmp_path, ("run.next_rows(args.rows_per_step)", "run.next_rows(2 * args.rows_per_step)"))
+    done = launch(mine, *pairs, *COMMON, "--rows-per-step", "1", "--run-dir", tmp_path / "run", warm=True, check=False)
+    assert done.returncode and "the reference, which is gone, was not scored on a row of this step" in done.stderr
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1]
 
 
 def test_a_killed_dpo_continues_exactly(pairs, runs, tmp_path):
