@@ -189,10 +189,10 @@ def main(args: Args) -> None:
             if ref_logp[numbers].isnan().any():
                 raise RuntimeError("the reference, which is gone, was not scored on a row of this step: `drawn` must "
                                    "have the rows of all steps")
-            logp = score(run, policy, minibatch, len(numbers), "old_log_prob")                  # [2 P]
-            log_ratio = (logp - ref_logp[numbers]).requires_grad_()                             # [2 P]
+            logp = score(run, policy, minibatch, len(numbers), "old_log_prob").requires_grad_() # [2 P]
+            log_ratio = logp - ref_logp[numbers]                                                # [2 P]
             pair_loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
-            coefficients = torch.autograd.grad(pair_loss, log_ratio)[0].float().to(run.world.device)    # [2 P]
+            coefficients = torch.autograd.grad(pair_loss, logp)[0].float().to(run.world.device)     # [2 P]
 
             # 5 update
             with run.phase("update_actor", [minibatch]) as update:
