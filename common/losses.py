@@ -6,7 +6,7 @@ in the script that has the paper's name; published variants are in variants/loss
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,8 +32,11 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
 
     Responses that were left out of the mini-batch, because no term has a gradient on them, count in the denominators
     of the default mask. With `masks`, `counts_left_out` says whether all their tokens belong to this term.
-    Raises ValueError if it must be given and is not, and if a mask is True where the policy sampled nothing."""
+    Raises ValueError if it must be given and is not, if a mask is True where the policy sampled nothing, and for
+    another `aggregation`."""
     minibatch.check_advantages()
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"token_weights: {aggregation!r} must be one of {', '.join(get_args(Aggregation))}")
     if masks is not None and minibatch.num_left_out and counts_left_out is None:
         raise ValueError(
             f"token_weights with masks: {minibatch.num_left_out} responses of this mini-batch were left out because "
@@ -53,13 +56,10 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
     tokens, responses = int(counts.sum()), int((counts > 0).sum())
     norm = norm_length if aggregation == "seq-mean-token-sum-norm" else 1.0
     denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, responses * norm)
-    weights = []
-    for batch, mask in zip(minibatch, used):
-        weight = torch.full_like(batch.lengths, 1 / denominator if denominator else 0.0, dtype=torch.float64)
-        if aggregation == "seq-mean-token-mean":
-            weight /= counts.to(weight.device)[batch.index].clamp(min=1)                # [S']
-        weights.append(torch.where(mask, expand(weight, batch.cu_seqlens, len(mask)), 0).float())
-    return weights
+    of_response = torch.full_like(counts, 1 / denominator if denominator else 0.0)      # [S]
+    if aggregation == "seq-mean-token-mean":
+        of_response /= counts.clamp(min=1)
+    return [torch.where(mask, batch.to_tokens(of_response), 0) for batch, mask in zip(minibatch, used)]
 
 
 def ratio_stats(logp: Tensor, old_logp: Tensor) -> dict[str, Tensor]:

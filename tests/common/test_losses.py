@@ -654,6 +654,13 @@ def test_a_mask_on_tokens_that_were_not_sampled_is_refused():
     token_weights(Minibatch([first, second], left_out_lengths(())), "token-mean", masks)
 
 
+@pytest.mark.parametrize("aggregation", ["mean", "token_mean", "seq-mean", ""])
+def test_an_unknown_aggregation_is_refused(aggregation):
+    """Before, it was the mean over responses."""
+    with pytest.raises(ValueError, match=rf"^token_weights: '{aggregation}' must be one of {', '.join(AGGREGATIONS)}$"):
+        token_weights(Minibatch([episodes()], left_out_lengths(())), aggregation)
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_term_without_tokens_has_the_weight_0(aggregation):
     microbatches = pieces(episodes(), [[0, 1, 2, 3], [4, 5, 6, 7]])
