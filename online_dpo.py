@@ -5,7 +5,7 @@ advantage, with the sign turned, in the clipped loss of grpo.py. r(y) = log p(y)
 
     dpo, ipo: the loss of pairs of dpo.py; the best and the worst response of a group are chosen and rejected
               SPIN (arXiv 2401.01335): the data's answer is chosen, each response rejected (--answer-key)
-    sppo = mean over responses of  (r - (R - log mean_g exp R) / beta)^2           (Wu et al. 2024, arXiv 2405.00675)
+    sppo = mean over responses of  (r - R / beta + log mean_g exp(R / beta))^2     (Wu et al. 2024, arXiv 2405.00675)
 
     torchrun --standalone --nproc-per-node 8 online_dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
@@ -54,7 +54,7 @@ class Args(RunArgs):
     loss: Literal["dpo", "ipo", "sppo"] = "dpo"
     """Loss of a pair: a function in this file; sppo: loss of a response."""
     beta: float = 0.1
-    """How strongly the policy is held near the reference: factor of the margin; ipo and sppo aim at about 1 / beta."""
+    """How strongly the policy is held near the reference: factor of the margin; ipo aims at 1 / (2 beta)."""
     answer_key: str = ""
     """SPIN: entry of extra_info with the data's answer, which is chosen. Default: the best response of the group is."""
     refresh_reference_every: int = 0
@@ -111,8 +111,8 @@ def ipo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> 
 
 
 def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
-    """log p / p_ref, rewards and groups of responses [S] -> the loss of each [S]."""
-    return (log_ratio - (rewards - group_log_mean_exp(rewards, group)) / beta).square()
+    """log p / p_ref, rewards and groups of responses [S] -> the loss of each [S], 0 for p_ref exp(R / beta) / Z."""
+    return (log_ratio - rewards / beta + group_log_mean_exp(rewards / beta, group)).square()
 
 
 LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss, "sppo": sppo_loss}

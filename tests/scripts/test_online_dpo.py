@@ -67,10 +67,22 @@ def test_the_loss_of_sppo_is_that_of_the_paper(shift):
     loss = online_dpo.sppo_loss(log_ratio, beta, rewards + shift, group)
     slopes = torch.autograd.grad(loss.sum(), log_ratio)[0].tolist()
     for i in range(5):
-        mates = [math.exp(rewards[j]) for j in range(5) if group[j] == group[i]]
-        aim = (rewards[i].item() - math.log(sum(mates) / len(mates))) / beta
+        mates = [math.exp(rewards[j] / beta) for j in range(5) if group[j] == group[i]]
+        aim = rewards[i].item() / beta - math.log(sum(mates) / len(mates))
         assert abs(loss[i].item() - (log_ratio[i].item() - aim) ** 2) < 1e-10 * max(1, abs(shift)) < loss[i]
         assert abs(slopes[i] - 2 * (log_ratio[i].item() - aim)) < 1e-10 * max(1, abs(shift)) < abs(slopes[i])
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
+def test_the_aim_of_sppo_is_a_distribution(beta):
+    """Where the loss is 0, a group's mean of p / p_ref is 1, and two responses differ by their rewards' difference by
+    beta: p = p_ref exp(R / beta) / Z, the paper's update with eta = 1 / beta."""
+    rewards, group = torch.tensor([1.0, 0, 0, 1, 0.3], dtype=torch.float64), torch.zeros(5, dtype=torch.int64)
+    log_ratio = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    loss = online_dpo.sppo_loss(log_ratio, beta, rewards, group)
+    aim = -torch.autograd.grad(loss.sum(), log_ratio)[0] / 2                # of a square, half of its slope at 0
+    assert aim.exp().mean().item() == pytest.approx(1, rel=1e-12)
+    assert (aim - aim[1]).tolist() == pytest.approx([1 / beta, 0, 0, 1 / beta, 0.3 / beta], rel=1e-12, abs=1e-12)
 
 
 def test_the_best_and_the_worst_of_a_group_are_a_pair():
