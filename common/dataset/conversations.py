@@ -66,9 +66,8 @@ class ConversationSet:
         """This rank's share of these rows, packed. No data travels between ranks: every rank has the files.
         `Batch.index` is the place in `sequences(rows)`."""
         numbers = self.sequences(rows)
-        lengths = self.lengths[numbers]
-        costs = sequence_cost(lengths, hf_config)
-        plan = plan_step(Sequences(lengths, costs), 1, world.size, max_tokens, seed=0, group_size=world.group_size)
+        sequences = Sequences(self.lengths[numbers], sequence_cost(self.lengths[numbers], hf_config))
+        plan = plan_step(sequences, 1, world.size, max_tokens, seed=0, group_size=world.group_size)
         mine = np.flatnonzero(plan.rank == world.rank).tolist()
         tokens, masks = ([array[numbers[i]].as_py() for i in mine] for array in (self.tokens, self.mask))
         first, rest, masks = [x[:1] for x in tokens], [x[1:] for x in tokens], [x[1:] for x in masks]
@@ -87,9 +86,8 @@ class RowParser:
     per_row: int = 1  # conversations
 
 
-def load_conversations(
-    files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig, parser: RowParser,
-) -> ConversationSet:
+def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig,
+                       parser: RowParser) -> ConversationSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `stops`: ids that end an answer. Raises
     ValueError as `load_prompts` does."""
     template = template_arguments(tokenizer, config)
@@ -110,10 +108,12 @@ def load_conversations(
 
 def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
            ) -> tuple[list[int], list[bool]]:
-    """Encodes each piece separately. The mask includes an answer's end token, not the template's text after it."""
+    """Encodes each piece separately, by `encode_after`. The mask includes an answer's end token, not the template's
+    text after it."""
     tokens, mask = [], []
     for text, is_answer in pieces:
-        new = tokenizer(text, add_special_tokens=template is None and not is_answer)["input_ids"]
+        new = (encode_after(tokens, text, tokenizer) if tokens
+               else tokenizer(text, add_special_tokens=template is None)["input_ids"])
         # the first one: there the model would stop, and Phi-3's template adds another one after the conversation
         end = min((n + 1 for n, token in enumerate(new) if token in stops), default=0) if is_answer else 0
         if is_answer and not end:
@@ -124,15 +124,20 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
     return tokens, mask
 
 
+def encode_after(tokens: list[int], text: str, tokenizer) -> list[int]:
+    """The tokens of a text that follows these tokens. Tokenizers of SentencePiece's kind write a space before a text
+    that is encoded alone (Llama 2, Mistral), so the last token's text comes first here, unless it joins with `text`."""
+    last = tokenizer.decode(tokens[-1:])
+    first, both = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (last, last + text))
+    return both[len(first) :] if both[: len(first)] == first else tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The chosen and the rejected conversation of a preference row, each with the messages of its `prompt`. Raises
     ValueError for a bad row."""
     prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
-    pair = []
-    for name in ("chosen", "rejected"):
-        messages = parse_messages(row.get(name), name, "assistant")
-        pair.append(messages if messages[: len(prompt)] == prompt else [*prompt, *messages])
-    return pair
+    pair = [parse_messages(row.get(name), name, "assistant") for name in ("chosen", "rejected")]
+    return [messages if messages[: len(prompt)] == prompt else [*prompt, *messages] for messages in pair]
 
 
 def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,

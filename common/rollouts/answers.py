@@ -22,8 +22,7 @@ def add_answers(rollout: Rollout, run: Any, key: str) -> tuple[Rollout, torch.Te
 
 def answers_of(run: Any, rows: list[int], key: str) -> Rollout:
     """The data's answers to the prompts of these rows of `run.train_set`, dealt to the ranks."""
-    mine = range(run.world.rank, len(rows), run.world.size)
-    return gather_rollout([answer_of(run, n, rows[n], key) for n in mine])
+    return gather_rollout([answer_of(run, n, rows[n], key) for n in range(run.world.rank, len(rows), run.world.size)])
 
 
 def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
@@ -36,6 +35,7 @@ def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
         raise ValueError(f"row {row} of --train-data has no text in extra_info[{key!r}] (--answer-key)")
     template = template_arguments(run.tokenizer, run.args.data)
     messages = [*prompt.messages, {"role": "assistant", "content": text}]
-    _, answer = pieces_of(messages, len(prompt.messages), run.tokenizer, template)
-    tokens, mask = encode([answer], run.tokenizer, template, run.engine.stop_token_ids)
-    return Sample(number, number, row, prompt, Response(tokens[: sum(mask)], [0.0] * sum(mask), "stop"), text)
+    pieces = pieces_of(messages, len(prompt.messages), run.tokenizer, template)
+    tokens, mask = encode(pieces, run.tokenizer, template, run.engine.stop_token_ids)
+    tokens = [token for token, is_answer in zip(tokens, mask) if is_answer]
+    return Sample(number, number, row, prompt, Response(tokens, [0.0] * len(tokens), "stop"), text)

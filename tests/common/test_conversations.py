@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.dataset.conversations import ConversationConfig, RowParser, encode, load_conversations
 from common.dataset.store import load_prompts
@@ -66,6 +67,52 @@ def test_an_answer_ends_with_its_first_end_token(tokenizer):
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     tokens, mask = encode(pieces_of(messages, 0, tokenizer, template), tokenizer, template, stops)
     assert tokens[-1] == stops[1] and trained(tokens, mask, tokenizer) == ["fine<|im_end|>"]
+
+
+def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that writes a space first. "prepend": before each text between special tokens (Llama 2, Mistral,
+    TinyLlama, by their tokenizer.json); "always" and "first": transformers' own for the same files. A line break is a
+    byte of its own, as theirs is."""
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if kind == "prepend" else kind, split=False)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+    texts = ["Yes, it is 12 How many? <|user|> <|assistant|> [INST] [/INST]", "Yes", "How many?<|user|>", "[INST]Yes"]
+    made.train_from_iterator(texts * 50, trainers.BpeTrainer(vocab_size=400, special_tokens=special[:3]))
+    content = json.loads(made.to_str())
+    vocab = content["model"]["vocab"]
+    vocab |= {token: len(vocab) + n for n, token in enumerate(special[3:])}
+    made = Tokenizer.from_str(json.dumps(content))
+    if kind == "prepend":
+        made.pre_tokenizer = None
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+ZEPHYR = ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")
+LLAMA_2 = ("{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]{% else %} "
+           "{{ m.content }} </s>{% endif %}{% endfor %}")
+MISTRAL = ("{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}</s>"
+           "{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("kind", ["prepend", "always", "first"])
+@pytest.mark.parametrize(("template", "answers"), [(ZEPHYR, ["Yes, it is 12</s>", "Yes</s>"]),
+                                                  (LLAMA_2, ["Yes, it is 12 </s>", "Yes </s>"]),
+                                                  (MISTRAL, ["Yes, it is 12</s>", "Yes</s>"])])
+def test_no_space_is_written_before_a_piece(kind, template, answers):
+    """The tokens are those of the whole text, where such tokenizers write a space at the beginning only: the prompt of
+    a second question is what a rollout would be given, and an answer begins as the model begins it."""
+    tokenizer = sentencepiece(kind)
+    tokenizer.chat_template = template
+    messages = [{"role": role, "content": text} for role, text in
+                (("user", "How many?"), ("assistant", "Yes, it is 12"), ("user", "Yes?"), ("assistant", "Yes"))]
+    tokens, mask = encode(pieces_of(messages, 0, tokenizer, {}), tokenizer, {}, [tokenizer.eos_token_id])
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"] and len(tokens) > 10
+    assert trained(tokens, mask, tokenizer) == answers                  # the decoder strips one space at the beginning
 
 
 def test_an_answer_has_the_tokens_that_a_policy_would_sample(tokenizer):
