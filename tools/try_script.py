@@ -39,6 +39,11 @@ def compute_score_of_some(data_source, solution_str, ground_truth, extra_info=No
     return {1: 1.0, 2: 0.0}.get(int(ground_truth) % 6, float(len(solution_str) % 2))
 
 
+def is_supervised(script: Path) -> bool:
+    """Whether it is a script that trains on rows of data and does not sample, such as sft.py."""
+    return "rows_per_step" in script.read_text()
+
+
 def make_tiny_model(folder: Path = TINY) -> None:
     """A random Llama of two layers with the quickstart's tokenizer."""
     import torch
@@ -171,6 +176,9 @@ def main(arguments: list[str]) -> None:
         name = flag.partition("=")[0].replace("_", "-")
         if name in OWN:
             sys.exit(f"error: {name} cannot be given here: {OWN[name]}")
+    if is_supervised(Path(script)):
+        sys.exit(f"error: {script} does not sample, and the table is of responses: make test SCRIPT={script} compares "
+                 f"its gradient on 1 and 2 ranks and in other micro-batches, and kills and resumes it")
     run_dir = ROOT / f"runs/try/{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}"
     start = time.monotonic()
     os.chdir(ROOT)

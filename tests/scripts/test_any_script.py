@@ -16,11 +16,21 @@ from tests.conftest import ROOT, STOPS, launch
 from tools import try_script
 
 SCRIPT = os.environ.get("SCRIPT", "grpo.py")
+IS_SUPERVISED = try_script.is_supervised(ROOT / SCRIPT)
+SAMPLES = pytest.mark.skipif(IS_SUPERVISED, reason=f"{SCRIPT} does not sample: it leaves no response out")
 SIZES = ["--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2"]
 
 
 @pytest.fixture(scope="module")
-def flags(tiny_llama, small_train) -> list[str]:
+def flags(tiny_llama, small_train, tmp_path_factory) -> list[str]:
+    if IS_SUPERVISED:                                                   # rows for sft.py, dpo.py and rm.py
+        data = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+        data.write_text("".join(json.dumps(
+            {"prompt": f"Count to {n}", "response": "so " * n, "chosen": "so " * n, "rejected": "no " * (n % 3 + 1)}
+        ) + "\n" for n in range(2, 14)))
+        return ["--model", tiny_llama, "--train-data", str(data), "--rows-per-step", "5", "--total-steps", "2",
+                "--policy.compute-dtype", "float32", "--data.max-length", "128", "--optim.lr", "1e-3",
+                "--save.every", "1"]
     return [
         "--model", tiny_llama, "--train-data", small_train, *SIZES, "--rollout.engine", "hf", "--policy.compute-dtype",
         "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-3",
@@ -54,14 +64,18 @@ def test_the_gradient_does_not_depend_on_the_layout(ranks, more, flags, whole, t
     the weights differ by rounding only, which AdamW turns into whole steps where a gradient is nearly 0."""
     launch(SCRIPT, *flags, *more, "--run-dir", tmp_path, ranks=ranks, warm=True)
     first, expected = metrics_of(tmp_path)[0], metrics_of(whole)[0]
-    assert first["critic/rewards/mean"] == expected["critic/rewards/mean"]
-    assert first["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+    if not IS_SUPERVISED:
+        assert first["critic/rewards/mean"] == expected["critic/rewards/mean"]
+    # of ranks the squares of a norm are added in another order
+    rel = 1e-4 if IS_SUPERVISED else 1e-5
+    assert first["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=rel)
     assert first["actor/grad_norm"] > 0
     theirs = weights_of(whole)
     for name, weight in weights_of(tmp_path).items():
         assert ((weight - theirs[name]).abs() > 1e-4).float().mean() < 0.01, name
 
 
+@SAMPLES
 def test_what_was_left_out_has_no_gradient(flags, whole, tmp_path):
     """The first step again, with --run-zero-advantage: the same gradient norm. Weights as above."""
     if not try_script.can_compare(whole):
@@ -89,6 +103,7 @@ def test_a_killed_run_continues_exactly(flags, whole, tmp_path):
         assert {name: ours[name] for name in compared} == {name: expected[name] for name in compared}
 
 
+@SAMPLES
 @pytest.mark.parametrize("flags", [["--run-dir", "runs/mine"], ["--run_dir=x"], ["--log.rollouts-every", "0"],
                                    ["--loss", "gspo", "--log.rollouts_every=2"]])
 def test_flags_that_make_try_needs_itself_are_refused(flags):
@@ -96,6 +111,7 @@ def test_flags_that_make_try_needs_itself_are_refused(flags):
         try_script.main([str(ROOT / SCRIPT), *flags])
 
 
+@SAMPLES
 def test_the_ten_questions_are_answered_in_numbers(whole):
     """What `make try` prints of a run."""
     said = try_script.describe(whole)

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -300,6 +303,26 @@ def test_a_term_of_the_log_prob_alone_has_its_gradient(pairs, runs, tmp_path, ti
     assert row["train/loss"] == pytest.approx(math.log(2) - chosen.mean().item(), rel=1e-6)
     assert row["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert metrics_of(runs / "one/dpo_whole")[1]["actor/grad_norm"] != pytest.approx(float(norm), rel=0.1)
+
+
+@pytest.mark.parametrize(("script", "line", "other", "failing"), [
+    ("sft.py", "(loss * weight).sum()", "loss.sum() / microbatch.mask.sum()", {"1-more0", "2-more1"}),
+    ("dpo.py", "(run.world.size * loss.sum())", "loss.sum()", {"2-more1"}),
+])
+def test_make_test_finds_forks_whose_gradient_depends_on_the_layout(script, line, other, failing, tmp_path):
+    """`make test SCRIPT=mine.py`: a mean over a micro-batch, and FSDP's mean over ranks. All other tests pass."""
+    mine = fork_of(script, tmp_path, (line, other))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/scripts/test_any_script.py"],
+        cwd=ROOT, env=os.environ | {"SCRIPT": str(mine)}, capture_output=True, text=True, timeout=300,
+    )
+    found = set(re.findall(r"^(?:FAILED|ERROR) .*?::(\S+)", done.stdout, re.MULTILINE))
+    assert found == {f"test_the_gradient_does_not_depend_on_the_layout[{name}]" for name in failing}, done.stdout
+
+
+def test_make_try_names_what_tests_a_script_that_does_not_sample():
+    with pytest.raises(SystemExit, match=r"^error: .*sft.py does not sample, and .*: make test SCRIPT="):
+        try_script.main([str(ROOT / "sft.py")])
 
 
 def test_a_killed_dpo_continues_exactly(pairs, runs, tmp_path):
