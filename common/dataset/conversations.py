@@ -96,7 +96,8 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
         encoded = [encode(pieces, tokenizer, template, stops) for pieces in parser.parse(row, tokenizer, template)]
         if any(len(tokens) > config.max_length for tokens, _ in encoded):
             encoded = [(tokens[: config.max_length], mask[: config.max_length]) for tokens, mask in encoded]
-            if config.on_long_row == "filter" or not all(any(mask) for _, mask in encoded):
+            # nothing may be left of an answer, or of what two answers differ in
+            if config.on_long_row == "filter" or not all(any(own) for _, own in encoded) or encoded[1:] == encoded[:1]:
                 loaded.num_filtered += 1
                 return []
             loaded.num_truncated += 1
