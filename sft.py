@@ -64,8 +64,15 @@ class Args(TrainArgs):
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:
     """The pieces of the one conversation of a row. Raises ValueError for a bad row."""
+    if row.get("tools"):
+        raise ValueError("tools is not empty: no tool is shown to the chat template here; write them into a system "
+                         "message, and leave the column out")
     if row.get("messages") is not None:
-        return [pieces_of(parse_messages(row["messages"], "messages"), 0, tokenizer, template)]
+        messages = parse_messages(row["messages"], "messages")
+        if any(message.get("weight", 1) != 1 for message in messages):
+            raise ValueError("a message has a weight that is not 1, and all answers in messages are trained on alike: "
+                             "give each answer a row with what is before it as prompt, and itself as response")
+        return [pieces_of(messages, 0, tokenizer, template)]
     if row.get("prompt") is None or row.get("response") is None:
         raise ValueError("it has neither messages, nor a prompt and a response: name the columns with "
                          "--data.messages-column, or --data.prompt-column and --data.response-column")
@@ -96,7 +103,7 @@ def main(args: Args) -> None:
     with Training(args) as run:
         columns = {
             "messages": args.data.messages_column, "prompt": args.data.prompt_column,
-            "response": args.data.response_column,
+            "response": args.data.response_column, "tools": "tools",
         }
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import dpo
 from common.dataset.conversations import ConversationConfig, RowParser, encode, load_conversations
 from common.dataset.store import load_prompts
 from common.prompts import DataConfig
@@ -16,7 +17,7 @@ from common.segments import segment_sum
 from sft import parse, pieces_of
 from tests.conftest import TRAIN
 
-COLUMNS = {name: name for name in ("messages", "prompt", "response")}
+COLUMNS = {name: name for name in ("messages", "prompt", "response", "tools")}
 DIALOGUE = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "<|im_start|>assistant yes"},
     {"role": "assistant", "content": "yes"},
@@ -190,6 +191,17 @@ def test_long_rows_are_left_out_or_cut_and_counted(tokenizer, tmp_path):
     assert cut.tokens[1].as_py() == whole.tokens[1].as_py()[:limit]
 
 
+def test_a_pair_without_a_difference_is_left_out(tokenizer, tmp_path):
+    """Two answers that begin alike and are cut before they differ: both would be trained, in opposite directions."""
+    pairs = [{"prompt": "hi", "chosen": "so " * n + "yes", "rejected": "so " * n + "no"} for n in (2, 50)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    columns = {name: name for name in ("prompt", "chosen", "rejected")}
+    config = ConversationConfig(max_length=40, on_long_row="truncate")
+    data = load_conversations([str(tmp_path / "a.jsonl")], tokenizer, [2], config, RowParser(columns, dpo.parse, 2))
+    assert (len(data), data.loaded.num_filtered, data.loaded.num_truncated) == (1, 1, 0)
+    assert data.tokens[0] != data.tokens[1]
+
+
 THINKING = ("{% for m in messages %}<|im_start|>{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
             "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}")
 
@@ -203,6 +215,10 @@ THINKING = ("{% for m in messages %}<|im_start|>{{ m.content if loop.last else m
     ({"messages": [{"role": "assistant", "content": "hi"}]}, {}, "and a message before it"),
     ({"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}, {}, "whose content is None"),
     ({"messages": DIALOGUE}, {"template": "plain"}, "plain knows no turns"),
+    ({"messages": [DIALOGUE[1], DIALOGUE[2] | {"weight": 0}]}, {}, "a message has a weight that is not 1"),
+    ({"messages": [DIALOGUE[1], DIALOGUE[2] | {"weight": 1}], "tools": []}, {}, None),
+    ({"messages": DIALOGUE, "tools": [{"type": "function"}]}, {}, "tools is not empty"),
+    ({"prompt": "a", "response": "b", "tools": '[{"type": "function"}]'}, {}, "tools is not empty"),
     ({"messages": [*DIALOGUE[1:3], *DIALOGUE[4:6]]}, {"chat_template_file": THINKING}, None),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"},
                    {"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]},
