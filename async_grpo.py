@@ -128,8 +128,8 @@ def sample(run: Run, bridge: Bridge) -> None:
         data = run.val_set if asked.with_greedy else run.train_set    # only validation has greedy responses
         engine._wake_cache()                                    # no prefixes of a validation, as after engine.wake
         pending = start_rollout(RolloutSource(engine, run.scoring, data, bridge.has_message), asked)
-        gen_s = time.perf_counter() - start
-        if all_max([bridge.has_message()]).item():
+        has_ended, gen_s = all_max([bridge.has_message(), time.perf_counter() - start]).tolist()    # of all samplers
+        if has_ended:
             continue                                            # the trainers have ended: nobody wants this rollout
         meter = Meter()
         bridge.send_share(responses_to_state(pending.collect(meter)))

@@ -22,7 +22,7 @@ from common.model.lora import Reference
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import PackedModel, Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import print_on_main, seed_of
+from common.parallel.ranks import all_max, print_on_main, seed_of
 from common.prompts import DataConfig
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
@@ -150,6 +150,7 @@ class Run(Training):
                 pending = continue_rollout(source, request, self.script_state, self.sampler, self.meter)
             else:
                 pending = start_rollout(source, request)
+            all_max([0])  # the phase ends with the slowest engine: its seconds are those of all tokens
         pending.step = self.step
         return pending
 
@@ -197,10 +198,9 @@ class Run(Training):
             with self.timer("testing"):
                 results = self._validate(step + 1)
         write_step(self.recorder, step + 1, rollout, minibatches, rewards)
-        metrics = rollout_metrics(
-            sampled or rollout, self.num_sampled_tokens, self.timer.seconds["gen"], self.args.data.max_prompt_length,
-            self.args.rollout.max_response_length,
-        ) | metrics
+        limits = self.args.data.max_prompt_length, self.args.rollout.max_response_length
+        gen_s = self.timer.seconds["gen"]
+        metrics = rollout_metrics(sampled or rollout, self.num_sampled_tokens, gen_s, *limits) | metrics
         self.num_sampled_tokens = 0.0
         self.end_step(step, minibatches, rollout.lengths, metrics, results)
 

@@ -323,6 +323,15 @@ def test_the_phases_of_a_step_add_up(runs):
     assert ["timing_s/save_checkpoint" in row for row in runs[1]["ppo kl"]] == [False, True, True]
 
 
+def test_the_seconds_of_sampling_are_those_of_the_slowest_engine(tiny_llama, small_train, tmp_path):
+    """The second of two ranks takes 0.1 s a token; it has two blocks of six tokens in a step."""
+    flags = ["--model", tiny_llama, "--train-data", small_train, *BASE, "--run-dir", str(tmp_path)]
+    launch("tests/checkpoint/faulty.py", "rollout:1:1:slow:0.1", "grpo.py", *flags, ranks=2)
+    (row,) = metrics_of(tmp_path)
+    assert 1.2 <= row["timing_s/gen"] <= row["timing_s/step"]
+    assert row["rollout/tokens_per_s"] == pytest.approx(72 / row["timing_s/gen"], rel=1e-9)
+
+
 def test_dapo_samples_until_enough_groups_differ(runs):
     rows = [row for row in runs[1]["dapo"] if row["rollout/gen_batches"] > 1]
     assert rows and all(0 < row["reward/constant_group_frac"] < 1 for row in rows)
