@@ -79,10 +79,9 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
     }
     if num_sampled_tokens:  # episodes may end before their first reply
         metrics["timing_per_token_ms/gen"] = 1000 * gen_s / num_sampled_tokens
-    for name, values, limit in (
-        ("prompt_length", sampled.prompt_lengths, max_prompt_length),
-        ("response_length", sampled.response_lengths, max_response_length),
-    ):
-        metrics |= spread(name, values)
-        metrics[f"{name}/clip_ratio"] = float((values >= limit).double().mean())
+    # the limit is also of the tokens of tools and users, which are no part of the length
+    is_cut = sampled.truncated | (sampled.response_lengths >= max_response_length)
+    metrics |= spread("prompt_length", sampled.prompt_lengths) | spread("response_length", sampled.response_lengths)
+    metrics["prompt_length/clip_ratio"] = float((sampled.prompt_lengths >= max_prompt_length).double().mean())
+    metrics["response_length/clip_ratio"] = float(is_cut.double().mean())
     return metrics

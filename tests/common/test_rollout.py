@@ -634,6 +634,20 @@ def test_constant_groups_are_those_without_two_different_scores():
     assert rollout_metrics(sampled, 0, 1.0, 9, 9)["rollout/tokens_per_s"] == 0     # all episodes failed at once
 
 
+def test_an_episode_that_its_tools_filled_is_truncated():
+    """Of four responses within 9 tokens after the prompt: 3 sampled and 6 of tools, the last reply cut; the same, and
+    the environment was done; 9 sampled ones, the last of them a stop token; 3 sampled ones. In verl's words: two
+    reach the longest length, and the first one is cut."""
+    def of(*numbers):
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    group, one = torch.arange(4), of(1, 1, 1, 1)
+    sampled = Rollout([], one, group, group, one, of(3, 3, 9, 3), of(6, 5, 0, 0), one, of(1, 0, 0, 0) > 0)
+    found = rollout_metrics(sampled, 18, 1.0, 9, 9)
+    assert found["response_length/clip_ratio"] == 0.5 and found["rollout/truncated_frac"] == 0.25
+    assert found["response_length/mean"] == 4.5 and found["prompt_length/clip_ratio"] == 0
+
+
 def test_a_step_in_which_no_token_was_sampled_has_metrics():
     """Of episodes that ended before their first reply."""
     prompts = [Sample(i, i // 2, 0, DATA[0], Response([], [], "stop", []), score=float(i)) for i in range(4)]
