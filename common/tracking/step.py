@@ -71,12 +71,14 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
                     max_response_length: int) -> dict[str, float]:
     """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" sampled in
     `gen_s` seconds."""
-    constant = is_constant(sampled.scores, sampled.group)                       # lost ones (NaN) left out
     metrics = {
         "rollout/truncated_frac": float(sampled.truncated.double().mean()),
-        "reward/constant_group_frac": len(sampled.group[constant].unique()) / len(sampled.group.unique()),
         "rollout/tokens_per_s": num_sampled_tokens / gen_s,
     }
+    num_groups = len(sampled.group.unique())
+    if num_groups < len(sampled):  # a group of one has nothing to be compared with
+        constant = is_constant(sampled.scores, sampled.group)                   # lost ones (NaN) left out
+        metrics["reward/constant_group_frac"] = len(sampled.group[constant].unique()) / num_groups
     if num_sampled_tokens:  # episodes may end before their first reply
         metrics["timing_per_token_ms/gen"] = 1000 * gen_s / num_sampled_tokens
     # the limit is also of the tokens of tools and users, which are no part of the length

@@ -26,6 +26,7 @@ from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_fro
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
 from common.run import Run, RunArgs
 from common.segments import group_count, group_lead, group_log_mean_exp, group_mean, group_std, group_sum, is_constant
+from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig
 from common.tracking.step import rollout_metrics
 from envs.stored import join, split, write_parts
@@ -632,6 +633,16 @@ def test_constant_groups_are_those_without_two_different_scores():
     sampled = Rollout([], scores, group, group, ones, ones, ones, ones, ~flags)
     assert rollout_metrics(sampled, 8, 1.0, 9, 9)["reward/constant_group_frac"] == 0.75
     assert rollout_metrics(sampled, 0, 1.0, 9, 9)["rollout/tokens_per_s"] == 0     # all episodes failed at once
+
+
+def test_groups_of_one_are_not_called_constant():
+    """ppo.py samples one response a prompt by default, and learns from all of them: there is nothing to warn of."""
+    ones, number = torch.ones(4, dtype=torch.float64), torch.arange(4)
+    sampled = Rollout([], number.double(), number, number, ones, ones, ones, ones, ones > 1)
+    found = rollout_metrics(sampled, 4, 1.0, 9, 9)
+    assert "reward/constant_group_frac" not in found and HealthCheck().look(1, found) == []
+    two = Rollout([], number.double(), number // 2, number, ones, ones, ones, ones, ones > 1)
+    assert rollout_metrics(two, 4, 1.0, 9, 9)["reward/constant_group_frac"] == 0
 
 
 def test_an_episode_that_its_tools_filled_is_truncated():
