@@ -253,7 +253,7 @@ def main(args: Args) -> None:
 
             # 6 log, validate, save
             metrics = spread("critic/score", rollout.scores) | spread("critic/rewards", rewards)
-            metrics |= {"critic/vf_explained_var": explained, "actor/kl_coef": kl_coef}
+            metrics |= {"critic/vf_explained_var": explained, "actor/reward_kl_penalty_coeff": kl_coef}
             if is_adaptive:
                 num_scored = int(rollout.has_score.sum())
                 kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, num_scored)

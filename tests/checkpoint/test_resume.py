@@ -237,7 +237,7 @@ def test_a_fixed_kl_coefficient_is_the_flags(flags, start, tmp_path):
     assert start(log, "none", "ppo.py", *flags, "--run-dir", tmp_path / "other") == 0, log.read_text()[-6000:]
     flags += ["--kl-reward-coef", "0.05", "--save.resume", str(tmp_path / "other"), "--total-steps", "3"]
     assert start(log, "none", "ppo.py", *flags, "--run-dir", tmp_path / "run") == 0, log.read_text()[-6000:]
-    assert metrics(tmp_path / "run")[-1]["actor/kl_coef"] == 0.05
+    assert metrics(tmp_path / "run")[-1]["actor/reward_kl_penalty_coeff"] == 0.05
 
 
 EPISODES = ["--rollout.episode", f"{FILE}:long_talk", "--rollout.lockstep", "--rollout.in-flight", "1.5",

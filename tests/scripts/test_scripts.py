@@ -292,10 +292,17 @@ def test_the_kl_in_the_reward_of_remax_counts_from_each_token_on(folders):
 
 def test_adaptive_controller_moves_the_coefficient(runs):
     """Step 1 has KL 0, below the target: coef * (1 - 0.2 * 12 / 10000). Then the KL is far above: * (1 + ...)."""
-    coefs = [row["actor/kl_coef"] for row in runs[1]["ppo kl"]]
+    coefs = [row["actor/reward_kl_penalty_coeff"] for row in runs[1]["ppo kl"]]
     kls = [row["actor/reward_kl_penalty"] for row in runs[1]["ppo kl"]]
     assert coefs[0] == 0.1 and coefs[1] == pytest.approx(0.1 * (1 - 0.2 * 12 / 10000)) and kls[1] > 0.0012
     assert coefs[2] == pytest.approx(coefs[1] * (1 + 0.2 * 12 / 10000))
+
+
+def test_the_coefficient_in_the_reward_is_not_called_that_of_the_loss(runs):
+    """In verl `actor/kl_coef` is --kl-loss-coef (dp_actor.py), and apply_kl_penalty in ray_trainer.py has the names
+    below."""
+    for row in runs[1]["ppo kl"]:
+        assert {"actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff"} <= row.keys() and "actor/kl_coef" not in row
 
 
 def test_the_controller_counts_the_responses_that_have_a_reward(runs):
@@ -303,7 +310,7 @@ def test_the_controller_counts_the_responses_that_have_a_reward(runs):
     first, second = runs[1]["ppo lost"]
     num_scored = round(12 * (1 - first["reward/error_frac"]))
     assert 0 < num_scored < 12 and first["actor/reward_kl_penalty"] == 0
-    assert second["actor/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * num_scored / 10000), rel=1e-12)
+    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1 * (1 - 0.2 * num_scored / 10000), rel=1e-12)
 
 
 def test_greedy_responses_without_a_score_are_counted(runs):
