@@ -62,8 +62,9 @@ def run(args: Args) -> None:
     ]
     with mock.patch.object(optimizers, "round_stochastically", rounding):
         sft.main(tyro.cli(sft.Args, args=[str(flag) for flag in flags]))
+        measured = measure(args.model, kind)
     shutil.rmtree(folder / "checkpoints")
-    (folder / "optimizer.json").write_text(json.dumps(measure(args.model, kind)))
+    (folder / "optimizer.json").write_text(json.dumps(measured))
 
 
 def measure(model: str, kind: str) -> dict[str, float]:
