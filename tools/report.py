@@ -66,7 +66,8 @@ def draw(runs: list[str], out: Path) -> None:
         )
     first = [row for row in all_rows[runs[0]] if "timing_s/step" in row]
     names = {key for row in first for key in row if key.startswith("timing_s/") and key != "timing_s/step"}
-    phases = sorted(key for key in names if key.count("/") == 1)  # timing_s/agent_loop/... is of single episodes
+    meanwhile = {"timing_s/gen"} if "timing_s/wait" in names else set()     # of samplers
+    phases = sorted(key for key in names - meanwhile if key.count("/") == 1)  # agent_loop/...: of single episodes
     if first and phases:
         steps, values = [row["step"] for row in first], [[row.get(key, 0.0) for row in first] for key in phases]
         seconds.stackplot(steps, values, labels=[key.removeprefix("timing_s/") for key in phases])

@@ -23,7 +23,9 @@ def main(runs: list[str]) -> None:
         print(f"| {run} | {rows[0][sampled]:.2f} -> {rows[-1][sampled]:.2f} | {rows[0][greedy]:.2f} -> "
               f"{rows[-1][greedy]:.2f} | {means} | {seconds:.0f} s | {peak:.1f} GiB |")
         shares += steps[1:]
-    names = ["gen", "reward", "update_weights", "sleep", "probe", "update_actor", "testing", "save_checkpoint"]
+    # async_grpo.py's samplers work at the same time, and a step has the seconds that trainers wait for them
+    rollout = "wait" if any("timing_s/wait" in row for row in shares) else "gen"
+    names = [rollout, "reward", "update_weights", "sleep", "probe", "update_actor", "testing", "save_checkpoint"]
     print("\n| phase | median s of a step | share of all seconds |\n| --- | --- | --- |")
     total = sum(row["timing_s/step"] for row in shares)
     for name in names:

@@ -9,6 +9,7 @@ import pytest
 import tyro
 from matplotlib import image
 
+from tests.bench import quickstart_table
 from tests.conftest import ROOT
 from tools import report
 
@@ -66,6 +67,23 @@ def test_two_runs_in_one_picture(tmp_path):
     assert not (one == orange).all(-1).any()
     assert (two == orange).all(-1).sum() > 50
     assert not (tmp_path / "a/curves.png").exists()
+
+
+def test_samplers_that_work_at_the_same_time_add_nothing_to_a_step(tmp_path, monkeypatch, capsys):
+    """async_grpo.py: steps of 8 s, in which trainers wait 1 s and update 6 s; the samplers' 7 s are beside them."""
+    run, stacked = tmp_path / "a", {}
+    run.mkdir()
+    row = {"critic/rewards/mean": 0.5, "timing_s/gen": 7.0, "timing_s/wait": 1.0, "timing_s/update_actor": 6.0,
+           "timing_s/step": 8.0, "perf/cpu_memory_peak_gb": 1.0, "val-core/sums/acc/greedy": 0.0,
+           "val-core/sums/acc/mean@2": 0.0, "training/rollout_probs_diff_mean": 0.0, "sync/probe_prob_diff": 0.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(3)))
+    monkeypatch.setattr("matplotlib.axes.Axes.stackplot", lambda self, steps, values, labels: stacked.update(
+        zip(labels, values)))
+    report.main(report.Args((str(run),), out=str(run / "curves.png")))
+    assert stacked == {"update_actor": [6.0] * 3, "wait": [1.0] * 3}
+    quickstart_table.main([str(run)])
+    shares = dict(line.split(" | ")[::2] for line in capsys.readouterr().out.splitlines() if line.endswith("% |"))
+    assert shares["| wait"] == "12% |" and shares["| everything else"] == "12% |" and "| gen" not in shares
 
 
 def test_a_run_without_any_step_but_validation(tmp_path):
