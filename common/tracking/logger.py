@@ -117,6 +117,8 @@ class Tracker:
         with self.jsonl.open("r+b") as file:                                # whose kept lines are never gone
             file.writelines(lines)
             file.truncate()
+        for row in map(json.loads, lines):                                  # entropy falls from that of the first step
+            self.health.look(row["step"], row)
 
     @contextmanager
     def progress(self, phase: str, total: int) -> Iterator[Callable[[], None]]:

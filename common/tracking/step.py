@@ -71,10 +71,9 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
                     max_response_length: int) -> dict[str, float]:
     """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" sampled in
     `gen_s` seconds."""
-    metrics = {
-        "rollout/truncated_frac": float(sampled.truncated.double().mean()),
-        "rollout/tokens_per_s": num_sampled_tokens / gen_s,
-    }
+    metrics = spread("prompt_length", sampled.prompt_lengths) | spread("response_length", sampled.response_lengths)
+    metrics["rollout/truncated_frac"] = float(sampled.truncated.double().mean())
+    metrics["rollout/tokens_per_s"] = num_sampled_tokens / gen_s
     num_groups = len(sampled.group.unique())
     if num_groups < len(sampled):  # a group of one has nothing to be compared with
         constant = is_constant(sampled.scores, sampled.group)                   # lost ones (NaN) left out
@@ -83,7 +82,6 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
         metrics["timing_per_token_ms/gen"] = 1000 * gen_s / num_sampled_tokens
     # the limit is also of the tokens of tools and users, which are no part of the length
     is_cut = sampled.truncated | (sampled.response_lengths >= max_response_length)
-    metrics |= spread("prompt_length", sampled.prompt_lengths) | spread("response_length", sampled.response_lengths)
     metrics["prompt_length/clip_ratio"] = float((sampled.prompt_lengths >= max_prompt_length).double().mean())
     metrics["response_length/clip_ratio"] = float(is_cut.double().mean())
     return metrics

@@ -417,6 +417,21 @@ def test_a_warning_is_not_repeated_for_some_steps(tmp_path, capsys):
     assert (first, second) == ("line 1", "line 2") and warning.startswith("warning, step 1: 100% of the responses")
 
 
+def test_a_resumed_run_knows_from_where_entropy_fell(tmp_path, capsys):
+    """Its warnings are those of the same steps in one go, also where a kill came between; none comes twice."""
+    entropies = [2.0, 1.0, 0.5, 0.05, 0.6, 0.3, 0.2, 0.1, 0.1, 0.09, 0.08, 0.07, 0.07, 0.06]
+    told = {}
+    for resumed_after in (None, 8, 11):
+        tracker = Tracker(LogConfig(), str(tmp_path / str(resumed_after)), Args(), WORLD, {})
+        for step, entropy in enumerate(entropies):
+            tracker.log(step, {"actor/entropy": entropy}, "")
+            if step == resumed_after:
+                tracker = Tracker(LogConfig(), str(tracker.run_dir), Args(), WORLD, tracker.state_dict(step))
+        told[resumed_after] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(told[None]) == 1 and "step 11: entropy fell to 0.088 nats (mean of 5 steps) from 2" in told[None][0]
+    assert told[8] == told[11] == told[None]
+
+
 # --------------------------------------------------------------------------- messages for people
 
 def test_our_own_error_is_one_line_and_exit_code_2(tmp_path):
