@@ -235,6 +235,7 @@ def test_tensorboard_of_a_resumed_run(tmp_path):
 
 
 def test_tensorboard_is_rank_0s(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     other = World(rank=1, size=2, device=torch.device("cpu"), mesh=None)
     tracker = Tracker(LogConfig(to=("tensorboard",)), str(tmp_path), Args(), other, {})
     tracker.log(1, {"reward": 0.5}, "")
