@@ -69,8 +69,8 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
 
 def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, max_prompt_length: int,
                     max_response_length: int) -> dict[str, float]:
-    """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" sampled in
-    `gen_s` seconds."""
+    """Metrics of all responses of the step. `num_sampled_tokens`: response tokens that the phase "gen" completed in
+    `gen_s` seconds; with --rollout.in-flight earlier steps sampled some of them, and later ones complete others."""
     metrics = spread("prompt_length", sampled.prompt_lengths) | spread("response_length", sampled.response_lengths)
     metrics["rollout/truncated_frac"] = float(sampled.truncated.double().mean())
     metrics["rollout/tokens_per_s"] = num_sampled_tokens / gen_s
