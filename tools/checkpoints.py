@@ -194,7 +194,8 @@ def list_checkpoints(run: Positional[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        commands = {"export": export_checkpoint, "list": list_checkpoints}
-        tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
+        tyro.extras.subcommand_cli_from_dict(
+            {"export": export_checkpoint, "list": list_checkpoints}, description=__doc__,
+        )
     except ValueError as error:
         exit_with_error(error)
