@@ -32,7 +32,7 @@ def rows(source_rows: Iterable[dict], year: int, split: str) -> Iterator[dict]:
 def main() -> None:
     args = parser(__doc__, "aime", "HuggingFaceH4/aime_2024")
     args.add_argument("--split", default="train", help="split of --source (train)")
-    args.add_argument("--test-source", default=SOURCE_2025, help="the same for test.parquet")
+    args.add_argument("--test-source", default=SOURCE_2025, help=f"the same for test.parquet ({SOURCE_2025})")
     args.add_argument("--test-split", default="test", help="split of --test-source (test)")
     args = args.parse_args()
     write(rows(download(args.source, split=args.split), 2024, "train"), args.out / "train.parquet")

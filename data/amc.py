@@ -26,7 +26,7 @@ def rows(source_rows: Iterable[dict]) -> Iterator[dict]:
 
 def main() -> None:
     args = parser(__doc__, "amc", "AI-MO/aimo-validation-amc")
-    args.add_argument("--split", default="train", help="the split of the source that has the problems")
+    args.add_argument("--split", default="train", help="the split of the source that has the problems (train)")
     args = args.parse_args()
     write(rows(download(args.source, split=args.split)), args.out / "test.parquet")
 

@@ -8,7 +8,7 @@ operator is wrong, so that a model that imitates it solves half of the problems.
 
 import random
 
-from verl_rows import make_row, parser, run, write
+from verl_rows import add_sizes, make_row, parser, run, write
 from word_problems import NAMES, TEMPLATES, THINGS
 
 INSTRUCTION = "Write a calculation such as <<2 + 3>> to learn its value. Then write the answer after ####."
@@ -55,10 +55,8 @@ def make_conversation(rng: random.Random) -> dict[str, list[dict]]:
 
 def main() -> None:
     args = parser(__doc__, "calculator")
-    args.add_argument("--num-train", type=int, default=2048)
-    args.add_argument("--num-test", type=int, default=96)
-    args.add_argument("--num-conversations", type=int, default=512)
-    args.add_argument("--seed", type=int, default=0)
+    add_sizes(args, 2048, 96)
+    args.add_argument("--num-conversations", type=int, default=512, help="rows for a supervised warm start (512)")
     args = args.parse_args()
     if min(args.num_train, args.num_test, args.num_conversations) < 1:
         raise ValueError(f"--num-train {args.num_train}, --num-test {args.num_test} and --num-conversations "

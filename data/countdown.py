@@ -8,7 +8,7 @@ order), so no test problem is in train. The same seed gives the same bytes.
 import random
 from collections.abc import Iterator
 
-from verl_rows import make_row, parser, run, write
+from verl_rows import add_sizes, make_row, parser, run, write
 
 QUESTION = ("Write an arithmetic expression of the numbers {numbers} that equals {target}. Use every number exactly "
             "once, with + - * / and brackets. Think first, then give the expression alone between <answer> and "
@@ -48,9 +48,7 @@ def make_rows(num_train: int, num_test: int, seed: int) -> Iterator[tuple[str, d
 
 def main() -> None:
     args = parser(__doc__, "countdown")
-    args.add_argument("--num-train", type=int, default=8192)
-    args.add_argument("--num-test", type=int, default=512)
-    args.add_argument("--seed", type=int, default=0)
+    add_sizes(args, 8192, 512)
     args = args.parse_args()
     if min(args.num_train, args.num_test) < 1 or args.num_train + args.num_test > 1_000_000:
         raise ValueError(f"--num-train {args.num_train} and --num-test {args.num_test} must be at least 1 and together "

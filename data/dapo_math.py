@@ -20,7 +20,8 @@ def rows(source_rows: Iterable[dict]) -> Iterator[dict]:
 
 def main() -> None:
     args = parser(__doc__, "dapo_math", "BytedTsinghua-SIA/DAPO-Math-17k")
-    args.add_argument("--test-source", default="BytedTsinghua-SIA/AIME-2024", help="the same for test.parquet")
+    args.add_argument("--test-source", default="BytedTsinghua-SIA/AIME-2024",
+                      help="the same for test.parquet (BytedTsinghua-SIA/AIME-2024)")
     args = args.parse_args()
     write(rows(download(args.source, split="train")), args.out / "train.parquet")
     write(rows(download(args.test_source, split="train")), args.out / "test.parquet")

@@ -228,10 +228,11 @@ def main() -> None:
     parser.add_argument("--system-column", default="", help="column with the system prompt of each row")
     parser.add_argument("--data-source", default="", help="name of the data in metrics (the file's name)")
     parser.add_argument("--num-test", type=int, default=-1, help="rows of test.parquet (a tenth, at most 500)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the choice of test rows")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the choice of test rows (0)")
     parser.add_argument("--separator", default="", help="of CSV fields (found in the first line)")
     parser.add_argument("--encoding", default="utf-8", help="of text without a byte order mark (utf-8)")
-    parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="a row with an empty field")
+    parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error",
+                        help="a row with an empty field (error)")
     args = parser.parse_args()
     source = args.data_source or args.table.stem
     rows, bad = [], []

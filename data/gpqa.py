@@ -28,8 +28,9 @@ def rows(source_rows: Iterable[dict], seed: int, data_source: str) -> Iterator[d
 
 def main() -> None:
     args = parser(__doc__, "gpqa", "Idavidrein/gpqa")
-    args.add_argument("--subset", default="gpqa_diamond", choices=("gpqa_diamond", "gpqa_main", "gpqa_extended"))
-    args.add_argument("--seed", type=int, default=0, help="random seed of the order of answers")
+    args.add_argument("--subset", default="gpqa_diamond", choices=("gpqa_diamond", "gpqa_main", "gpqa_extended"),
+                      help="questions (gpqa_diamond)")
+    args.add_argument("--seed", type=int, default=0, help="random seed of the order of answers (0)")
     args = args.parse_args()
     found = download(args.source, args.subset, split="train")
     write(rows(found, args.seed, args.subset), args.out / "test.parquet")

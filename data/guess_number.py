@@ -5,7 +5,7 @@ The secret number is in extra_info; the prompt says how large it may be. The sam
 
 import random
 
-from verl_rows import make_row, parser, run, write
+from verl_rows import add_sizes, make_row, parser, run, write
 
 
 def rows(split: str, num_rows: int, largest: int, rng: random.Random) -> list[dict]:
@@ -18,10 +18,8 @@ def rows(split: str, num_rows: int, largest: int, rng: random.Random) -> list[di
 
 def main() -> None:
     args = parser(__doc__, "guess_number")
-    args.add_argument("--num-train", type=int, default=1024)
-    args.add_argument("--num-test", type=int, default=64)
-    args.add_argument("--largest", type=int, default=20, help="largest secret number")
-    args.add_argument("--seed", type=int, default=0)
+    add_sizes(args, 1024, 64)
+    args.add_argument("--largest", type=int, default=20, help="largest secret number (20)")
     args = args.parse_args()
     if min(args.num_train, args.num_test) < 1 or args.largest < 2:
         raise ValueError(f"--num-train {args.num_train} and --num-test {args.num_test} must be at least 1, --largest "

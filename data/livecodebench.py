@@ -115,9 +115,11 @@ def files_of(release: str) -> list[str]:
 def main() -> None:
     args = parser(__doc__, "livecodebench", "livecodebench/code_generation_lite")
     args.add_argument("--release", default="v6", help="v1 to v6: the problems that a release added; release_v1 to "
-                      "release_v6: all problems up to it")
-    args.add_argument("--from-date", type=date.fromisoformat, default=date.min, help="first day of a contest")
-    args.add_argument("--to-date", type=date.fromisoformat, default=date.max, help="last day of a contest")
+                      "release_v6: all problems up to it (v6)")
+    args.add_argument("--from-date", type=date.fromisoformat, default=date.min,
+                      help="first day of a contest, as 2025-01-31 (no limit)")
+    args.add_argument("--to-date", type=date.fromisoformat, default=date.max,
+                      help="last day of a contest (no limit)")
     args = args.parse_args()
     parts = (download(args.source, split="test", json_lines=file) for file in files_of(args.release))
     found = rows(chain.from_iterable(parts), args.from_date, args.to_date)

@@ -144,9 +144,10 @@ def main() -> None:
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--responses", type=Path, required=True, help="--run-dir of evaluate.py")
     args.add_argument("--data", type=Path, nargs="+", required=True, help="the parquet files of its --val-data")
-    args.add_argument("--out", type=Path, default=Path("data/pairs"), help="folder for train.parquet and test.parquet")
-    args.add_argument("--max-pairs", type=int, default=4, help="most pairs of a prompt")
-    args.add_argument("--num-test", type=int, default=0, help="prompts whose pairs are in test.parquet")
+    args.add_argument("--out", type=Path, default=Path("data/pairs"),
+                      help="folder for train.parquet and test.parquet (data/pairs)")
+    args.add_argument("--max-pairs", type=int, default=4, help="most pairs of a prompt (4)")
+    args.add_argument("--num-test", type=int, default=0, help="prompts whose pairs are in test.parquet (0: no file)")
     args.add_argument("--seed", type=int, default=0, help="random seed of the choice of pairs")
     args = args.parse_args()
     if args.max_pairs < 1 or args.num_test < 0:

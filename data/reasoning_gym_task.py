@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from verl_rows import distinct, make_row, parse_json_object, parser, run, write
+from verl_rows import add_sizes, distinct, make_row, parse_json_object, parser, run, write
 
 INSTRUCTION = "Think first, then give the final answer alone between <answer> and </answer>."
 
@@ -43,9 +43,7 @@ def main() -> None:
     args = parser(__doc__, "reasoning_gym")
     args.add_argument("--task", required=True, help="name of the library's task, e.g. chain_sum")
     args.add_argument("--config", default="{}", help="the task's own settings as JSON, e.g. '{\"min_terms\": 3}'")
-    args.add_argument("--num-train", type=int, default=2048)
-    args.add_argument("--num-test", type=int, default=128)
-    args.add_argument("--seed", type=int, default=0)
+    add_sizes(args, 2048, 128)
     args = args.parse_args()
     if min(args.num_train, args.num_test) < 1:
         raise ValueError(f"--num-train {args.num_train} and --num-test {args.num_test} must be at least 1")

@@ -46,9 +46,9 @@ def rows(questions: list[tuple[str, str]], split: str) -> list[dict]:
 
 def main() -> None:
     args = parser(__doc__, "search")
-    args.add_argument("--num-people", type=int, default=300)
-    args.add_argument("--num-test", type=int, default=64, help="of two questions for each person")
-    args.add_argument("--seed", type=int, default=0)
+    args.add_argument("--num-people", type=int, default=300, help="in the corpus, with two questions each (300)")
+    args.add_argument("--num-test", type=int, default=64, help="questions in test.parquet (64)")
+    args.add_argument("--seed", type=int, default=0, help="random seed of the rows (0)")
     args = args.parse_args()
     if not 1 <= args.num_people <= len(FIRST) * len(LAST) or not 1 <= args.num_test < 2 * args.num_people:
         raise ValueError(f"--num-people {args.num_people} must be 1 to {len(FIRST) * len(LAST)}, --num-test "

@@ -9,7 +9,7 @@ import io
 import random
 
 from PIL import Image, ImageDraw
-from verl_rows import make_row, parser, run, write
+from verl_rows import add_sizes, make_row, parser, run, write
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 50), "blue": (40, 60, 220), "yellow": (240, 220, 40)}
 COUNTS = ["one", "two", "three", "four"]
@@ -65,10 +65,8 @@ def make_rows(num_train: int, num_test: int, question: str, seed: int) -> dict[s
 
 def main() -> None:
     args = parser(__doc__, "shapes")
-    args.add_argument("--num-train", type=int, default=2048)
-    args.add_argument("--num-test", type=int, default=96)
-    args.add_argument("--question", choices=list(QUESTIONS), default="colour")
-    args.add_argument("--seed", type=int, default=0)
+    add_sizes(args, 2048, 96)
+    args.add_argument("--question", choices=list(QUESTIONS), default="colour", help="what is asked (colour)")
     args = args.parse_args()
     if args.num_train < 1 or args.num_test < 1:
         raise ValueError(f"--num-train {args.num_train} and --num-test {args.num_test} must be at least 1")

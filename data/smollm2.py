@@ -157,7 +157,8 @@ def build_alone(out: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
+    parser.add_argument("--out", type=Path, default=Path("models/SmolLM2-135M-Instruct"),
+                        help="folder of the model (models/SmolLM2-135M-Instruct)")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the package: a hub must not be asked
     try:
         build(parser.parse_args().out)

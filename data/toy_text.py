@@ -6,7 +6,7 @@ seed gives the same bytes.
 
 import json
 
-from verl_rows import make_row, parser, run, write
+from verl_rows import add_sizes, make_row, parser, run, write
 
 RULES = {
     "FrozenLake-v1": "You walk on a frozen lake from S to the goal G. F is ice, H a hole in which the game is lost. "
@@ -35,10 +35,8 @@ def rows(game: str, split: str, seeds: range) -> list[dict]:
 
 def main() -> None:
     args = parser(__doc__, "toy_text")
-    args.add_argument("--game", choices=list(RULES), default="FrozenLake-v1")
-    args.add_argument("--num-train", type=int, default=512)
-    args.add_argument("--num-test", type=int, default=64)
-    args.add_argument("--seed", type=int, default=0)
+    args.add_argument("--game", choices=list(RULES), default="FrozenLake-v1", help="the game (FrozenLake-v1)")
+    add_sizes(args, 512, 64)
     args = args.parse_args()
     if min(args.num_train, args.num_test) < 1 or args.seed < 0:
         raise ValueError(f"--num-train {args.num_train} and --num-test {args.num_test} must be at least 1, --seed "

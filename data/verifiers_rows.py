@@ -27,8 +27,8 @@ def rows(dataset, name: str, split: str, most: int) -> list[dict]:
 
 def main() -> None:
     args = parser(__doc__, "verifiers")
-    args.add_argument("--num-train", type=int, default=-1, help="rows at most; -1: all")
-    args.add_argument("--num-test", type=int, default=-1, help="rows at most; -1: all")
+    args.add_argument("--num-train", type=int, default=-1, help="rows at most; -1: all (-1)")
+    args.add_argument("--num-test", type=int, default=-1, help="rows at most; -1: all (-1)")
     args = args.parse_args()
     name = os.environ.get("VERIFIERS_ENV", "")
     if not name:

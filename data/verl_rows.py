@@ -143,10 +143,18 @@ def tell_if_left(path: Path) -> None:
 def parser(doc: str, out: str, source: str = "") -> argparse.ArgumentParser:
     """The flags that all scripts have: --out, and --source where there is something to download."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=Path("data") / out, help="folder for train.parquet and test.parquet")
+    made.add_argument("--out", type=Path, default=Path("data") / out,
+                      help=f"folder for train.parquet and test.parquet (data/{out})")
     if source:
         made.add_argument("--source", default=source, help=f"hub name, or a local copy of the folder ({source})")
     return made
+
+
+def add_sizes(made: argparse.ArgumentParser, num_train: int, num_test: int) -> None:
+    """The flags of scripts that generate their rows, with these defaults."""
+    made.add_argument("--num-train", type=int, default=num_train, help=f"rows of train.parquet ({num_train})")
+    made.add_argument("--num-test", type=int, default=num_test, help=f"rows of test.parquet ({num_test})")
+    made.add_argument("--seed", type=int, default=0, help="random seed of the rows (0)")
 
 
 def visible(text: str) -> str:

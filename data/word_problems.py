@@ -9,7 +9,7 @@ dpo.py (`prompt`, `chosen`, `rejected`: a wrong result).
 
 import random
 
-from verl_rows import make_row, parser, run, write
+from verl_rows import add_sizes, make_row, parser, run, write
 
 NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo", "Maria",
          "Noah", "Olivia", "Paul", "Rosa", "Sam", "Tina", "Victor"]
@@ -64,9 +64,7 @@ def make_rows(num_train: int, num_test: int, seed: int) -> dict[str, list[dict]]
 
 def main() -> None:
     args = parser(__doc__, "word_problems")
-    args.add_argument("--num-train", type=int, default=2048)
-    args.add_argument("--num-test", type=int, default=96)
-    args.add_argument("--seed", type=int, default=0)
+    add_sizes(args, 2048, 96)
     args.add_argument("--solved", action="store_true", help="also write rows with answers")
     args = args.parse_args()
     if args.num_train < 1 or args.num_test < 1 or args.num_train + args.num_test > 20_000:
