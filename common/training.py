@@ -129,6 +129,7 @@ class Training:
     def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int) -> None:
         """Read the training and validation files, each with `load(files)`, and say what is in them."""
         args = self.args
+        ranks.check_at_least(0, {"--total-epochs": args.total_epochs})
         self.train_set = load(args.train_data)
         epochs_in_steps = int(args.total_epochs * len(self.train_set) / rows_per_step)
         self.total_steps = max(epochs_in_steps, 1) if args.total_epochs else args.total_steps

@@ -28,6 +28,7 @@ from common.model.policy import ModelConfig
 from common.prompts import PromptSampler
 from common.segments import segment_sum
 from common.tracking.logger import LogConfig
+from common.training import Training
 from tests.checkpoint.faulty import server
 from tests.conftest import FAST_DTYPE, ROOT, launch, launch_all
 from tools import try_script
@@ -382,6 +383,13 @@ def test_flags_that_cannot_work_are_refused(script, flags, message, tiny_llama):
     args.data.max_length = flags.pop("max_length", 512)
     with pytest.raises(ValueError, match=message):
         check(dataclasses.replace(args, **flags))
+
+
+def test_epochs_below_0_are_refused():
+    """Before, they were one step."""
+    args = sft.Args(model="x", train_data=("x",), total_epochs=-1.0)
+    with pytest.raises(ValueError, match=r"^--total-epochs -1.0 must be at least 0$"):
+        Training(args).load_data(lambda files: ROWS, 1)
 
 
 def test_the_context_of_other_models(tmp_path):
