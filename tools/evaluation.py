@@ -50,13 +50,29 @@ HOW = (f"intervals: 95%, percentiles of {RESAMPLES:,} bootstrap resamples of the
 
 # --------------------------------------------------------------------------- the folder
 
+SCORING = "the code that scores (its hash)"
+
+
+def scoring_code(args: Any) -> str:
+    """A hash of the files of --reward.function, without it of all in rewards/, and of --rollout.episode: what is on
+    disk was scored by these. What they import is not in it."""
+    named = [*args.reward.function, *([args.rollout.episode] if args.rollout.episode else ())]
+    files = [Path(spec.rpartition(":")[0] or spec) for spec in named]
+    if not args.reward.function:
+        files += sorted((Path(__file__).parent.parent / "rewards").glob("*.py"))
+    found = [file.read_bytes() for file in files if file.is_file()]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
 def begin(args: Any, source: str, num_ranks: int) -> None:
     """Take the folder for this evaluation, or continue the one in it. `source`: the model, from
     `model_source.resolve`. Raises ValueError if the folder has another evaluation, or something else."""
     folder = Path(args.run_dir)
     now = {name: value for name, value in flags_of(args).items() if name not in ("--compare", "--run-dir")}
-    now |= {"model": source, "weights": fingerprint(source), "ranks": num_ranks}
+    now |= {"model": source, "weights": fingerprint(source), "ranks": num_ranks, SCORING: scoring_code(args)}
     before = read_manifest(folder / "begun")
+    if before:
+        before = {SCORING: now[SCORING]} | before               # an earlier version did not write it down
     if before and before != now:
         raise ValueError(f"--run-dir {folder} has another evaluation, {'; '.join(differences(before, now))}: choose "
                          f"another folder, or give the flags of before")

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import evaluate
+from common.checkpoint.files import read_manifest, write_manifest
 from common.dataset.images import Images
 from common.model.policy import ModelConfig
 from common.prompts import Prompt
@@ -322,9 +323,12 @@ def test_other_weights_and_other_data_are_refused(flags, tmp_path, monkeypatch, 
     evaluation.begin(args, str(model), 1)
     with pytest.raises(ValueError, match="ranks was 1, is 2"):
         evaluation.begin(args, str(model), 2)
+    written = (model / "model.safetensors").stat().st_mtime_ns
     os.utime(model / "model.safetensors", (1, 1))
     with pytest.raises(ValueError, match="weights was"):
         evaluation.begin(args, str(model), 1)
+    os.utime(model / "model.safetensors", ns=(written, written))
+    evaluation.begin(args, str(model), 1)
     file = evaluation.file_of(tmp_path / "run", 0)
     file.parent.mkdir()
     schema = evaluation.schema_with({"data_hash": "x"})
@@ -335,6 +339,25 @@ def test_other_weights_and_other_data_are_refused(flags, tmp_path, monkeypatch, 
     file.write_bytes(b"half")
     with pytest.raises(ValueError, match=r"val_000000_000000\.parquet is no file of an evaluation, or is damaged"):
         evaluation.missing_chunks(args, 600, "x")
+
+
+@pytest.mark.parametrize("flag", ["--reward.function", "--rollout.episode"])
+def test_a_reward_that_was_edited_is_refused(flag, flags, tmp_path):
+    """What is on disk was scored by the other one, and the same command would print the old numbers. An evaluation of
+    an earlier version, which does not know its code, goes on."""
+    import tyro
+
+    code = tmp_path / "mine.py"
+    code.write_text(REWARD)
+    args = tyro.cli(evaluate.Args, args=[*flags, flag, f"{code}:compute_score", "--run-dir", str(tmp_path / "run")])
+    (tmp_path / "run").mkdir()
+    evaluation.begin(args, "model", 1)
+    code.write_text(REWARD.replace("% 7", "% 5"))
+    with pytest.raises(ValueError, match=r"another evaluation, the code that scores \(its hash\) was \w+, is \w+: "):
+        evaluation.begin(args, "model", 1)
+    begun = read_manifest(tmp_path / "run/begun")
+    write_manifest(tmp_path / "run/begun", {name: value for name, value in begun.items() if "hash" not in name})
+    evaluation.begin(args, "model", 1)
 
 
 # --------------------------------------------------------------------------- statistics
