@@ -153,6 +153,7 @@ def main(args: Args) -> None:
             run.metrics |= engine.sleep()
 
             # 2 rewards and advantages: of P groups, with the overlong penalty, the same on every rank; one per token
+            fresh = sampled.select(sampled.group[sampled.step == step].unique().tolist())     # without the last surplus
             surplus = sampled.select(trainable[P:] if args.keep_surplus else [])
             rollout = sampled.select(trainable[:P])
             num_groups = min(len(trainable), P)
@@ -214,10 +215,10 @@ def main(args: Args) -> None:
                 "reward/overlong_penalty": float(penalty.mean()),
                 "rollout/gen_batches": num_gen_batches,
                 "rollout/surplus_groups": len(trainable) - num_groups,
-                "rollout/score_all_groups": float(sampled.scores.nanmean()),
+                "rollout/score_all_groups": float(fresh.scores.nanmean()),
             }
             run.script_state["surplus"] = responses_to_state(surplus) if len(surplus) else None
-            run.finish(step, rollout, minibatches, rewards, metrics, sampled)
+            run.finish(step, rollout, minibatches, rewards, metrics, fresh)
 
 
 if __name__ == "__main__":

@@ -351,6 +351,23 @@ def test_dapo_samples_until_enough_groups_differ(runs):
     assert runs[1]["dapo overlong"][0]["reward/overlong_penalty"] < 0
 
 
+def test_groups_that_dapo_keeps_count_in_the_step_that_sampled_them(tiny_llama, small_train, tmp_path):
+    """Of a step's new groups those are not constant that it trains or keeps and that the step before did not keep."""
+    flags = ["--model", tiny_llama, "--train-data", small_train, *BASE, "--keep-surplus", "--total-steps", "5",
+             "--samples-per-prompt", "2", "--on-few-groups", "stop"]
+    launch("dapo.py", *flags, "--run-dir", tmp_path, warm=True)
+    rows, kept, found = metrics_of(tmp_path), 0, []
+    for row in rows:
+        num_new = 4 * row["rollout/gen_batches"]
+        unequal = 4 + row["rollout/surplus_groups"] - kept
+        assert row["reward/constant_group_frac"] == pytest.approx(1 - unequal / num_new, abs=1e-12), row["step"]
+        assert row["rollout/score_all_groups"] * 2 * num_new == pytest.approx(round(
+            row["rollout/score_all_groups"] * 2 * num_new), abs=1e-9)       # scores are 0 or 1
+        found.append(kept)
+        kept = row["rollout/surplus_groups"]
+    assert max(found) > 0
+
+
 # --------------------------------------------------------------------------- formulas by hand
 
 NAN = torch.nan
