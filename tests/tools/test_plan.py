@@ -243,6 +243,24 @@ def test_the_tables_are_those_in_the_documents():
     assert long == {f"| {name}" for name in plan.LARGE}
 
 
+@pytest.mark.parametrize(("name", "gb"), [(name, gb) for name in ("Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-4B", SHAPE)
+                                           for gb in ("24", "48")])
+def test_the_table_of_adapters_is_that_of_the_recipes(name, gb, run, tmp_path):
+    """Each cell of docs/recipes.md: gigabytes and tokens with its flags, or "no"."""
+    row = re.search(rf"^\| {re.escape(name)} \| (.*) \|(.*)\|$", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
+    cell = row[1 if gb == "24" else 2].strip()
+    three = plan.shape("qwen2", 2048, 11008, 36, 16, 2, 151936, True)
+    config = plan.SHAPES.get(name, three).to_dict()
+    config["architectures"] = [f"{config['model_type'].capitalize()}ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--lora.rank", "16", "--policy.gradient-checkpointing", "True", *re.findall(r"--[\w.-]+", cell)]
+    said, code = run(str(ROOT / "grpo.py"), *flags, gpus="1", gb=gb)
+    if cell:                                                            # it is empty where less memory is enough
+        fits = re.search(r"([\d.]+) GiB, (?:micro-batches of )?([\d,]+) tokens", cell)
+        assert (code == 0) == (fits is not None) == (cell != "no")
+        assert fits is None or (f", {fits[1]} of" in said and f"{fits[2]} tokens a micro-batch" in said), said
+
+
 def test_large_models_by_hand():
     """Of 70B on 64 GPUs weights, gradients and moments are 16 bytes each; a response of 32k is one micro-batch of four
     GPUs, and without that does not fit."""
