@@ -99,7 +99,7 @@ def read_critic(path: str, config: ModelConfig, ours: PretrainedConfig) -> Pretr
 
 
 def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig:
-    """The config of --teacher. Raises ValueError if its tokens are not those of `model`."""
+    """The config of --teacher, or of another frozen model. Raises ValueError if its tokens are not those of `model`."""
     hf_config, ours_config = read_config(path, config, "--teacher"), read_config(model, config)
     check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     if auto_class(hf_config) is not auto_class(ours_config):
@@ -144,12 +144,14 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
 
 
 def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | Reference:
-    """A causal LM that is not trained. For the policy's own folder (--model) it copies the policy's shards if they are
-    still as loaded, and with adapters it is a view of the policy without them."""
-    if path == args.model and args.lora.rank:
+    """A causal LM that is not trained, with the policy's tokens. For the policy's own folder (--model) it copies the
+    policy's shards if they are still as loaded, and with adapters it is a view of the policy without them."""
+    if path != args.model:
+        read_teacher(path, args.model, args.policy)
+        return load_policy(path, args.policy, world, Weights(frozen=True))
+    if args.lora.rank:
         return Reference(policy)
-    is_copy = path == args.model and policy.version == 0
-    return load_policy(path, args.policy, world, Weights(frozen=True, like=policy if is_copy else None))
+    return load_policy(path, args.policy, world, Weights(frozen=True, like=None if policy.version else policy))
 
 
 def load_critic(path: str, config: ModelConfig, world: World, weights: Weights = ALL_TRAINED) -> Critic:

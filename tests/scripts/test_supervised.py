@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -276,6 +277,18 @@ def test_rows_that_the_reference_has_not_scored_are_refused(pairs, tmp_path):
     done = launch(mine, *pairs, *COMMON, "--rows-per-step", "1", "--run-dir", tmp_path / "run", warm=True, check=False)
     assert done.returncode and "the reference, which is gone, was not scored on a row of this step" in done.stderr
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1]
+
+
+def test_a_reference_with_other_tokens_is_refused(pairs, tiny_llama, tmp_path):
+    """A fork's second model, of the same sizes, whose tokenizer has two tokens' numbers exchanged."""
+    other = shutil.copytree(tiny_llama, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["\u0120to"], vocab["\u0120no"] = vocab["\u0120no"], vocab["\u0120to"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    mine = fork_of("dpo.py", tmp_path, ("run.load_frozen(args.model)", f"run.load_frozen({str(other)!r})"))
+    done = launch(mine, *pairs, *COMMON, "--run-dir", tmp_path / "run", warm=True, check=False)
+    assert done.returncode == 2 and "other must have the tokens of --model: only one has" in done.stderr
 
 
 def test_a_term_of_the_log_prob_alone_has_its_gradient(pairs, runs, tmp_path, tiny_llama):
