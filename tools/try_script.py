@@ -103,7 +103,7 @@ def describe(run_dir: Path) -> str:
     recorded = rows_of(run_dir, int(last["training/global_step"]))
     ran = [row for row in recorded if row["trained"] is not None]
     trained = sum(sum(row["trained"]) for row in ran)
-    sampled = sum(row["response_length"] for row in recorded)
+    sampled = sum(sum(row["mask"] or [1] * row["response_length"]) for row in recorded)     # not tokens of tools
     ended = [row for row in ran if row["finish_reason"] == "stop"]
     cut = [row for row in ran if row["finish_reason"] == "length"]
 

@@ -22,6 +22,7 @@ from common.correction import CorrectionConfig, resolve_correction
 from common.model.flops import microbatch_flops
 from tests.conftest import ROOT, launch, launch_all
 from tests.scripts.test_grpo import metrics_of, weights_of
+from tools import try_script
 
 BASE = ["--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--prompts-per-step", "4", "--samples-per-prompt", "3", "--rollout.max-response-length", "6",
@@ -349,6 +350,19 @@ def test_dapo_samples_until_enough_groups_differ(runs):
     one = runs[1]["dapo one batch"][0]
     assert one["rollout/gen_batches"] == 1 and one["rollout/surplus_groups"] == 0
     assert runs[1]["dapo overlong"][0]["reward/overlong_penalty"] < 0
+
+
+def test_make_try_counts_no_tokens_of_tools_as_sampled(tiny_llama, small_train, tmp_path):
+    """Episodes of three replies of at most six tokens, with two messages between them; all replies are trained."""
+    flags = ["--model", tiny_llama, "--train-data", small_train, *BASE, "--run-zero-advantage", "--log.rollouts-max",
+             "100", "--rollout.episode", f"{ROOT / 'tests/engine/episodes_of_tests.py'}:three_turns",
+             "--rollout.max-response-length", "80"]
+    launch("grpo.py", *flags, "--run-dir", tmp_path, warm=True)
+    (row,) = metrics_of(tmp_path)
+    sampled = round(12 * row["response_length/mean"])
+    assert 12 * 3 <= sampled <= 12 * 3 * 6
+    answer = next(line for line in try_script.describe(tmp_path).splitlines() if line.startswith("tokens with a"))
+    assert answer.split(maxsplit=4)[4] == f"{sampled}, of {sampled} sampled on all ranks"
 
 
 def test_groups_that_dapo_keeps_count_in_the_step_that_sampled_them(tiny_llama, small_train, tmp_path):
