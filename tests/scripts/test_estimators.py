@@ -30,6 +30,7 @@ def make_batch() -> Batch:
     others = (1 - p) ** 2 * torch.rand(T, generator=generator, dtype=torch.float64)
     batch.extra["sum_p2"] = torch.where(batch.mask, p**2 + others, torch.nan)
     batch.returns = torch.where(batch.mask, torch.randn(T, generator=generator, dtype=torch.float64), torch.nan)
+    batch.rollout_weight = torch.where(batch.mask, 2 * torch.rand(T, generator=generator, dtype=torch.float64), 1)
     return batch
 
 
@@ -47,7 +48,8 @@ def token_baselines(batch: Batch) -> dict[tuple[int, int], float]:
         sampled = [t for t in range(a, b) if batch.mask[t]]
         running = 0.0
         for n, t in enumerate(sampled):
-            running += 1 - 2 * math.exp(batch.old_logp[t]) + float(batch.extra["sum_p2"][t])
+            square = 1 - 2 * math.exp(batch.old_logp[t]) + float(batch.extra["sum_p2"][t])
+            running += float(batch.rollout_weight[t]) ** 2 * square
             numbers[int(batch.index[i]), n] = float(batch.returns[t]), running
     found = {}
     for i, n in numbers:
@@ -72,6 +74,37 @@ def test_the_optimal_token_baseline(order):
     for key in alone:
         own = of_token.index(key)
         assert float(got[batch.mask][own]) == pytest.approx(float(batch.returns[batch.mask][own]))
+
+
+def test_the_optimal_baseline_is_optimal_for_weighted_gradients():
+    """At a group's first tokens no other baseline gives a smaller sum of squared gradients by the logits, each of them
+    importance weight * (return - baseline) * (one-hot - p). With --correction.weights the weights differ."""
+    rng = random.Random(5)
+    logits, chosen = [[rng.gauss(0, 1) for _ in range(5)] for _ in range(3)], [0, 3, 1]
+    batch = Batch.build([[1]] * 3, [[2]] * 3)
+    gradients, old, sum_p2 = [], [], []
+    for row, word in zip(logits, chosen):
+        p = [math.exp(z) / math.fsum(map(math.exp, row)) for z in row]
+        gradients.append([(v == word) - p[v] for v in range(5)])
+        old.append(math.log(p[word]))
+        sum_p2.append(math.fsum(x * x for x in p))
+    at = batch.mask.nonzero()[:, 0]
+    assert len(at) == 3
+
+    def on_tokens(values):
+        return torch.full(batch.mask.shape, torch.nan, dtype=torch.float64).index_put_((at,), torch.tensor(
+            values, dtype=torch.float64))
+
+    returns, weights = [1.0, 0.0, 0.3], [0.2, 2.0, 1.1]
+    batch.old_logp, batch.extra["sum_p2"], batch.rollout_weight = map(on_tokens, (old, sum_p2, weights))
+    prompt = Prompt([1], "source", "truth", {}, [])
+    rollout = gather_rollout([Sample(i, 0, 0, prompt, Response([2], [0.0], "stop"), score=0.0) for i in range(3)])
+    (got,) = set(optimal_token_baseline(on_tokens(returns), batch, rollout)[at].tolist())
+
+    def power(baseline):
+        return math.fsum((w * (r - baseline) * x) ** 2 for w, r, row in zip(weights, returns, gradients) for x in row)
+
+    assert all(power(got) < power(got + step) for step in (-0.1, -1e-3, 1e-3, 0.1))
 
 
 def test_the_baseline_of_tokens_that_are_almost_certain_is_no_larger_than_the_returns():
