@@ -279,7 +279,7 @@ def set_clip(verl: Settings, ours: Translation, loss: str) -> None:
             ours.notes.append(f"--clip-low 1: there is no lower bound, as with clip_ratio_low={low}")
     if loss == "grpo":
         ours.add("--clip-dual", dual)
-    if loss in ("sapo", "gmpo"):
+    if loss in ("gspo", "sapo", "gmpo"):
         ours.notes.append(f"{loss} has its paper's aggregation, in verl too, whatever loss_agg_mode={aggregation} says")
     elif ours.script in SCRIPTS["--aggregation"]:
         ours.add("--aggregation", aggregation)

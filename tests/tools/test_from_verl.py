@@ -257,8 +257,9 @@ def test_verls_defaults_are_written_out(monkeypatch):
     ("algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "rloo",
      {"baseline": "gpg", "loss": "reinforce"}),
     ("algorithm.adv_estimator=grpo_passk", "grpo_variants", {"advantage": "passk", "loss": "grpo"}),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "grpo_variants",
-     {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "clip_dual": None, "aggregation": "token-mean"}),
+    # verl's compute_policy_loss_gspo, _sapo and _geo_mean do not read loss_agg_mode (core_algos.py of 1dda039b)
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=token-mean",
+     "grpo_variants", {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "clip_dual": None, "aggregation": None}),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "grpo_variants",
      {"loss": "gmpo", "clip_low": 0.2, "aggregation": None}),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10",
