@@ -34,7 +34,7 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
         optimizer.state_dict()                                  # its hook brings back moments that are offloaded
         is_trained = any(parameter.requires_grad for parameter in module.parameters())  # else a reference that changes
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad == is_trained:
+            if parameter.requires_grad == is_trained or parameter in optimizer.state:   # it may be frozen only now
                 found[f"{part}.model.{name}"] = parameter.detach()
             found |= {f"{part}.optim.{name}.{key}": x for key, x in optimizer.state.get(parameter, {}).items()}
         found |= {f"{part}.buffer.{name}": buffer for name, buffer in saved_buffers(module).items()}

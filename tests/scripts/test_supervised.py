@@ -169,6 +169,26 @@ def test_a_killed_sft_continues_exactly(files, runs, tmp_path):
     check_exact_resume([*SFT, *files], runs / "one/whole", tmp_path)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_layer_that_is_frozen_or_trained_later_continues_exactly(later, files, tmp_path):
+    """Forks that freeze a layer after the first step, and that train it from then on. Each run of three steps is
+    continued from its second checkpoint."""
+    layer = "policy.lm.model.layers[0].requires_grad_({})\n"
+    first, then = "        num_epochs = ", "            # 1 data\n"
+    mine = fork_of("sft.py", tmp_path, (first, f"        {layer.format(not later)}{first}"),
+                   (then, f"{then}            if step > 0:\n                {layer.format(later)}"))
+    command = [mine, *SFT[1:], *files, "--save.keep", "3", "--run-dir"]
+    launch(*command, tmp_path / "whole", warm=True)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for folder in ("finished", "model", "checkpoints/step_000003"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    assert "resumed after step 2" in launch(*command, tmp_path / "run", warm=True).stdout
+    whole, ours = weights_of(tmp_path / "whole"), weights_of(tmp_path / "run")
+    assert all(torch.equal(weight, whole[name]) for name, weight in ours.items())
+    before = load_file(Path(files[1]) / "model.safetensors")
+    assert not torch.equal(ours["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+
+
 # --------------------------------------------------------------------------- dpo.py
 
 def test_the_losses_of_pairs_are_those_of_the_papers():
