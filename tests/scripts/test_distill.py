@@ -117,6 +117,25 @@ def log_probs(model, tokenizer, row):
     return (logits / 0.7).log_softmax(-1)
 
 
+def test_the_mixtures_of_jsd_tend_to_the_two_divergences():
+    """As the paper says: with beta -> 0, jsd / beta is KL(teacher || student); with beta -> 1, jsd / (1 - beta) is
+    KL(student || teacher). All three are 0 between equal distributions, and their gradient is."""
+    generator = torch.Generator().manual_seed(3)
+    ours, theirs = (torch.randn(5, 9, generator=generator, dtype=torch.float64).log_softmax(1) for _ in range(2))
+    forward, reverse = (distill.DIVERGENCES[name](ours, theirs, 0.5) for name in ("forward-kl", "reverse-kl"))
+    assert torch.allclose(forward, torch.nn.functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(1))
+    assert torch.allclose(reverse, torch.nn.functional.kl_div(theirs, ours, reduction="none", log_target=True).sum(1))
+    jsd = distill.DIVERGENCES["jsd"]
+    assert torch.allclose(jsd(ours, theirs, 1e-6) / 1e-6, forward, rtol=1e-3)
+    assert torch.allclose(jsd(ours, theirs, 1 - 1e-6) / 1e-6, reverse, rtol=1e-3)
+    assert not torch.allclose(forward, reverse, rtol=0.1)
+    for divergence in distill.DIVERGENCES.values():
+        logits = theirs.clone().requires_grad_()
+        value = divergence(logits.log_softmax(1), theirs, 0.3)
+        (grad,) = torch.autograd.grad(value.sum(), logits)
+        assert max(float(value.detach().abs().max()), float(grad.abs().max())) < 1e-12
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_loss_and_gradient_are_those_of_whole_distributions(name, runs, tiny_llama, teachers):
     """The first step's sequences, as recorded, one at a time through transformers' models in float64."""

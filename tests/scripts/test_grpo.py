@@ -1,5 +1,6 @@
 """grpo.py as users run it: on the real model with vLLM, on one and two ranks, and what it refuses."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 import grpo
 import grpo_variants
+import rloo
 from tests.conftest import FAST_DTYPE, ROOT, TRAIN, VAL, launch, launch_all, make_tiny_llama
 
 REWARD = ROOT / "tests/scripts/reward_by_length.py"
@@ -174,6 +176,26 @@ def test_passk_advantages_by_hand():
     normed = grpo_variants.passk_advantages(rewards, group, norm_by_std=True)
     assert normed[8] == pytest.approx(2 / (2**0.5 + 1e-6)) and normed[1] == pytest.approx(
         0.5 / (float(torch.tensor([0.2, 1.0, 0.5], dtype=torch.float64).std()) + 1e-6))
+
+
+@pytest.mark.parametrize("rewards", [[0, 1, 0, 1], [0.3, 2, -1, 2], [1, 2, 3, 4]])
+def test_passk_and_leave_one_out_are_unbiased(rewards):
+    """Over all groups of three that a policy of four words can sample, the mean of sum_i A_i grad log p(y_i) is the
+    gradient of the expected best reward of three, and for RLOO three times that of the expected reward."""
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    logp = logits.log_softmax(0)
+    best = passk = leave_one_out = 0
+    for words in itertools.product(range(4), repeat=3):
+        found, chance = rewards[list(words)], logp[list(words)].sum().exp()
+        best = best + chance * found.max()
+        group, score = torch.zeros(3, dtype=torch.int64), chance.detach() * logp[list(words)]
+        passk = passk + (score * grpo_variants.passk_advantages(found, group, norm_by_std=False)).sum()
+        leave_one_out = leave_one_out + (score * rloo.leave_one_out(found, group, group, group)).sum()
+    mean = 3 * (logp.exp() * rewards).sum()
+    grads = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (best, passk, mean, leave_one_out)]
+    assert torch.allclose(grads[0], grads[1], atol=1e-12) and torch.allclose(grads[2], grads[3], atol=1e-12)
+    assert min(float(grad.abs().max()) for grad in grads) > 0.01
 
 
 @pytest.mark.parametrize("name", grpo_variants.ADVANTAGES)
