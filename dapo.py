@@ -100,7 +100,7 @@ def check(args: Args) -> None:
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
-    """Group-normalised advantages (sec. 4.1): rewards [S] -> [S]. A response without a reward (NaN) gets 0."""
+    """Group-normalised advantages (GRPO, sec. 4.1): rewards [S] -> [S]. A response without a reward (NaN) gets 0."""
     centred = rewards - group_mean(rewards, group)                                              # [S]
     return (centred / (group_std(rewards, group) + 1e-6) if norm_by_std else centred).nan_to_num()
 

@@ -1,4 +1,4 @@
-"""GRPO: group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300).
+"""GRPO: group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), with DAPO's mean over all tokens.
 
 For every prompt sample a group of G responses, score them, and give each its reward relative to its group:
 
@@ -74,7 +74,7 @@ def check(args: Args) -> None:
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
-    """Group-normalised advantages (sec. 4.1): rewards [S] -> [S]. A response without a reward (NaN) gets 0."""
+    """Group-normalised advantages (GRPO, sec. 4.1): rewards [S] -> [S]. A response without a reward (NaN) gets 0."""
     centred = rewards - group_mean(rewards, group)                                              # [S]
     return (centred / (group_std(rewards, group) + 1e-6) if norm_by_std else centred).nan_to_num()
 

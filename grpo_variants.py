@@ -4,7 +4,7 @@
     loss = --aggregation over tokens of  --loss(A, ratio_t)  [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
 
 By default it is grpo.py. Its subject is the choice: a paper of your own is better begun from grpo.py, where the formula
-stands in the file. variants/losses.py has the losses, docs/recipes.md the flags of each paper.
+stands in the file. variants/losses.py has the losses, their papers and their defaults.
 
     torchrun --standalone --nproc-per-node 8 grpo_variants.py --loss gspo --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
@@ -60,17 +60,20 @@ class Args(RunArgs):
     clip_low: float | None = None
     """Lower clip: the ratio counts down to 1 - clip_low. Default: the loss's paper, printed at the start."""
     clip_high: float | None = None
-    """Upper clip: the ratio counts up to 1 + clip_high. Default: the loss's paper."""
+    """Upper clip: the ratio counts up to 1 + clip_high. Default: the loss's paper; of DAPO for cispo, whose
+    paper names none."""
     clip_dual: float | None = None
-    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). Default: the loss's
-    paper."""
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). Default: 3 for ppo, grpo,
+    dapo and dr_grpo, as in verl (their papers have no such limit)."""
     loss_numbers: dict[str, float] = field(default_factory=dict)
     """Further numbers of the loss, NAME VALUE ..., such as tau_neg 1.05 of sapo. Default: the loss's paper."""
     aggregation: losses.Aggregation | None = None
-    """From token losses to one number, over the global mini-batch. Default: the loss's paper."""
+    """From token losses to one number, over the global mini-batch. Default: the loss's paper, but token-mean for
+    grpo, as in grpo.py."""
     advantage: Literal["group", "passk", "gdpo"] = "group"
     """group: reward relative to the group's mean. passk: only the best response counts, by its lead. gdpo: each of
-    --reward-components relative to its group, the sum whitened over all tokens (arXiv 2601.05242)."""
+    --reward-components relative to its group, the sum whitened over all tokens as in its authors' code for verl (in
+    their paper, arXiv 2601.05242, over all responses)."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """gdpo: NAME FACTOR ... of numbers that the reward function returns beside its score. They replace the score."""
     norm_by_std: bool | None = None
@@ -140,13 +143,14 @@ def resolve_loss(args: Args) -> LossSettings:
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
-    """Group-normalised advantages (sec. 4.1): rewards [S] -> [S]. A response without a reward (NaN) gets 0."""
+    """Group-normalised advantages (GRPO, sec. 4.1): rewards [S] -> [S]. A response without a reward (NaN) gets 0."""
     centred = rewards - group_mean(rewards, group)                                              # [S]
     return (centred / (group_std(rewards, group) + 1e-6) if norm_by_std else centred).nan_to_num()
 
 
 def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
-    """Pass@k objective: the best response of a group gets its lead over the second best, others 0 (tie: all 0)."""
+    """Pass@k objective (Tang et al. 2025, arXiv 2503.19595): the best response of a group gets its lead over the second
+    best, others 0 (tie: all 0)."""
     return group_lead(rewards, group) / (group_std(rewards, group) + 1e-6 if norm_by_std else 1.0)
 
 

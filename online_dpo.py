@@ -54,7 +54,7 @@ class Args(RunArgs):
     loss: Literal["dpo", "ipo", "sppo"] = "dpo"
     """Loss of a pair: a function in this file; sppo: loss of a response."""
     beta: float = 0.1
-    """How strongly the policy is held near the reference: factor of the margin; ipo aims at 1 / (2 beta)."""
+    """Factor of the margin, large: near the reference; ipo aims at 1 / (2 beta); sppo: 1 / eta, 0.001 in its paper."""
     answer_key: str = ""
     """SPIN: entry of extra_info with the data's answer, which is chosen. Default: the best response of the group is."""
     refresh_reference_every: int = 0

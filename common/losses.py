@@ -107,7 +107,8 @@ def on_last_token(reward: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Estimators of KL(pi || ref) from samples of pi (Schulman 2020), per token. A `+` at the end keeps the value and
-    takes k2's gradient, which is in expectation the gradient of KL; those of k1 and k3 are not."""
+    takes k2's gradient, which is in expectation the gradient of KL; those of k1 and k3 are not. k3 is at most 10, as in
+    verl: where p_ref is more than 14 times p, its value is too small, and it has no gradient."""
     d, name = logp - ref_logp, kind.removesuffix("+")
     minus_d = (-d).clamp(-20, 20)
     k2, k3 = d.square() / 2, (torch.expm1(minus_d) - minus_d).clamp(-10, 10)

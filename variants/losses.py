@@ -65,14 +65,16 @@ def ppo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = 3.0):
 
 
 def gspo(tokens: Tokens, clip_low, clip_high, clip_dual: float | None = None):
-    """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token)."""
+    """One ratio a sequence, exp(mean log ratio), whose gradient flows through each token's own logp (GSPO-token,
+    Zheng et al. 2025, arXiv 2507.18071)."""
     mean = expand(tokens.mean((tokens.logp - tokens.old_logp).detach()), tokens.cu_seqlens, len(tokens.mask))
     ratio = (mean + tokens.logp - tokens.logp.detach()).clamp(-20, 20).exp()
     return _surrogate(tokens, ratio, clip_low, clip_high, clip_dual)
 
 
 def gmpo(tokens: Tokens, clip_low, clip_high):
-    """Geometric mean of token ratios that are clipped in log space to [-clip_low, clip_high] (Zhao et al. 2025)."""
+    """Geometric mean of token ratios that are clipped in log space to [-clip_low, clip_high] (Zhao et al. 2025,
+    arXiv 2507.20673)."""
     log_ratio, advantage = tokens.log_ratio, tokens.advantage
     high, low = (advantage > 0) & (log_ratio > clip_high), (advantage < 0) & (log_ratio < -clip_low)
     clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
@@ -82,21 +84,23 @@ def gmpo(tokens: Tokens, clip_low, clip_high):
 
 
 def cispo(tokens: Tokens, clip_low, clip_high):
-    """REINFORCE with a clipped, detached importance weight: no token loses its gradient (MiniMax-M1)."""
+    """REINFORCE with a clipped, detached importance weight: no token loses its gradient (MiniMax-M1, arXiv
+    2506.13585)."""
     ratio = tokens.log_ratio.detach().exp()
     loss = -_clip(ratio, clip_low, clip_high) * tokens.advantage * tokens.logp
     return loss, _stats(tokens, ratio, ratio > 1 + clip_high, ratio < 1 - clip_low)
 
 
 def sapo(tokens: Tokens, clip_low=None, clip_high=None, *, tau_pos, tau_neg):
-    """A soft gate, sigmoid(tau (q - 1)) 4 / tau, instead of clip bounds (Gao et al. 2025)."""
+    """A soft gate, sigmoid(tau (q - 1)) 4 / tau, instead of clip bounds (Gao et al. 2025, arXiv 2511.20347)."""
     ratio = tokens.log_ratio.exp()
     tau = torch.where(tokens.advantage > 0, torch.full_like(ratio, tau_pos), tau_neg)
     return -tokens.advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _stats(tokens, ratio)
 
 
 def clip_cov(tokens: Tokens, clip_low, clip_high, **_):
-    """PPO without dual clip; the tokens that `select_clip_cov` drew [T] have no gradient (Cui et al. 2025)."""
+    """PPO without dual clip; the tokens that `select_clip_cov` drew [T] have no gradient (Cui et al. 2025, arXiv
+    2505.22617)."""
     loss, stats = ppo(tokens, clip_low, clip_high, clip_dual=None)
     return torch.where(tokens.selected, 0, loss), stats | {"actor/fraction": tokens.selected.to(loss.dtype)}
 
@@ -110,7 +114,8 @@ def kl_cov(tokens: Tokens, clip_low=None, clip_high=None, *, cov_kl_coef, **_):
 
 
 def dppo_tv(tokens: Tokens, clip_low, clip_high, *, max_ratio):
-    """Trust region on the change of the token's probability, p - p_old, instead of on its ratio (DPPO)."""
+    """Trust region on the change of the token's probability, p - p_old, instead of on its ratio (DPPO, Qi et al. 2026,
+    arXiv 2602.04879)."""
     change = tokens.logp.detach().exp() - tokens.old_logp.exp()
     keep = torch.where(tokens.advantage > 0, change <= clip_high, change >= -clip_low)
     return _dppo(tokens, keep, max_ratio)
@@ -134,7 +139,8 @@ def _dppo(tokens: Tokens, keep: Tensor, max_ratio: float):
 
 
 def dro(tokens: Tokens, clip_low=None, clip_high=None, *, beta):
-    """-(A logp - beta / 2 (logp - old_logp)^2): a squared distance from the old policy instead of clip bounds (DRO)."""
+    """-(A logp - beta / 2 (logp - old_logp)^2): a squared distance from the old policy instead of clip bounds. DRO
+    (Richemond et al. 2024, arXiv 2405.19107) has log-probs of whole responses here, and a learned baseline in A."""
     distance = (tokens.logp - tokens.old_logp).square()
     return beta / 2 * distance - tokens.advantage * tokens.logp, _stats(tokens, tokens.log_ratio.exp())
 
