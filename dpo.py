@@ -72,8 +72,8 @@ class Args(TrainArgs):
     loss: Literal["dpo", "ipo"] = "dpo"
     """Loss of a pair: a function in this file."""
     beta: float = 0.1
-    """How strongly the policy is held near the reference. dpo: factor of the margin; ipo: the margin's aim is half its
-    inverse."""
+    """How strongly the policy is held near the reference. dpo: factor of the margin; ipo: the aim of the margin, a sum
+    over tokens (TRL: a mean), is half its inverse."""
     label_smoothing: float = 0.0
     """eps, the share of pairs whose label is taken to be wrong, in [0, 0.5). Only dpo."""
 

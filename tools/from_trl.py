@@ -413,6 +413,8 @@ def add_supervised(new: Translation) -> None:
         new.used.add("loss_type")
         if losses == ["ipo"]:
             new.add("--loss", "ipo")
+            new.notes.append("--loss ipo adds up the log-ratios of an answer's tokens, TRL takes their mean: between "
+                             "answers of N tokens, --beta / N aims at the same margin")
         elif losses != ["sigmoid"]:
             new.without[f"--loss_type {' '.join(losses)}"] = "dpo.py has sigmoid (--loss dpo) and ipo"
     if new.kind == "sft":

@@ -7,8 +7,10 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 import tyro
 
+import dpo
 from tests.conftest import ROOT
 from tools import from_trl
 from tools.trl_options import KINDS, NEEDLESS, NO_SCRIPT, SAME, WITHOUT
@@ -130,6 +132,19 @@ def test_adapters_of_the_code_have_pefts_defaults_and_nothing_of_them_is_dropped
     assert list(new.needless) == ["--lora_task_type CAUSAL_LM"]
     args = parsed(translate("trl sft --use_peft"))                      # TRL's command line has others
     assert (args.lora.rank, args.lora.alpha) == (16, 32)
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.1, 0.5])
+def test_ipo_with_means_is_that_with_sums_and_another_beta(beta):
+    """What the note says of a pair of answers with 7 tokens: the loss of TRL's trainer, by its means over tokens, is
+    ours with beta / 7, divided by 49."""
+    torch.manual_seed(0)
+    chosen, rejected = torch.randn(2, 7, dtype=torch.float64)
+    trls = (chosen.mean() - rejected.mean() - 1 / (2 * beta)) ** 2
+    ours = dpo.ipo_loss(torch.stack([chosen.sum(), rejected.sum()]), beta / 7, 0.0)
+    assert (ours / 49).item() == pytest.approx(trls.item(), rel=1e-12)
+    assert any("--beta / N" in note for note in translate("trl dpo --loss_type ipo").notes)
+    assert not any("ipo" in note for note in translate("trl dpo").notes)
 
 
 @pytest.mark.parametrize(("command", "expected"), [
