@@ -489,8 +489,13 @@ def add_grpo(new: Translation) -> None:
     new.script = "grpo" if loss == "dapo" and not is_sequence else "grpo_variants"
     if loss not in ("dapo", "grpo", "dr_grpo", "cispo", "sapo"):
         raise ValueError(f"--loss_type {visible(loss)} has no equivalent; grpo_variants.py --help lists the losses")
+    if is_sequence and loss in ("cispo", "sapo"):
+        raise ValueError(f"--loss_type {loss} with --importance_sampling_level sequence has no equivalent: --loss gspo "
+                         f"of grpo_variants.py clips as grpo does, --loss {loss} has the ratios of tokens")
     if is_sequence:
         new.add("--loss", "gspo")
+        new.add("--aggregation", {"dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm",
+                                  "grpo": "seq-mean-token-mean"}[loss])
     elif loss in ("dr_grpo", "cispo", "sapo"):
         new.add("--loss", loss)
     elif loss == "grpo":

@@ -11,9 +11,12 @@ import torch
 import tyro
 
 import dpo
+import grpo_variants
+from tests import oracles
 from tests.conftest import ROOT
 from tools import from_trl
 from tools.trl_options import KINDS, NEEDLESS, NO_SCRIPT, SAME, WITHOUT
+from variants.losses import Tokens
 
 SFT = '''"""
 # Full training
@@ -132,6 +135,37 @@ def test_adapters_of_the_code_have_pefts_defaults_and_nothing_of_them_is_dropped
     assert list(new.needless) == ["--lora_task_type CAUSAL_LM"]
     args = parsed(translate("trl sft --use_peft"))                      # TRL's command line has others
     assert (args.lora.rank, args.lora.alpha) == (16, 32)
+
+
+@pytest.mark.parametrize(("loss_type", "mean"), [
+    ("", lambda loss, n: (loss * n).sum() / n.sum()),                   # TRL's default is dapo
+    ("--loss_type grpo", lambda loss, n: loss.mean()),
+    ("--loss_type dr_grpo", lambda loss, n: (loss * n).sum() / (len(n) * 20)),
+])
+def test_gspo_has_the_mean_of_its_loss_type(loss_type, mean):
+    """TRL's loss of four responses of other lengths, each with one ratio, the mean over tokens or responses that
+    GRPOTrainer._compute_loss takes. Ours is the same number, and the default of gspo is not for two of the three."""
+    args = parsed(translate(f"trl grpo --importance_sampling_level sequence --epsilon 0.1 {loss_type} "
+                            f"--max_completion_length 20"))
+    generator = torch.Generator().manual_seed(0)
+    n, advantages = torch.tensor([1, 9, 4, 6]), torch.tensor([1.0, -0.5, 0.7, -1.2], dtype=torch.float64)
+    old, change = torch.randn(2, 20, generator=generator, dtype=torch.float64) * 0.3
+    ratio = torch.stack([part.mean().exp() for part in change.split(n.tolist())])
+    trls = mean(-torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages), n).item()
+    cu, mask = torch.tensor([0, 1, 10, 14, 20], dtype=torch.int32), torch.ones(20, dtype=torch.bool)
+    settings = grpo_variants.resolve_loss(args)
+    tokens = Tokens(old + change, old, advantages.repeat_interleave(n), mask, cu)
+    loss, _ = settings.function(tokens, **settings.bounds)
+    found = {name: oracles.aggregate(loss.tolist(), mask.tolist(), cu.tolist(), name, args.rollout.max_response_length)
+             for name in ("seq-mean-token-mean", settings.aggregation)}
+    assert found[settings.aggregation] == pytest.approx(trls, rel=1e-12)
+    assert (abs(found["seq-mean-token-mean"] - trls) > 0.01) == (loss_type != "--loss_type grpo")
+
+
+@pytest.mark.parametrize("loss_type", ["cispo --epsilon_high 5", "sapo"])
+def test_no_loss_of_ours_has_the_ratio_of_a_response_and_another_clip(loss_type):
+    with pytest.raises(ValueError, match=r"with --importance_sampling_level sequence has no equivalent"):
+        translate(f"trl grpo --importance_sampling_level sequence --loss_type {loss_type}")
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.1, 0.5])
