@@ -214,7 +214,7 @@ def main(args: Args) -> None:
                     weights = losses.token_weights(minibatch, "token-mean")
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         divergence_of = compare(microbatch, teachers, heads, args)
-                        logp, entropy, loss = policy(microbatch, temperature, False, divergence_of)     # [T] each
+                        logp, entropy, loss = policy(microbatch, temperature, also=divergence_of)       # [T] each
                         run.meter.mean("distillation/loss", loss, microbatch.mask)
                         answers_as_sampled(microbatch, logp.detach(), len(sampled))
                         correct_by = importance_weights(microbatch, logp, correction, run.meter)

@@ -197,7 +197,7 @@ def main(args: Args) -> None:
             # 5 update
             with run.phase("update_actor", [minibatch]) as update:
                 for microbatch in minibatch:                                                    # as many on every rank
-                    logp, entropy = policy(microbatch, temperature=1.0)     # [T], [T] the entropy has no gradient
+                    logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
                     loss = coefficients[microbatch.index][microbatch.sequence_ids] * logp       # [T] 0 on the prompt
                     (run.world.size * loss.sum()).backward()                                    # FSDP averages: undo it
                     update.done(microbatch, logp, entropy)

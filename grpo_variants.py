@@ -324,7 +324,7 @@ def main(args: Args) -> None:
                     )
                     select(settings, minibatch.microbatches, policy, temperature, args.seed, step, number)
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
-                        logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
+                        logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = settings.of(logp, old_logp, microbatch)
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)

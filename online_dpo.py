@@ -201,7 +201,7 @@ def main(args: Args) -> None:
                         minibatch, args.aggregation, norm_length=args.rollout.max_response_length
                     )
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
-                        logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
+                        logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)

@@ -254,7 +254,7 @@ def main(args: Args) -> None:
                     # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                     weights = losses.token_weights(minibatch, "token-mean")
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
-                        logp, entropy = policy(microbatch, temperature, args.entropy_coef != 0)     # [T], [T]
+                        logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = LOSSES[args.loss](logp, old_logp, microbatch.advantage, args)
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)

@@ -127,7 +127,7 @@ def main(args: Args) -> None:
                 # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                 weights = losses.token_weights(minibatch, "token-mean")
                 for microbatch, weight in zip(minibatch, weights):                              # as many on every rank
-                    logp, entropy = policy(microbatch, temperature=1.0)     # [T], [T] the entropy has no gradient
+                    logp, entropy = policy(microbatch, temperature=1.0)                         # [T], [T]
                     loss = -logp
                     (run.world.size * (loss * weight).sum()).backward()                         # FSDP averages: undo it
                     update.done(microbatch, logp, entropy, {"train/loss": loss})

@@ -29,14 +29,14 @@ class Head(NamedTuple):
     logit_scale: float = 1.0
 
 
-def linear_logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
+def linear_logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float = 1.0,
                 with_sum_p2: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of hidden states [N, H] and targets [N]: log softmax(z)[target] and the entropy of softmax(z), z = logits /
     temperature; and `with_sum_p2` the sum of p^2 over the vocabulary, p = softmax(z), without a gradient.
 
-    Results are float32 [N], float64 where the inputs are. The entropy has a gradient only `with_entropy_grad`.
+    Results are float32 [N], float64 where the inputs are. The entropy's gradient costs time only where a loss has it.
     """
-    settings = (temperature, head.softcap, head.logit_scale, with_entropy_grad, with_sum_p2)
+    settings = (temperature, head.softcap, head.logit_scale, with_sum_p2)
     return _LinearLogp.apply(hidden, head.weight, targets, *settings, tile_shape(hidden, head.weight))
 
 
@@ -50,7 +50,7 @@ def tile_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, *settings):
-        temperature, softcap, logit_scale, with_entropy_grad, with_sum_p2, tile = settings
+        temperature, softcap, logit_scale, with_sum_p2, tile = settings
         top = hidden.new_full(targets.shape, -1e30, dtype=_accumulate_dtype(hidden))   # [N] running maximum
         total, moment, squares, picked = (torch.zeros_like(top) for _ in range(4))     # sums of e, e (z - top), e^2
         absorb = _compiled(_absorb) if hidden.is_cuda else _absorb
@@ -69,14 +69,17 @@ class _LinearLogp(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, top + log_total, entropy)
         ctx.settings = settings
         sum_p2 = squares / total.square() if with_sum_p2 else None
-        ctx.mark_non_differentiable(*([] if with_entropy_grad else [entropy]), *([sum_p2] if with_sum_p2 else []))
+        ctx.mark_non_differentiable(*([sum_p2] if with_sum_p2 else []))
+        ctx.set_materialize_grads(False)                                               # None for what is in no loss
         return logp, entropy, sum_p2
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logp, grad_entropy, _):
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
-        temperature, softcap, logit_scale, with_entropy_grad, _, tile = ctx.settings
+        temperature, softcap, logit_scale, _, tile = ctx.settings
+        if grad_logp is None:                                                          # a loss of the entropy alone
+            grad_logp = torch.zeros_like(entropy)
         want_weight, dtype = ctx.needs_input_grad[1], _accumulate_dtype(hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype)
         grad_weight = torch.empty_like(weight) if want_weight else None
@@ -90,7 +93,7 @@ class _LinearLogp(torch.autograd.Function):
                     z = _logits(mm, h, head, temperature, softcap, logit_scale)
                     slope = (1 - (z * (temperature / softcap)).square_()) if softcap else None
                     g = slope_of(z, logsumexp[rows], grad_logp[rows], entropy[rows],
-                                 grad_entropy[rows] if with_entropy_grad else None)
+                                 None if grad_entropy is None else grad_entropy[rows])
                     here, column = _find(targets[rows], vocab)
                     g.scatter_add_(1, column[:, None], (grad_logp[rows] * here)[:, None])
                     if softcap:
@@ -105,7 +108,7 @@ class _LinearLogp(torch.autograd.Function):
                 if want_weight:
                     grad_weight[vocab] = grad_head
                 del head, grad_head
-        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 7
+        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 6
 
 
 def _absorb(z: Tensor, top: Tensor, total: Tensor, moment: Tensor, squares: Tensor | None) -> None:

@@ -64,12 +64,8 @@ class Meter:
         names, tops = sorted(self.sums), sorted(self.maxima)
         columns = [float(numbers.get(name, 0.0)) for numbers in (self.sums, self.counts) for name in names]
         sums, counts = all_sum(columns).view(2, -1).tolist()
-        metrics = {}
-        for name, total, count in zip(names, sums, counts):
-            if name not in self.counts:
-                metrics[name] = total
-            elif count:
-                metrics[name] = total / count
+        metrics = {name: total / count if name in self.counts else total                # a total has no count
+                   for name, total, count in zip(names, sums, counts) if count or name not in self.counts}
         for name, top in zip(tops, all_max([float(self.maxima[name]) for name in tops]).tolist()):
             if top != -torch.inf:
                 metrics[name] = -top if name in self.negated else top

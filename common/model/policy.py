@@ -82,7 +82,7 @@ class Policy(PackedModel):
         self.lm = lm
         self.keeps_sum_p2 = False  # `score` then also writes `batch.extra["sum_p2"]`; `forward` has a copy of the batch
 
-    def forward(self, batch: Batch, temperature: float, entropy_grad: bool = False,
+    def forward(self, batch: Batch, temperature: float, *,
                 also: Callable[[Tensor, Head], Tensor] | None = None) -> tuple[Tensor, ...]:
         """Log-probability and entropy, at the sampling temperature, of every token that the policy sampled: logp [T]
         and entropy [T], float32, 0 where `batch.mask` is False.
@@ -92,7 +92,7 @@ class Policy(PackedModel):
         row, hidden = self.hidden_before(self.lm.base_model, batch)
         head, targets = output_head(self.lm), row.batch.tokens[row.sampled]                     # [N]
         with_sum_p2 = self.keeps_sum_p2 and not torch.is_grad_enabled()
-        logp, entropy, sum_p2 = linear_logp(hidden, head, targets, temperature, entropy_grad, with_sum_p2)  # [N] each
+        logp, entropy, sum_p2 = linear_logp(hidden, head, targets, temperature, with_sum_p2)  # [N] each
         self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
         self.router_changed = self.routing = None
         if self.routers and batch.routing is not None:

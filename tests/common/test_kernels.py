@@ -78,7 +78,7 @@ def kernel_errors(dtype, seed, settings, entropy) -> tuple[float, float]:
     if entropy:
         want = [a + torch.tensor(b, dtype=F64) for a, b in zip(want, d_entropy(up[1].tolist()))]
     with tiles(4, 7):
-        got = gradients(linear_logp, hidden, weight, targets, up, entropy, with_entropy_grad=entropy, **settings)
+        got = gradients(linear_logp, hidden, weight, targets, up, entropy, **settings)
     assert got[0].dtype == got[1].dtype == dtype
     value = max(error(got[0], want_logp), error(got[1], want_entropy))
     return value, max(error(g, w) for g, w in zip(got[2:], want))
@@ -97,7 +97,7 @@ def test_kernel_gradcheck(settings):
     hidden, weight, targets, _ = inputs(N=5, H=3, V=8)
 
     def f(hidden, weight):
-        return linear_logp(hidden, weight, targets, with_entropy_grad=True, **settings)[:2]
+        return linear_logp(hidden, weight, targets, **settings)[:2]
 
     with tiles(2, 3):
         assert gradcheck(f, (hidden.requires_grad_(), weight.requires_grad_()))
@@ -108,7 +108,7 @@ def test_chunks_do_not_change_the_result(chunks):
     args = inputs()
     want = gradients(naive, *args)
     with tiles(*chunks):
-        got = gradients(linear_logp, *args, with_entropy_grad=True)
+        got = gradients(linear_logp, *args)
     assert max(error(g, w) for g, w in zip(got, want)) < 1e-13
 
 
@@ -123,21 +123,27 @@ def test_the_sum_of_squared_probabilities(dtype, settings):
     want = [math.fsum(math.exp(2 * word[n]) for word in words) for n in range(len(hidden))]
     with tiles(4, 7):
         *_, got = linear_logp(hidden.requires_grad_(), weight, targets, with_sum_p2=True, **settings)
-        plain = gradients(linear_logp, hidden.detach(), weight, targets, up, **settings, with_entropy_grad=True)
-        with_it = gradients(linear_logp, hidden.detach(), weight, targets, up, **settings, with_entropy_grad=True,
+        plain = gradients(linear_logp, hidden.detach(), weight, targets, up, **settings)
+        with_it = gradients(linear_logp, hidden.detach(), weight, targets, up, **settings,
                             with_sum_p2=True)
     assert got.dtype == dtype and not got.requires_grad
     assert error(got, want) < TOLERANCE[dtype] and max(want) > 1.1 * min(want) > 0
     assert all(torch.equal(a, b) for a, b in zip(plain, with_it))
 
 
-def test_entropy_has_no_gradient_unless_asked():
-    hidden, weight, targets, _ = inputs()
-    logp, entropy, _ = linear_logp(hidden.requires_grad_(), weight, targets)
-    assert logp.requires_grad
-    assert not entropy.requires_grad
-    logp, entropy, _ = linear_logp(hidden, weight, targets, with_entropy_grad=True)
-    assert entropy.requires_grad
+@pytest.mark.parametrize("parts", [(1, 0), (0, 1), (1, 1)], ids=["logp", "entropy", "both"])
+def test_the_gradient_by_the_entropy_is_computed_where_a_loss_has_it(parts, monkeypatch):
+    """A term of the entropy in a fork's loss has its gradient, and costs time only there."""
+    seen, slope = set(), kernels._slope
+    monkeypatch.setattr(kernels, "_slope", lambda *args: seen.add(args[-1] is not None) or slope(*args))
+    found = []
+    for function in (naive, linear_logp):
+        hidden, weight, targets, up = inputs()
+        logp, entropy, *_ = function(hidden.requires_grad_(), weight.requires_grad_(), targets)
+        terms = [part for is_in_loss, part in zip(parts, (logp * up[0], entropy * up[1])) if is_in_loss]
+        found.append(torch.autograd.grad(sum(terms).sum(), (hidden, weight)))
+    assert max(error(got, want) for want, got in zip(*found)) < 1e-13
+    assert seen == {bool(parts[1])}
 
 
 def test_closed_forms():
@@ -356,8 +362,8 @@ def test_bfloat16_divergences_sum_the_heads_gradient_in_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_entropy_grad", [False, True])
-def test_compiled_tiles_are_those_of_the_same_code(with_entropy_grad, monkeypatch):
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_compiled_tiles_are_those_of_the_same_code(with_entropy, monkeypatch):
     """What GPUs run, compiled for a CPU, with tiles of several sizes."""
     found = []
     for compiled in (False, True):
@@ -367,8 +373,8 @@ def test_compiled_tiles_are_those_of_the_same_code(with_entropy_grad, monkeypatc
         if compiled:
             for name in ("_absorb", "_slope"):
                 monkeypatch.setattr(kernels, name, kernels._compiled(getattr(kernels, name)))
-        logp, entropy, sum_p2 = kernels.linear_logp(hidden, Head(weight), targets, 0.7, with_entropy_grad, True)
-        loss = (logp * up[0]).sum() + ((entropy * up[1]).sum() if with_entropy_grad else 0)
+        logp, entropy, sum_p2 = kernels.linear_logp(hidden, Head(weight), targets, 0.7, True)
+        loss = (logp * up[0]).sum() + ((entropy * up[1]).sum() if with_entropy else 0)
         found.append([logp, entropy, sum_p2, *torch.autograd.grad(loss, leaves)])
     for plain, other in zip(*found, strict=True):
         torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-5)

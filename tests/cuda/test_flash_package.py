@@ -55,7 +55,7 @@ def found(models, tmp_path_factory) -> dict[str, dict]:
 def test_numbers_are_those_of_the_cpu(name, models, found):
     """The oracle is a policy in float32 on the CPU, with sdpa for each sequence."""
     lm = AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32, attn_implementation="packed_sdpa")
-    logp, entropy = Policy(lm)(Batch.build(*RESPONSES), 1.0, entropy_grad=True)
+    logp, entropy = Policy(lm)(Batch.build(*RESPONSES), 1.0)
     (logp.sum() + entropy.sum()).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in lm.parameters()])
     ours = found[name]

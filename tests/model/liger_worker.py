@@ -41,7 +41,7 @@ def complete_the_interpreter() -> None:
 
 def pass_over(lm) -> dict[str, torch.Tensor]:
     """Log-probs, entropies and gradients of a policy, by name."""
-    logp, entropy = Policy(lm)(BATCH, 0.7, entropy_grad=True)
+    logp, entropy = Policy(lm)(BATCH, 0.7)
     ((logp * torch.linspace(-1, 1, len(logp))).sum() + 0.1 * entropy.sum()).backward()
     return {"logp": logp.detach(), "entropy": entropy.detach()} | {
         name: p.grad.float() for name, p in lm.named_parameters()}

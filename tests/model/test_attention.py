@@ -282,7 +282,7 @@ def test_a_shared_prompt_changes_nothing(family):
         policy = Policy(model)
         policy.share_prompt = share
         policy.zero_grad()
-        logp, entropy = policy(batch, temperature=0.7, entropy_grad=True)
+        logp, entropy = policy(batch, temperature=0.7)
         ((logp + 0.1 * entropy) * torch.arange(len(logp))).sum().backward()
         found.append([logp.detach(), entropy.detach(), *(p.grad.clone() for p in policy.parameters())])
     for apart, shared in zip(*found):

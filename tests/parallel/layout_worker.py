@@ -94,7 +94,7 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     skipped.index_add_(0, response_of[left_out], num_sampled[left_out])
     weigh(microbatches, aggregation, step.norm_length, skipped)
     for microbatch in microbatches:
-        logp, entropy = policy(microbatch, step.temperature, step.entropy_coef != 0)
+        logp, entropy = policy(microbatch, step.temperature)
         loss, _ = grpo.clipped_loss(logp, microbatch.old_logp, microbatch.advantage, clips)
         if step.kl_coef:
             loss = loss + step.kl_coef * losses.kl_estimate(logp, microbatch.old_logp, "k3")
