@@ -438,7 +438,9 @@ def add_objective(new: Translation) -> None:
     elif new.kind == "rloo":
         new.add("--baseline", "rloo")
         new.add("--loss", "ppo")
-        new.notes.append("--loss ppo clips each token's ratio; TRL's RLOOTrainer that of the whole response")
+        new.notes.append("--loss ppo clips each token's ratio and takes the mean over tokens; TRL's RLOOTrainer clips "
+                         "that of the whole response and adds up its tokens: gradients, before --optim.max-grad-norm, "
+                         "are smaller here by the mean length of responses")
         add_clip(new)
         if beta := new.number("beta", 0.05):
             new.add("--kl-reward-coef", beta)

@@ -12,6 +12,7 @@ import tyro
 
 import dpo
 import grpo_variants
+import rloo
 from tests import oracles
 from tests.conftest import ROOT
 from tools import from_trl
@@ -166,6 +167,21 @@ def test_gspo_has_the_mean_of_its_loss_type(loss_type, mean):
 def test_no_loss_of_ours_has_the_ratio_of_a_response_and_another_clip(loss_type):
     with pytest.raises(ValueError, match=r"with --importance_sampling_level sequence has no equivalent"):
         translate(f"trl grpo --importance_sampling_level sequence --loss_type {loss_type}")
+
+
+def test_the_gradient_of_rloo_is_smaller_by_the_mean_length():
+    """At the first update, where nothing is clipped: TRL's -A exp(sum of log-ratios), the mean over responses, and
+    ours, the mean over tokens. The note says by how much they differ."""
+    n, advantages = torch.tensor([2, 9, 4]), torch.tensor([1.0, -0.5, 0.7], dtype=torch.float64)
+    old = torch.randn(15, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logp = old.clone().requires_grad_()
+    change = torch.stack([part.sum() for part in (logp - old).split(n.tolist())])
+    (trls,) = torch.autograd.grad((-advantages * change.exp()).mean(), logp)
+    args = parsed(translate("trl rloo"))
+    loss, _ = rloo.LOSSES[args.loss](logp, old, advantages.repeat_interleave(n), args)
+    (ours,) = torch.autograd.grad(loss.mean(), logp)
+    assert torch.allclose(ours * n.double().mean(), trls, rtol=1e-12)
+    assert any("smaller here by the mean length" in note for note in translate("trl rloo").notes)
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.1, 0.5])
