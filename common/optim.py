@@ -14,7 +14,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """The rate of `step` (from 0): a function of the step alone, so a resumed run needs no schedule state."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)     # below 1 in the last step
     shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
     return config.lr * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape[config.schedule])
 

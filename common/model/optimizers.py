@@ -35,11 +35,12 @@ class OptimConfig:
     lr: float = 1e-6
     """Peak learning rate. muon: the root mean square of an update is 0.2 of it, like AdamW's in long runs."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak at the last step."""
+    """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak. It would be reached one step
+    after the last, so that the last step still learns."""
     warmup_steps: int = 0
     """Steps of linear warm-up from lr / warmup_steps."""
     min_lr_frac: float = 0.0
-    """Learning rate at the last step as a share of the peak (linear and cosine)."""
+    """Learning rate at the end of the schedule as a share of the peak (linear and cosine)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = 0.0

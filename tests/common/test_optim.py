@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, get_scheduler
 
 from common.model.loading import load_policy
 from common.model.optimizers import make_optimizer
@@ -22,18 +22,33 @@ def untied(tmp_path_factory) -> str:
     [
         (OptimConfig(lr=2.0), 4, [2, 2, 2, 2]),
         (OptimConfig(lr=2.0, warmup_steps=2), 4, [1, 2, 2, 2]),
-        (OptimConfig(lr=8.0, warmup_steps=4, schedule="linear"), 9, [2, 4, 6, 8, 8, 6, 4, 2, 0]),
-        (OptimConfig(lr=10.0, schedule="linear", min_lr_frac=0.2), 5, [10, 8, 6, 4, 2]),
+        (OptimConfig(lr=8.0, warmup_steps=4, schedule="linear"), 8, [2, 4, 6, 8, 8, 6, 4, 2]),
+        (OptimConfig(lr=10.0, schedule="linear", min_lr_frac=0.2), 4, [10, 8, 6, 4]),
         (OptimConfig(lr=1.0, schedule="linear", min_lr_frac=1.0), 3, [1, 1, 1]),
-        (OptimConfig(lr=4.0, schedule="cosine"), 5, [4, 2 + math.sqrt(2), 2, 2 - math.sqrt(2), 0]),
-        (OptimConfig(lr=4.0, schedule="cosine", warmup_steps=1, min_lr_frac=0.5), 4, [4, 4, 3, 2]),
+        (OptimConfig(lr=4.0, schedule="cosine"), 4, [4, 2 + math.sqrt(2), 2, 2 - math.sqrt(2)]),
+        (OptimConfig(lr=4.0, schedule="cosine", warmup_steps=1, min_lr_frac=0.5), 3, [4, 4, 3]),
         (OptimConfig(lr=3.0, schedule="linear"), 1, [3]),
-        (OptimConfig(lr=3.0, schedule="linear"), 2, [3, 0]),
+        (OptimConfig(lr=3.0, schedule="linear"), 2, [3, 1.5]),
         (OptimConfig(lr=3.0, schedule="cosine", warmup_steps=3), 3, [1, 2, 3]),
     ],
 )
 def test_learning_rate_by_hand(config, total, want):
     assert [learning_rate(config, step, total) for step in range(total)] == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 10), (1, 2)])
+def test_the_schedule_is_that_of_transformers(schedule, warmup, total):
+    """After the warm-up, which begins with a rate of 0 there. The last step still learns."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    theirs, rates = get_scheduler(schedule, optimizer, warmup, total), []
+    for _ in range(total):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=warmup)
+    ours = [learning_rate(config, step, total) for step in range(total)]
+    assert ours[warmup:] == pytest.approx(rates[warmup:], abs=1e-12) and ours[-1] > 0
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), [
