@@ -26,7 +26,7 @@ from common.checkpoint.state import load_shards, open_shards
 from common.model.loading import SCORED
 from common.model.lora import merge
 from common.model.stored import Experts, open_folder, weights_of
-from common.tracking.console import exit_with_error
+from tools.flags import exit_with_error
 from tools.terminal import visible
 
 WRITTEN = (".json", ".safetensors", ".jinja", ".txt", ".model")

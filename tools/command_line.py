@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from common.checkpoint.secrets import flags_of
-from common.tracking.console import exit_with_error, read_flags, run_script
+from tools.flags import exit_with_error, read_flags, run_script
 
 __all__ = ["run_script"]
 

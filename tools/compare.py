@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.tracking.console import exit_with_error
+from tools.flags import exit_with_error
 from tools.runs import read_rows
 from tools.terminal import visible
 

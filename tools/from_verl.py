@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
+from tools.flags import exit_with_error
 from tools.terminal import quoted, visible
 from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, SAME, SCRIPTS, SWITCHES, WITHOUT
 from tools.verl_settings import Settings, read_settings
@@ -505,6 +506,9 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
     ours.launch = ["--standalone"]
     if nodes > 1:
         ours.launch = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HEAD_NODE:29500"]
+        ours.notes.append(f"run the command on each of the {nodes} nodes, with the first one's name for HEAD_NODE; with "
+                          f"Slurm, SCRIPT={ours.script}.py sbatch --nodes {nodes} slurm/many_nodes.sbatch and the same "
+                          f"flags")
     ours.launch += ["--nproc-per-node", str(gpus)]
     name = verl.get("trainer.experiment_name", "gsm8k")
     ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
@@ -633,6 +637,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except ValueError as error:
-        from common.tracking.console import exit_with_error  # with torch, which takes seconds
-
         exit_with_error(error)

@@ -36,7 +36,7 @@ from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, Me
 from common.model.policy import ModelConfig
 from common.parallel.ranks import SAMPLERS, World
 from common.run import Run, RunArgs
-from common.tracking.console import refuse_others_flags
+from tools.flags import refuse_others_flags
 
 VISIBLE = 0.99
 """GiB that CUDA reports for each GB in a GPU's name."""

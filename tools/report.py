@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from common.tracking.console import exit_with_error
 from common.tracking.health import HealthCheck
+from tools.flags import exit_with_error
 from tools.runs import CLOCK, finite, read_flags, read_metrics, read_rollouts, series, thinned, to_json, version
 
 PAGE = Path(__file__).parent / "page"

@@ -126,7 +126,9 @@ class Checkpoints:
             self._resume_best({})
             return {}
         manifest = read_manifest(folder)
-        if wrong := [d for d in differences(manifest.get("model", {}), self.model) if d.split()[0] not in NOT_COMPARED]:
+        of_model = differences(manifest.get("model", {}), self.model)
+        wrong = [text for text in of_model if text.split()[0] not in NOT_COMPARED]
+        if wrong:
             raise ValueError(f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: "
                              "choose another --run-dir or --save.resume")
         changed = differences(manifest["flags"], self.flags)

@@ -67,7 +67,8 @@ def save_shards(tensors: dict[str, Tensor], folder: Path, rank: int) -> None:
     shards = {name: local(tensor).contiguous() for number, (name, tensor) in enumerate(tensors.items())
               if stores(number, tensor)}
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(num_files := 1 + sum(shard.nbytes for shard in shards.values()) // FILE_BYTES):
+    num_files = 1 + sum(shard.nbytes for shard in shards.values()) // FILE_BYTES
+    for number in range(num_files):
         part = {name: shards[name] for name in [*shards][number::num_files]}
         save_file(part, folder / FILE.format(rank, number), {"entries": json.dumps(entries)})
 

@@ -77,7 +77,8 @@ class HFEngine(Engine):
     @torch.no_grad()
     def step(self) -> Iterator[tuple[int, Response]]:
         """All tokens of a block: responses to the same prompt, sampled in the same way."""
-        _, prompt, images, sampling, *_ = first = self.waiting[0]
+        first = self.waiting[0]
+        _, prompt, images, sampling, *_ = first
         self.block = [*islice(takewhile(lambda request: request[1:4] == first[1:4], self.waiting), ROWS)]
         ids = torch.tensor([prompt] * ROWS, device=self.world.device)  # [ROWS, L]
         cache, self.chosen = None, []  # for each input the experts [ROWS, k] of each layer

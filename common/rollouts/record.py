@@ -92,9 +92,11 @@ def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int
     }
     arrays = {name: values.cpu().numpy() for name, values in found.items() if values is not None}
     bounds = microbatch.cu_seqlens.tolist()
-    return [(i, {name: values[bounds[s] : bounds[s + 1]] for name, values in arrays.items()})
-            for s, (i, number) in enumerate(zip(microbatch.index.tolist(), microbatch.number.tolist()))
-            if 0 <= i < len(sequences) and number == sequences[i]]
+    return [
+        (i, {name: values[bounds[s] : bounds[s + 1]] for name, values in arrays.items()})
+        for s, (i, number) in enumerate(zip(microbatch.index.tolist(), microbatch.number.tolist()))
+        if 0 <= i < len(sequences) and number == sequences[i]
+    ]
 
 
 def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> None:

@@ -47,9 +47,10 @@ class HealthCheck:
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
              "weights if it jumped from one step to the next, else precision; correct for it (--correction.preset) or "
              "run both in float32 (--policy.compute-dtype float32)")
-        metrics = metrics | {"failed": metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)}
-        over("reward", "failed", 0.0, "{:.1%} of the samples have no reward (errors and timeouts): the log has the "
-             "first traceback of each kind; --reward.timeout-s, --reward.on-error")
+        failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
+        if failed > 0:
+            found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "
+                               f"first traceback of each kind; --reward.timeout-s, --reward.on-error")
         news = [kind for kind in found if step - self.said.get(kind, -math.inf) >= REPEATED_AFTER]
         self.said |= dict.fromkeys(news, step)
         return [f"warning, step {step}: {found[kind]}" for kind in news]

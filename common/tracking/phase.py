@@ -63,7 +63,8 @@ class Phase:
             self.run.meter.mean(f"{self.model}/entropy", entropy, microbatch.mask)
             found["entropy"] = entropy.detach()
         if self.model == "actor":
-            if (changed := self.run.policy.router_changed) is not None:  # by --policy.router-replay
+            changed = self.run.policy.router_changed  # by --policy.router-replay
+            if changed is not None:
                 self.run.meter.mean("actor/router_changed", changed, microbatch.mask)
             microbatch.last_pass = found | {"logp": output.detach()}  # type: ignore[misc]
         self._count()
@@ -86,7 +87,8 @@ class Phase:
             for microbatch, output in self.outputs:
                 microbatch.check_finite(f"the output of the {self.model}", output)
                 for name in ("advantage", "returns"):
-                    if (values := getattr(microbatch, name)) is not None:
+                    values = getattr(microbatch, name)
+                    if values is not None:
                         microbatch.check_finite(f"its {name}", values)
         run.meter.mean(f"{self.model}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
         run.meter.total(f"{self.model}/skipped_steps", not math.isfinite(grad_norm), per=run.world.size)

@@ -172,6 +172,7 @@ def test_ppo_with_a_critic_and_kl_in_the_reward(tmp_path, monkeypatch):
     assert ours.script == "ppo"                                         # gae is verl's default estimator
     assert ours.launch == ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "HEAD_NODE:29500",
                            "--nproc-per-node", "4"]
+    assert any("SCRIPT=ppo.py sbatch --nodes 2 slurm/many_nodes.sbatch" in note for note in ours.notes)
     assert (args.critic_model, args.critic_optim.lr, args.critic_optim.warmup_steps) == ("org/critic", 3e-5, 2)
     assert (args.lam, args.gamma, args.value_clip, args.critic_warmup_steps) == (0.95, 1.0, 0.3, 3)
     assert (args.kl_reward_coef, args.kl_reward_estimator, args.kl_loss_coef) == (0.02, "k2", 0.0)

@@ -14,8 +14,9 @@ import grpo
 import grpo_variants
 import ppo
 from common.rollouts.validation import spread_rows
-from common.tracking.console import refuse_others_flags, run_script, summary, without_nested
+from common.tracking.console import summary
 from tests.conftest import ROOT, launch
+from tools.flags import refuse_others_flags, run_script, without_nested
 
 
 def help_of(monkeypatch, capsys, flag: str, script=grpo) -> str:
@@ -73,7 +74,7 @@ def test_other_flags_are_left_to_tyro(flags):
 
 
 def test_a_switch_of_another_script_and_a_script_that_cannot_be_read(monkeypatch, tmp_path):
-    monkeypatch.setattr("common.tracking.console.ROOT", tmp_path)
+    monkeypatch.setattr("tools.flags.ROOT", tmp_path)
     (tmp_path / "a.py").write_text(
         "class Args:\n    async_: bool = True\n\n    both: int = 0\n    '''One.\n    half: of it'''\n")
     (tmp_path / "b.py").write_text("class Args:\n    half =")

@@ -26,6 +26,7 @@ from common.tracking.logger import LogConfig, Tracker
 from common.tracking.step import peak_flops
 from tests.conftest import launch
 from tests.rank_worker import fill_meter
+from tools.flags import exit_with_error
 from tools.model_source import read_adapter
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
@@ -447,7 +448,7 @@ def test_an_error_of_another_library_keeps_its_traceback():
         json.loads("{")                                                 # a ValueError too
     except ValueError as error:
         with pytest.raises(json.JSONDecodeError):
-            console.exit_with_error(error)
+            exit_with_error(error)
 
 
 def test_ranks_say_who_they_are(monkeypatch, capsys):
@@ -457,7 +458,7 @@ def test_ranks_say_who_they_are(monkeypatch, capsys):
         find_files([])
     except ValueError as error:
         with pytest.raises(SystemExit) as stop:
-            console.exit_with_error(error)
+            exit_with_error(error)
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("[rank 3] error: no data files given")
 
@@ -469,7 +470,7 @@ def test_a_message_about_downloaded_data_cannot_steer_the_terminal(capsys, tmp_p
         read_adapter(tmp_path)
     except ValueError as error:
         with pytest.raises(SystemExit):
-            console.exit_with_error(error)
+            exit_with_error(error)
     said = capsys.readouterr().err
     assert said.endswith("\n") and said[:-1].isprintable()
     assert r"these are \x1b]0;title\x07\x9b31m\u202ered" in said
