@@ -23,7 +23,7 @@ def main(folder: str, *names: str) -> None:
         for name in names:
             policy = load_policy(f"{folder}/{name}", ModelConfig(gradient_checkpointing=False), world)
             flash_attn.CALLS.clear()                                    # of the check at the start
-            logp, entropy = policy(Batch.build(*RESPONSES).to(world.device), 1.0, True)
+            logp, entropy = policy(Batch.build(*RESPONSES).to(world.device), 1.0)
             (logp.sum() + entropy.sum()).backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()])
             found[name] = {

@@ -271,7 +271,7 @@ def update(case: Case, world: ranks.World, microbatches: list[Batch], trained: l
 def loss_of(case: Case, model: Policy | Critic, one: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if isinstance(model, Critic):
         return ppo.value_loss(model(one), one.value, one.returns, one.mask)
-    logp, entropy = model(one, 1.0, case.entropy)
+    logp, entropy = model(one, 1.0)
     loss, stats = ppo.clipped_loss(logp, one.old_logp, one.advantage, ppo.Args("", ()))
     if case.reference:
         loss = loss + 0.01 * losses.kl_estimate(logp, one.ref_logp, "k3")

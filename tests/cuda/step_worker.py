@@ -138,7 +138,7 @@ def step(folder: str, world, device) -> dict:
         optimizer = make_optimizer(policy, OptimConfig())
         mine = batch.to(world.device, share_prompt=config.share_prompt)
         device.reads.clear()
-        logp, entropy = policy(mine, 1.0, True)
+        logp, entropy = policy(mine, 1.0)
         whole = [key for key, p in policy.lm.get_decoder().layers.named_parameters() if not isinstance(p, DTensor)]
         (world.size * (logp.sum() + entropy.sum())).backward()             # FSDP averages: undo it
         reads = dict(device.reads)

@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,7 +98,8 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair():
 def run_on(data: str, tokenizer, stops: list[int], world: ranks.World, **flags) -> SimpleNamespace:
     """What answers are made from, of a run on these files. `stops`: ids that end a response."""
     config = DataConfig(**flags)
-    return SimpleNamespace(tokenizer=tokenizer, args=SimpleNamespace(data=config), world=world,
+    args = SimpleNamespace(data=config, rollout=SimpleNamespace(max_response_length=100))
+    return SimpleNamespace(tokenizer=tokenizer, args=args, world=world, step=0, first_step=0,
                            train_set=load_prompts([data], tokenizer, config),
                            engine=SimpleNamespace(stop_token_ids=stops))
 
@@ -126,8 +128,29 @@ def test_the_data_answers_every_response_of_a_prompt(world, tiny_llama, answered
     assert texts == ["yes<|im_end|>", "no no<|im_end|>"]
     assert [sample.prompt for sample in both.samples[4:]] == run.train_set[7:9]
     assert both.scores[4:].isnan().all() and both.group.tolist() == [0, 0, 1, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"row 7 of --train-data has no text in extra_info\['other'\] \(--ans"):
-        add_answers(gather_rollout(samples), run, "other")
+
+
+def test_rows_without_an_answer_are_named_in_the_first_step(world, tiny_llama, tmp_path):
+    """Also those that a later step would draw: with the corrected data the run would not continue."""
+    rows = [row | {"extra_info": {"answer": "yes"}} for row in ROWS[:4]]
+    rows[2] |= {"extra_info": {"answer": None}}
+    rows[3] |= {"extra_info": {}}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    run = run_on(write(tmp_path / "a.jsonl", rows), tokenizer, stop_tokens(tiny_llama, tokenizer), world)
+    rule = r"row 2 of --train-data has no text in extra_info\['answer'\] \(--answer-key\); 2 of this rank's 4 rows"
+    for make in (partial(answers_of, run, [0]), partial(add_answers, gather_rollout([]), run)):
+        with pytest.raises(ValueError, match=rule):
+            make("answer")
+
+
+def test_a_long_answer_ends_where_a_response_does(world, tiny_llama, answered):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    run = run_on(answered, tokenizer, stop_tokens(tiny_llama, tokenizer), world)
+    whole = answers_of(run, [8], "answer").samples[0].response
+    run.args.rollout.max_response_length = len(whole.tokens) - 1
+    cut = answers_of(run, [8], "answer").samples[0].response
+    assert (cut.tokens, cut.logp, cut.finish_reason) == (whole.tokens[:-1], whole.logp[:-1], "length")
+    assert whole.finish_reason == "stop" and len(cut.tokens) > 1
 
 
 GEMMA = """{% for m in messages %}<start_of_turn>{{ "model" if m.role == "assistant" else m.role }}
