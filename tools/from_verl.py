@@ -506,9 +506,9 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
     ours.launch = ["--standalone"]
     if nodes > 1:
         ours.launch = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HEAD_NODE:29500"]
-        ours.notes.append(f"run the command on each of the {nodes} nodes, with the first one's name for HEAD_NODE; with "
-                          f"Slurm, SCRIPT={ours.script}.py sbatch --nodes {nodes} slurm/many_nodes.sbatch and the same "
-                          f"flags")
+        ours.notes.append(f"run the command on each of the {nodes} nodes, with the first one's name for HEAD_NODE; "
+                          f"with Slurm, SCRIPT={ours.script}.py sbatch --nodes {nodes} slurm/many_nodes.sbatch and the "
+                          f"same flags")
     ours.launch += ["--nproc-per-node", str(gpus)]
     name = verl.get("trainer.experiment_name", "gsm8k")
     ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
