@@ -55,7 +55,7 @@ class Args(RunArgs):
     baseline: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg", "otb"] = "rloo"
     """What is subtracted from a reward: a function in this file. remax samples one greedy response more per prompt."""
     loss: Literal["reinforce", "ppo"] = "reinforce"
-    """Loss of a token: a function in this file. ppo clips, for several updates per rollout (REINFORCE++, eq. 5)."""
+    """Loss of a token: a function in this file. ppo clips, for several updates per rollout (REINFORCE++)."""
     clip_low: float = 0.2
     """Lower clip: the ratio counts down to 1 - clip_low."""
     clip_high: float = 0.2
@@ -105,7 +105,7 @@ def no_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor)
 
 
 def group_mean_baseline(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
-    """REINFORCE++-baseline (the same, sec. 3): R_i minus the group's mean, whitened over all tokens."""
+    """REINFORCE++-baseline (the same paper): R_i minus the group's mean, whitened over all tokens."""
     return rewards - group_mean(rewards, group)
 
 
