@@ -22,7 +22,7 @@ from common.model.lora import Reference
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import PackedModel, Policy
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import all_max, print_on_main, seed_of
+from common.parallel.ranks import print_on_main, seed_of
 from common.prompts import DataConfig
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
@@ -150,14 +150,14 @@ class Run(Training):
                 pending = continue_rollout(source, request, self.script_state, self.sampler, self.meter)
             else:
                 pending = start_rollout(source, request)
-            all_max([0])  # the phase ends with the slowest engine: its seconds are those of all tokens
+            # a safe point, and the slowest engine ends the phase: its seconds are those of all tokens
+            self.checkpoints.check()
         pending.step = self.step
         return pending
 
     def collect(self, pending: PendingRollout | RemoteRollout, meter: Meter | None = None) -> Rollout:
         """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step. An engine that is awake
         sleeps while a reward model scores, whose passes have no memory beside it."""
-        self.checkpoints.check()
         must_sleep = self.engine.awake and self.scoring.model is not None
         if must_sleep:
             self.metrics |= self.engine.sleep()
