@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,24 +191,27 @@ def test_dropped_episodes_leave_their_group(run, tokenizer):
     assert kept.score == 1.0
 
 
-def test_faults_are_counted_and_hurt_nobody_else(run, tokenizer, capfd):
-    kinds = ["fine", "raise", "hang", "wait", "die", "print", "shell", "much", "number", "none"]
+FAULTS = {"raise": "error", "hang": "timeout", "wait": "timeout", "die": "error", "number": "done", "none": "error"}
+FLOODS = {"print": "done", "shell": "done", "much": "error"}  # 16 MB and more: seconds on a machine that does much else
+
+
+@pytest.mark.parametrize(("tool_timeout_s", "faults"), [(10.0, FAULTS), (120.0, FLOODS)], ids=["faults", "floods"])
+def test_faults_are_counted_and_hurt_nobody_else(run, tokenizer, capfd, tool_timeout_s, faults):
+    expected = {"fine": "done"} | faults
     metrics = {}
-    prompts = [make_prompt(tokenizer, n, kind=kind) for n, kind in enumerate(kinds)]
-    start = time.monotonic()
-    samples = run("misbehave", prompts, metrics=metrics, tool_timeout_s=10.0)  # 16 MB are sent also under load
-    assert time.monotonic() - start < 50  # those that would take 60 s were ended
-    by_kind = dict(zip(kinds, sorted(samples, key=lambda s: s.index)))
-    ends = {kind: sample.response.end_reason for kind, sample in by_kind.items()}
-    assert ends == {"fine": "done", "raise": "error", "hang": "timeout", "wait": "timeout", "die": "error",
-                    "print": "done", "shell": "done", "much": "error", "number": "done", "none": "error"}
+    prompts = [make_prompt(tokenizer, n, kind=kind) for n, kind in enumerate(expected)]
+    samples = run("misbehave", prompts, metrics=metrics, tool_timeout_s=tool_timeout_s)
+    by_kind = dict(zip(expected, sorted(samples, key=lambda s: s.index), strict=True))
+    assert {kind: sample.response.end_reason for kind, sample in by_kind.items()} == expected
     scores = {kind: sample.score for kind, sample in by_kind.items()}
-    assert {kind for kind, score in scores.items() if score == 0.5} == {"fine", "print", "shell"}
-    assert scores["number"] == 0.0  # a text is scored by the table's function for word_problems
-    assert metrics["reward/timeout_frac"] == 2 / 10 and metrics["reward/error_frac"] == 4 / 10
+    assert {kind for kind, score in scores.items() if score == 0.5} == expected.keys() & {"fine", "print", "shell"}
+    assert scores.get("number", 0.0) == 0.0  # a text is scored by the table's function for word_problems
+    ends = list(expected.values())
+    assert metrics["reward/timeout_frac"] == ends.count("timeout") / len(ends)
+    assert metrics["reward/error_frac"] == ends.count("error") / len(ends)
     assert not run_left_behind()
     said = capfd.readouterr().err
-    assert said.count("x") < 20_000 and "printed more than 10000 characters" in said
+    assert said.count("x") < 20_000 and ("printed more than 10000 characters" in said) == ("print" in faults)
 
 
 def run_left_behind() -> list[str]:

@@ -178,13 +178,14 @@ def test_python_tool():
 
 
 def test_code_feedback_scores_what_the_reward_function_scores():
-    """As many tests as rewards/code.py."""
+    """As many tests as rewards/code.py, which have all the time that they need."""
     asserts = [f"assert double({n}) == {2 * n}" for n in range(12)]
     truth = json.dumps({"assert_case": asserts})
     program = "def double(x):\n    return 2 * x if x < 10 else 0"
-    with Player("envs/code_feedback.py") as player:
+    with Player("envs/code_feedback.py", timeout_s=600.0) as player:
         message, said = player.play(row(truth), [program])
-    assert message["score"] == code.compute_score("mbpp", program, truth)["score"] == 1.0 and not said
+    score = code.compute_score("mbpp", program, truth, timeout_s=60.0, total_s=600.0)["score"]
+    assert message["score"] == score == 1.0 and not said
 
 
 def test_code_feedback_says_where_the_time_of_all_tests_did_not_last():
