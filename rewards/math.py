@@ -19,6 +19,9 @@ POWERS = [(re.compile(rf"(?<=[\d}})])((?:[\s$~]|\\[ ,;:!])*(?:{TEXT}\{{\s*)?){wo
           for word, power in (("hundred", 2), ("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))]
 DECORATION = re.compile(rf"{TEXT}(?=\{{)|\\[ ,;:!]|[\s{{}}$~]")
 CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?([ap])\.?m\.?", re.IGNORECASE)
+# Letters and numbers in a type of their own. The library reads none of them behind a number, and drops what follows: it
+# took 3+4\mathrm{i} for 7. Upright i and e are no units, other upright letters may be one.
+STYLED = re.compile(r"\\(?:mathbf|boldsymbol|bm)\{\s*([a-zA-Z]|\d+)\s*\}|\\(?:mathrm|text|mbox)\{\s*([ei])\s*\}")
 MAX_PARSED = 500  # characters given to math-verify: an answer is short, and its parser is not fast
 
 
@@ -39,6 +42,11 @@ def normalise(answer: str) -> str:
     for pattern, replacement in REPLACED:
         answer = pattern.sub(replacement, answer)
     return answer
+
+
+def unstyled(answer: str) -> str:
+    r"""3+4\mathrm{i} -> 3+4 i, and LaTeX's other space, 5~\text{cm} -> 5 \text{cm}."""
+    return STYLED.sub(lambda found: f" {found[1] or found[2]} ", answer.replace("~", " "))
 
 
 def in_digits(answer: str) -> str:
@@ -64,7 +72,7 @@ def equal(answer: str, truth: str) -> bool:
     times = time_of_day(answer), time_of_day(truth)
     if None not in times:
         return times[0] == times[1]
-    answer, truth = in_digits(answer), in_digits(truth)
+    answer, truth = in_digits(unstyled(answer)), in_digits(unstyled(truth))
     if normalise(answer) == normalise(truth):
         return True
     if len(answer) > MAX_PARSED:

@@ -126,6 +126,31 @@ def test_math_words_that_are_no_units(answer, truth, same):
     assert math.equal(truth, answer) == same
 
 
+@pytest.mark.parametrize(("answer", "truth", "same"), [
+    ("3+4i", r"3+4\mathrm{i}", True),
+    ("7", r"3+4\mathrm{i}", False),                 # the library alone: True, and False for 3+4i
+    ("3+4", r"3+4\text{i}", False),
+    (r"3-4\mathrm{i}", r"3+4\mathrm{i}", False),
+    ("3", r"3\mathrm{ i }", False),
+    (r"\pi\mathrm{i}", r"i\pi", True),
+    (r"2\mathrm{e}^{2}", "2e^2", True),
+    (r"3\mathrm{e}^2", "3", False),
+    (r"3\mathbf{i}+4\mathbf{j}", r"3\mathbf{i}+5\mathbf{j}", False),
+    (r"2\boldsymbol{a}-3\boldsymbol{b}", r"2\boldsymbol{a}+3\boldsymbol{b}", False),
+    (r"2\mathbf{a}-3\mathbf{b}", r"-3\mathbf{b}+2\mathbf{a}", True),
+    (r"\boldsymbol{15}", "15", True),
+    (r"3\text{ m}", "3", True),                     # other upright letters are units behind a number
+    ("5", r"5~\text{cm}", True),
+    ("240", r"240~\mathrm{cm}^{2}", True),
+    ("1~000", "1000", True),
+    (r"6~\text{cm}", r"5~\text{cm}", False),
+    (r"2\pi~\mathrm{cm}", r"2\pi", True),
+])
+def test_math_letters_in_a_type_of_their_own_and_fixed_spaces(answer, truth, same):
+    assert math.equal(answer, truth) == same
+    assert math.equal(truth, answer) == same
+
+
 def test_math_takes_no_time_for_a_hostile_answer():
     start = time.process_time()
     for answer in ("." + "0" * 20_000 + "5", "1" + " " * 200_000, "{" * 200_000, "\\frac" * 50_000,
