@@ -53,8 +53,10 @@ def check(functions: Sequence[str] = (), weights: Sequence[float] = (), **_: Any
     if weights and len(weights) != len(functions):
         raise ValueError(f"--reward.kwargs has {len(weights)} weights and {len(functions)} functions; give one weight "
                          f"a function")
-    for spec in functions:
-        load(spec)
+    names = [load(spec)[0] for spec in functions]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--reward.kwargs functions {' '.join(functions)}: two are called "
+                         f"{max(names, key=names.count)}, and their numbers could not be told apart; rename one")
 
 
 async def compute_score(data_sources, solution_strs, ground_truths, extra_infos, *, functions, weights=(),

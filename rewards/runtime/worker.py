@@ -104,9 +104,13 @@ class Scorer:
         self.weights = list(weights) or [1.0] * len(function)
         self.kwargs = resolve(kwargs)
         self.timeout_s = timeout_s
+        parts = [spec.partition(":") for spec in function]
+        names = [f"{Path(file).stem}.{name or 'compute_score'}" for file, _, name in parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"--reward.function {' '.join(function)}: two are called {max(names, key=names.count)}, "
+                             f"and their numbers could not be told apart; rename a file or a function")
         functions = [load_reward(spec) for spec in function]
         taken = prepare(functions, self.kwargs) if functions else []
-        names = [f"{Path(spec.partition(':')[0]).stem}.{spec.partition(':')[2]}" for spec in function]
         self.rewards = [Reward(*three) for three in zip(names, functions, taken)]
         self.concurrent = any(reward.concurrent for reward in self.rewards)
         self.table: dict[str, Reward] = {}

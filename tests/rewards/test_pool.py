@@ -247,6 +247,21 @@ def test_pool_combines_weighted_functions():
         RewardPool(functions, weights=(1.0,))
 
 
+def test_functions_that_are_called_alike_are_refused(tmp_path):
+    """Each has its own number: of two with one name only the second would be seen, under the name of both."""
+    files = [tmp_path / folder / "mine.py" for folder in ("a", "b")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info): return {number}\n")
+    for num_workers in (0, 1):
+        with pytest.raises(ValueError, match=r"^--reward.function \S+ \S+: two are called mine.compute_score, and"):
+            RewardPool([*map(str, files)], num_workers=num_workers)
+    files[1] = files[1].rename(tmp_path / "b/other.py")
+    with RewardPool([*map(str, files)], num_workers=1) as pool:
+        pool.submit(0, "any", "", "")
+        assert pool.results().extras == [{"mine.compute_score": 0.0, "other.compute_score": 1.0}]
+
+
 def test_pool_uses_the_table_without_a_function():
     with RewardPool(num_workers=1) as pool:
         pool.submit(0, "word_problems", "#### 12", "12")

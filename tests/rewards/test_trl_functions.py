@@ -91,6 +91,7 @@ def test_what_no_function_scores_has_no_reward(score):
     ({"functions": ["absent"]}, "no function absent"),
     ({"functions": ["trl.rewards:absent"]}, "the form is file.py:name or package.module:name"),
     ({"functions": ["exact"], "weights": [1, 2]}, "2 weights and 1 functions"),
+    ({"functions": ["exact", "exact"]}, "two are called exact, and their numbers could not be told apart"),
 ])
 def test_mistakes_are_found_before_training(score, kwargs, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
