@@ -61,8 +61,8 @@ def cases_of(ground_truth: str | dict) -> list[tuple[str, str, object]]:
                          f"as many of both and at least one, or assert_case, or functional")
     if not truth.get("fn_name"):
         return [("stdin", text_of(given), text_of(wanted)) for given, wanted in zip(inputs, outputs)]
-    return [(f"call {truth['fn_name']}", json.dumps(arguments_of(given)), wanted)
-            for given, wanted in zip(inputs, outputs)]
+    return [(f"{'call' if isinstance(given, str) else 'values'} {truth['fn_name']}", json.dumps(arguments_of(given)),
+             wanted) for given, wanted in zip(inputs, outputs)]
 
 
 def arguments_of(given: Any) -> list:
@@ -122,9 +122,9 @@ def judge(program: str, case: tuple[str, str, object], limits: sandbox.Limits, u
     """"passed" or what went wrong in one case of `cases_of`. RuntimeError where there is no verdict."""
     kind, given, wanted = case
     kind, _, name = kind.partition(" ")
-    role = {"stdin": "run", "call": "serve", "assert": "judge"}[kind]
+    role = {"stdin": "run", "call": "serve", "values": "serve", "assert": "judge"}[kind]
     main = f"{HARNESS}\n\nmain({role!r}, {program!r})\n"
-    if kind == "call":
+    if role == "serve":
         values = with_integer_keys(json.loads(given, parse_int=integer))
         arguments = ["list", *(harness.pack(value, no_handle) for value in values)]
         given = json.dumps(["list", "call_named", name, arguments]) + "\n"
@@ -140,8 +140,10 @@ def judge(program: str, case: tuple[str, str, object], limits: sandbox.Limits, u
         return f"exit code {result.exit_code}"
     if kind == "stdin":
         return "passed" if same_text(result.stdout, wanted) else "wrong answer"
-    if kind == "call":
-        return "passed" if same_value(result.stdout, wanted) else "wrong answer"
+    if role == "serve":
+        # where arguments are values, as in APPS, a text is the result itself and may be JSON too; else it is JSON
+        forms = [wanted, json.dumps(wanted)] if kind == "values" else [wanted]
+        return "passed" if any(same_value(result.stdout, form) for form in forms) else "wrong answer"
     return "passed"
 
 
