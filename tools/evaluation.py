@@ -220,7 +220,7 @@ def paired_test(differences: np.ndarray) -> tuple[float, str]:
     """Two-sided p-value of the mean of paired differences [P], and the name of the test. Under the null hypothesis each
     difference could as well have the other sign (Fisher 1935, section 21)."""
     moved = differences[differences != 0]
-    observed = abs(moved.sum()) - 1e-9  # sums in another order differ in the last digits
+    observed = abs(moved.sum()) - 1e-9 * abs(moved).sum()  # sums in another order differ in the last digits
     if len(moved) <= MOST_EXACT:
         signs = np.array([*product((-1, 1), repeat=len(moved))]).reshape(2 ** len(moved), len(moved))
         return float((abs(signs @ moved) >= observed).mean()), "paired permutation test, all sign flips"

@@ -430,6 +430,18 @@ def test_the_paired_test_against_the_binomial_distribution():
     assert small == pytest.approx(2 / 8)
 
 
+@pytest.mark.parametrize("num_prompts", [8, 40])
+def test_the_paired_test_has_no_unit(num_prompts):
+    """The signs as they are, and all turned, are two of 2^P: no p-value is below that. Scores may be 1e9 in size."""
+    rng = np.random.default_rng(1)
+    for same_sign in (True, False):
+        for _ in range(10):
+            differences = rng.random(num_prompts) + (0.1 if same_sign else -0.4)
+            found, *others = [evaluation.paired_test(differences * unit)[0] for unit in (1, 1e-12, 1e5, 1e8, 1e9)]
+            assert found >= 2 / 2**num_prompts and others == pytest.approx([found] * 4, rel=1e-9)
+            assert not same_sign or num_prompts > 16 or found == 2 / 2**num_prompts
+
+
 def test_the_table(capsys):
     answers = [answer("b\x1b", g, float(g < 3), greedy=greedy, num_sampled=4 + g, finish_reason=reason)
                for g, reason in enumerate(["stop", "length", "stop", "stop"]) for greedy in (True, False, False)]
