@@ -28,13 +28,15 @@ Response:
 {solution}
 
 Think briefly, then end with one line "Score: N", N a number from 0 (wrong) to 10 (right and well explained)."""
+# "Score: 8", "**Score:** 8/10", "Score (0-10): 8". No number of a scale (0-10, 0 to 10) is a score, nor the 5 of ".5".
+SCORE = (r"(?i)score(?:\s?[(\[][^)\]\n]*[)\]](?=[*_]*\s?[:=]))?\W{1,5}?"
+         r"(?<!\.)(-?\d++(?:\.\d++)?+)(?!\s?[-\u2013]\s?\d|\s+to\s+\d)")
 FIELDS = re.compile(r"\{(solution|ground_truth|question|data_source)\}")
 
 
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, model, base_url,
-                        template=TEMPLATE, score_regex=r"(?i)score\W{1,5}?(-?\d+(?:\.\d+)?)", low=0.0, high=10.0,
-                        requests_per_minute=None, max_retries=3, request_timeout_s=60.0, request=None,
-                        api_key_env="OPENAI_API_KEY") -> dict:
+                        template=TEMPLATE, score_regex=SCORE, low=0.0, high=10.0, requests_per_minute=None,
+                        max_retries=3, request_timeout_s=60.0, request=None, api_key_env="OPENAI_API_KEY") -> dict:
     """score: (N - low) / (high - low). `request`: further fields of each request, else temperature 0."""
     fields = {"solution": solution_str, "ground_truth": str(ground_truth), "data_source": data_source,
               "question": str((extra_info or {}).get("question", ""))}

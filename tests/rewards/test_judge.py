@@ -115,6 +115,9 @@ def test_judge_scores_by_template_and_regex(server, monkeypatch):
     ("Score: -1", -1, 0.0), ("**Score:** -1", -1, 0.0), ("Score: -0.5", -0.5, 0.0), ("score=-1", -1, 0.0),
     ("Score: 8/10", 0, 0.8), ("score=7", 0, 0.7), ("**Score:** 2.5", 0, 0.25), ("Score - 7", 0, 0.7),
     ("Score: **10**", 0, 1.0),
+    ("Score (0-10): 8", 0, 0.8), ("**Score (out of 10):** 7.5", 0, 0.75), ("Score [0 to 10] = 6", 0, 0.6),
+    ("Score (8)", 0, 0.8), ("Score: 8 (a score 0-10)", 0, 0.8), ("Score: 8. Scores 0 \u2013 10", 0, 0.8),
+    ("Score 0-10", 0, None), ("Score: .5", 0, None),    # and no 0, and no 5
 ])
 def test_judge_reads_the_number_with_its_sign(server, answer, low, wanted):
     results = score(server, f"say {answer}", low=low)
