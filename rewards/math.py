@@ -85,6 +85,15 @@ def equal(answer: str, truth: str) -> bool:
     return verify(gold, given, timeout_seconds=None)
 
 
+def vote_of(answer: str | None) -> str | None:
+    """The text that an answer has in maj@N: one for all ways to write it that `normalise` knows."""
+    if answer is None or len(answer) > MAX_PARSED:
+        return answer
+    if time := time_of_day(answer):
+        return f"{time[0]}:{time[1]:02}{time[2]}m"
+    return normalise(in_digits(unstyled(answer)))
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.0) -> dict:
     r"""`score` if the last \boxed{} equals ground_truth (boxed or not), `format_score` if not, 0 without a box.
     A response without a box has no vote in maj@N."""
@@ -92,7 +101,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, scor
     truth = str(ground_truth)
     truth = last_boxed(truth) or truth
     acc = answer is not None and equal(answer, truth)
-    return {"score": score if acc else 0.0 if answer is None else format_score, "acc": acc, "pred": answer}
+    return {"score": score if acc else 0.0 if answer is None else format_score, "acc": acc,
+            "pred": vote_of(answer)}
 
 
 def check(**_) -> None:

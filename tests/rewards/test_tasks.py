@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.rollout import Sample
-from common.rollouts.validation import acc_and_vote
+from common.rollouts.validation import acc_and_vote, majority
 from rewards import (
     TABLE,
     countdown,
@@ -149,6 +149,19 @@ def test_math_words_that_are_no_units(answer, truth, same):
 def test_math_letters_in_a_type_of_their_own_and_fixed_spaces(answer, truth, same):
     assert math.equal(answer, truth) == same
     assert math.equal(truth, answer) == same
+
+
+@pytest.mark.parametrize("task", [math, geo3k])
+def test_one_answer_in_several_notations_is_one_vote(task):
+    """Three of five say one half: it is the majority, though the two that are wrong are written alike."""
+    truth = r"\frac{1}{2}"
+    for written in ([r"\frac12", r"\dfrac{1}{2}", r"x = \frac{1}{2}"], [r"\frac12\text{ cm}", r" \frac {1}{2}", truth]):
+        found = [task.compute_score("", rf"\boxed{{{answer}}}", truth) for answer in [*written, "2", "2"]]
+        assert [result["acc"] for result in found] == [True] * 3 + [False] * 2
+        assert majority([(float(result["acc"]), result["pred"]) for result in found]) == 1
+    different = ["3 pm", "3 am", "10", r"10\text{ million}", "12", "1,2", "3+4i", "3+4", "-2", "2", ""]
+    votes = [task.compute_score("", rf"\boxed{{{answer}}}", truth)["pred"] for answer in different]
+    assert len({*votes}) == len(different)
 
 
 def test_math_takes_no_time_for_a_hostile_answer():
