@@ -15,8 +15,8 @@ ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 TAIL = 300      # characters searched, as in verl: an answer stands at the end
 BOX_TAIL = 100  # for a box without an "Answer:" line
 WORDS = ("square ways integers dollars mph inches hours km units sue points feet minutes digits cents degrees cm gm "
-         r"pounds meters meals edges students childrentickets multiples \ldots \dots \text{s} \text{.} \text{}^2 "
-         r"\text{}^3 \text{} \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " + '"').split()
+         r"pounds meters meals edges students childrentickets multiples \ldots \text{s} \text{.} \text{}^2 "
+         r"\text{}^3 \text{} \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " + r'" \dots').split()
 
 
 def normalise(answer: str) -> str:
@@ -28,8 +28,9 @@ def normalise(answer: str) -> str:
     for word in WORDS:
         answer = answer.replace(word, "")
     if math := re.search(r"\$(.*?)\$", answer):
-        answer = math[1]
-    answer = re.sub(r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1", answer)
+        answer = f"${math[1]}$"
+    for command in ("text", "textbf", "overline"):  # one after the other: \textbf{\text{5}}
+        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)  # \frac12: \frac{1}{2}
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "").strip()

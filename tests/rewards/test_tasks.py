@@ -223,6 +223,9 @@ def test_math_time_bomb_is_a_counted_timeout(tmp_path):
     ("Answer: 12 dollars", "12", "12", True),
     (r"Answer: 30^\circ", "30", "30", True),
     (r"Answer: 5\text{ units}", "5", "5", True),
+    (r"Answer: $\textbf{\text{5}}$", "5", "5", True),        # verl removes \text first, then \textbf, then \overline
+    (r"Answer: $\overline{\text{AB}}$", "AB", "AB", True),
+    (r"Answer: $\overline{\textbf{12}}$ units", "12", "12", True),
     ("Answer: 34" + " " * 400, "34", "34", False),          # beyond the last 300 characters
     ("Answer:\n34", "34", "34", True),                      # white space may be a new line
 ])
