@@ -25,7 +25,7 @@ async def episode(chat, row):
     text = text or ""
     score = compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
     answer = extract_answer(text)
-    pred = None if answer is None else str(answer)  # None: no vote in maj@N
+    pred = None if answer is None else f"{answer.normalize():f}"  # 84.0 votes as 84; None: no vote in maj@N
     return {"score": score, "acc": score, "pred": pred, "calls": num_calls}
 
 

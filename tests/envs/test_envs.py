@@ -72,12 +72,14 @@ def test_calculator(tmp_path):
             (example, ["<<2 *>>", "<<2 * 2>>", "#### 4"]),
             (example, ["No idea."]),
             (example, ["<<1>>"]),
+            (example, [f"#### {truth}.0"]),
         ])
-    assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0, 0.0]
+    assert [message["score"] for message, _ in found] == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert found[4][0]["extra"]["pred"] == truth                            # the same number, the same vote
     assert found[0][0]["extra"] == {"acc": 1.0, "pred": truth, "calls": 1.0}
     assert found[2][0]["extra"] == {"acc": 0.0, "calls": 0.0}               # no answer: no vote in maj@N
     refused = "Error: write numbers, + - * / and brackets only."
-    assert [said for _, said in found] == [[truth], [refused, "4"], [], ["1"]]
+    assert [said for _, said in found] == [[truth], [refused, "4"], [], ["1"], []]
 
 
 # --------------------------------------------------------------------------- games
