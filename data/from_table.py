@@ -155,17 +155,18 @@ def messages_of(prompt: Any) -> list[dict[str, Any]]:
 
 
 def answer_of(value: Any, separator: str) -> Any:
-    """The ground truth: a text, or a list of texts. ValueError for an object, or a list of objects or lists."""
+    """The ground truth: a text, or a list of texts. ValueError for an object, and for a list
+    that is empty or has an object, a list or nothing in it."""
     if isinstance(value, str) and separator:
         value = [part.strip() for part in value.split(separator) if part.strip()]
     elif isinstance(value, str) and value.strip().startswith("["):  # texts alone: [1, 2] may be an interval
         with contextlib.suppress(ValueError):
             found = json.loads(value)
             value = found if found and all(isinstance(part, str) for part in found) else value
-    for part in value if isinstance(value, list) else [value]:
-        if part is None or isinstance(part, dict | list):
-            raise ValueError(f"the answer {value!r:.80} must be a text or a number, or a list of these; an object can "
-                             f"be written as JSON text")
+    parts = value if isinstance(value, list) else [value]
+    if not parts or any(part is None or isinstance(part, dict | list) or not str(part).strip() for part in parts):
+        raise ValueError(f"the answer {value!r:.80} must be a text or a number, or a list of these, none of them empty"
+                         f"; an object can be written as JSON text")
     if isinstance(value, list):
         return [text_of(part) for part in value]
     return value.strip() if isinstance(value, str) else text_of(value)

@@ -218,9 +218,11 @@ def test_json_lines_end_at_a_line_feed_alone(convert, end):
     ("a.json", json.dumps([{"question": [{"from": "human", "value": "Hi"}], "answer": "b"}]), (),
      "a.json, object 1: {'from': 'human', 'value': 'Hi'} must be a chat message with role and content"),
     ("a.json", json.dumps([{"question": "a", "answer": {"target": ["b"]}}]), (),
-     "a.json, object 1: the answer {'target': ['b']} must be a text or a number, or a list of these; an object can be"),
+     "a.json, object 1: the answer {'target': ['b']} must be a text or a number, or a list of these, none of th"),
     ("a.json", json.dumps([{"question": "a", "answer": ["b", None]}]), (), "the answer ['b', None] must be a text or"),
-    ("a.json", json.dumps([{"question": "a", "answer": [["b"]]}]), (), "the answer [['b']] must be a text or a number"),
+    ("a.json", json.dumps([{"question": "a", "answer": [["b"]]}]), (), "the answer [['b']] must be a text"),
+    ("a.json", json.dumps([{"question": "a", "answer": ["b", " "]}]), (), "the answer ['b', ' '] must be a text or a"),
+    ("a.csv", "question,answer\na,|\n", ("--answers-separator", "|", "--separator", ","), "the answer [] must be"),
     ("a.parquet", "no", (), "cannot be read as parquet"),
     ("a.xlsx", "PK", (), ".xlsx is not read; save the table as .csv"),
 ])
