@@ -10,7 +10,9 @@ import __future__
 import ast
 import builtins
 import contextlib
+import dataclasses
 import io
+import json
 import os
 import socket
 import sys
@@ -36,8 +38,24 @@ LEAST = {
     "--eval-n": (0, " (0: the greedy response alone)"), "--eval-temperature": (0, ""),
     "--rollout.top-k": (0, " (0: all tokens)"), "--rollout.val-top-k": (0, " (0: all tokens)"),
     "--rollout.tool-result-tokens": (0, " (0: no limit)"), "--rollout.max-num-seqs": (1, ""), "--rollout.tp": (1, ""),
+    "--kl-loss-coef": (0, ""), "--kl-reward-coef": (0, ""), "--overlong-factor": (0, ""),
+    "--reward.max-error-frac": (0, " (0: no sample may fail)"),
 }
 """The least value of flags, and what it means: verl and vLLM say -1 where 0 means all here."""
+OF_EPISODES = ("max-turns", "tool-timeout-s", "episodes-at-once", "lockstep", "drop", "rewritten-history",
+               "tool-result-tokens", "tool-parser")
+NEEDED = {
+    **{f"--rollout.{name}": ("--rollout.episode", [""]) for name in OF_EPISODES},
+    "--rollout.max-staleness": ("--rollout.in-flight", [1]), "--lora.alpha": ("--lora.rank", [0]),
+    "--reward-model.weight": ("--reward-model.path", [""]), "--overlong-factor": ("--overlong-buffer", [0]),
+    "--kl-controller": ("--kl-reward-coef", [0]),
+    **dict.fromkeys(("--kl-target", "--kl-horizon"), ("--kl-controller", ["fixed"])),
+    **dict.fromkeys(("--clip-low", "--clip-high", "--clip-dual"), ("--loss", ["reinforce"])),
+    "--beta": ("--divergence", ["reverse-kl", "forward-kl"]), "--top-k-of": ("--top-k", [0]),
+    "--answer-key": ("--answers-per-step", [0]),
+}
+"""A flag -> another one, and the values of that one with which it does nothing. Whoever gives the first and forgets the
+second would train without the penalty, the adapters or the filter that the command asks for."""
 
 
 class NeedsModels(Exception):
@@ -138,6 +156,7 @@ def check_command(script: Path) -> None:
         with contextlib.redirect_stderr(framed):
             args = read_flags(own["Args"], own.module.__doc__ or "")
         check_numbers(args)
+        check_effect(args)
         check_paths(args)
         check_ranks(args)
         for name in [name for name in ("check", "check_supervised") if name in own.statements][:1]:
@@ -171,6 +190,19 @@ def check_numbers(args: Any) -> None:
     for flag, (least, meaning) in LEAST.items():
         if given.get(flag, least) < least:
             raise ValueError(f"{flag} {given[flag]:g} must be at least {least}{meaning}")
+
+
+def check_effect(args: Any) -> None:
+    """Raise ValueError for a flag that was given and does nothing, because another one was not. Scripts that lack one
+    of the two are left alone."""
+    required = {field.name: vars(args)[field.name] for field in dataclasses.fields(args)
+                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
+    given, defaults = flags_of(args), flags_of(type(args)(**required))
+    for flag, (other, idle) in NEEDED.items():
+        if given.get(flag) != defaults.get(flag) and given.get(other) in idle:
+            value = given[flag] if isinstance(given[flag], str) else json.dumps(given[flag])
+            raise ValueError(f"{flag} {value} does nothing with {other} {given[other] or repr(given[other])}: set "
+                             f"{other}, or leave {flag} out")
 
 
 def check_paths(args: Any) -> None:
