@@ -153,17 +153,18 @@ class PendingRollout:
 
     def judge(self, mine: list[Sample], scores: Scores, meter: Meter) -> None:
         """Add the reward model's scores to those of the reward functions. All ranks call this together. A sum that is
-        no number, or too large, is a failure, to which --reward.on-error applies."""
+        no number, or too large, is a failure, to which --reward.on-error applies. What has failed before stays NaN, or
+        0."""
         model, on_error = self.scoring.model, self.scoring.config.on_error
         judged = model.score([
             sample.response.messages or [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
             for sample in mine
         ])
         meter.mean("reward/model", torch.tensor([x for x in judged if math.isfinite(x)], dtype=torch.float64))
-        for i, judgement in enumerate(judged):
-            scores.scores[i] += model.weight * judgement
-            if scores.failures[i] is None and not abs(scores.scores[i]) <= MAX_SCORE:
-                text = (f"the reward model gave {judgement}, times --reward-model.weight {model.weight:g}; the rule is "
+        for i in [i for i, failure in enumerate(scores.failures) if failure is None]:
+            scores.scores[i] += model.weight * judged[i]
+            if not abs(scores.scores[i]) <= MAX_SCORE:
+                text = (f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
                         f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included")
                 if on_error == "stop":
                     raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
