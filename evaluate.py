@@ -74,7 +74,7 @@ def check(args: Args) -> None:
     for name, least in {"eval_n": 0, "eval_temperature": 0, "eval_prompts": 0, "prompts_per_chunk": 1}.items():
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
-    if found := changed_flags(args.rollout, "temperature", "top_p", "top_k", "in_flight", "max_staleness"):
+    if found := changed_flags(args.rollout, "temperature", "top_p", "top_k", "in_flight", "max_staleness", "drop"):
         raise ValueError(f"{' and '.join(found)} is of training: evaluation has --eval-temperature, "
                          f"--rollout.val-top-p and --rollout.val-top-k")
     if args.compare:

@@ -190,6 +190,14 @@ def check_numbers(args: Any) -> None:
     for flag, (least, meaning) in LEAST.items():
         if given.get(flag, least) < least:
             raise ValueError(f"{flag} {given[flag]:g} must be at least {least}{meaning}")
+    for flag in ("--rollout.temperature", "--eval-temperature"):
+        value = given.get(flag, 1.0)
+        if given.get("--rollout.engine") == "vllm" and (value > 2 or 0 < value < 0.01):
+            raise ValueError(f"{flag} {value:g}: vLLM takes 0.01 to 2, and would sample at 0.01 what is below that")
+    share, prompts = given.get("--rollout.in-flight", 1), given.get("--prompts-per-step", 0)
+    if share > 1 and round(share * prompts) <= prompts:
+        raise ValueError(f"--rollout.in-flight {share:g} adds no prompt to --prompts-per-step {prompts}: it must be at "
+                         f"least {1 + 1 / max(prompts, 1):.4g}")
 
 
 def check_effect(args: Any) -> None:

@@ -49,6 +49,13 @@ EARLY = {
     "a penalty that rewards length": (f"dapo.py {GOOD} --overlong-buffer 8 --overlong-factor -1",
                                       "--overlong-factor -1", "at least 0"),
     "fewer failures than none": (f"grpo.py {GOOD} --reward.max-error-frac -1", "--reward.max-error-frac -1"),
+    "a temperature that vLLM raises": (f"grpo.py {GOOD} --rollout.temperature 0.001", "--rollout.temperature 0.001",
+                                       "0.01 to 2"),
+    "one of validation that vLLM refuses": (f"grpo.py {GOOD} --eval-temperature 3", "--eval-temperature 3", "vLLM"),
+    "a share of a prompt in flight": (f"grpo.py {GOOD} --prompts-per-step 4 --rollout.in-flight 1.1",
+                                      "--rollout.in-flight 1.1", "--prompts-per-step 4", "1.25"),
+    "episodes that an evaluation drops": ("evaluate.py --model MODEL --val-data DATA --rollout.episode "
+                                          "envs/calculator.py --rollout.drop timeout", "--rollout.drop", "training"),
     # flags that do nothing without another one
     "episodes that are dropped, without episodes": (f"grpo.py {GOOD} --rollout.drop length", "--rollout.drop",
                                                     "--rollout.episode"),
