@@ -53,6 +53,8 @@ NEEDED = {
     **dict.fromkeys(("--clip-low", "--clip-high", "--clip-dual"), ("--loss", ["reinforce"])),
     "--beta": ("--divergence", ["reverse-kl", "forward-kl"]), "--top-k-of": ("--top-k", [0]),
     "--answer-key": ("--answers-per-step", [0]),
+    **{f"{optim}.min-lr-frac": (f"{optim}.schedule", ["constant"]) for optim in ("--optim", "--critic-optim")},
+    **dict.fromkeys(("--correction.lower", "--correction.outside"), ("--correction.weights", [None, "none"])),
 }
 """A flag -> another one, and the values of that one with which it does nothing. Whoever gives the first and forgets the
 second would train without the penalty, the adapters or the filter that the command asks for."""
@@ -190,6 +192,8 @@ def check_numbers(args: Any) -> None:
     for flag, (least, meaning) in LEAST.items():
         if given.get(flag, least) < least:
             raise ValueError(f"{flag} {given[flag]:g} must be at least {least}{meaning}")
+    if "" in (given.get("--rollout.stop") or ()):
+        raise ValueError("--rollout.stop '': an empty text would end each response before it begins; leave it out")
     for flag in ("--rollout.temperature", "--eval-temperature"):
         value = given.get(flag, 1.0)
         if given.get("--rollout.engine") == "vllm" and (value > 2 or 0 < value < 0.01):
@@ -206,8 +210,10 @@ def check_effect(args: Any) -> None:
     required = {field.name: vars(args)[field.name] for field in dataclasses.fields(args)
                 if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
     given, defaults = flags_of(args), flags_of(type(args)(**required))
+    has_preset = given.get("--correction.preset", "disabled") != "disabled"     # which may have the weights
     for flag, (other, idle) in NEEDED.items():
-        if given.get(flag) != defaults.get(flag) and given.get(other) in idle:
+        is_given = other in given and given.get(flag) != defaults.get(flag)
+        if is_given and given[other] in idle and not (has_preset and other == "--correction.weights"):
             value = given[flag] if isinstance(given[flag], str) else json.dumps(given[flag])
             raise ValueError(f"{flag} {value} does nothing with {other} {given[other] or repr(given[other])}: set "
                              f"{other}, or leave {flag} out")

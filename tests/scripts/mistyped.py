@@ -56,6 +56,7 @@ EARLY = {
                                       "--rollout.in-flight 1.1", "--prompts-per-step 4", "1.25"),
     "episodes that an evaluation drops": ("evaluate.py --model MODEL --val-data DATA --rollout.episode "
                                           "envs/calculator.py --rollout.drop timeout", "--rollout.drop", "training"),
+    "an empty text that ends responses": (f"grpo.py {GOOD} --rollout.stop=", "--rollout.stop ''", "empty"),
     # flags that do nothing without another one
     "episodes that are dropped, without episodes": (f"grpo.py {GOOD} --rollout.drop length", "--rollout.drop",
                                                     "--rollout.episode"),
@@ -78,6 +79,12 @@ EARLY = {
                                                 "--divergence reverse-kl"),
     "answers that no step has": (f"distill.py {GOOD} --teacher MODEL --answer-key solution", "--answer-key solution",
                                  "--answers-per-step"),
+    "the end of a schedule that is constant": (f"sft.py {GOOD} --optim.min-lr-frac 0.1", "--optim.min-lr-frac 0.1",
+                                               "--optim.schedule constant"),
+    "the critic's": (f"ppo.py {GOOD} --optim.schedule cosine --critic-optim.min-lr-frac 0.1",
+                     "--critic-optim.min-lr-frac 0.1", "--critic-optim.schedule constant"),
+    "IcePop without weights": (f"grpo.py {GOOD} --correction.outside zero", "--correction.outside zero",
+                               "--correction.weights"),
     "whose words, of all": (f"distill.py {GOOD} --teacher MODEL --top-k-of student", "--top-k-of student", "--top-k"),
     "zero prompts": (f"grpo.py {GOOD} --prompts-per-step 0", "--prompts-per-step 0", "at least 1"),
     "sizes that do not divide": (f"grpo.py {GOOD} --prompts-per-step 5 --samples-per-prompt 3 --minibatches-per-step 4",
