@@ -196,6 +196,14 @@ def test_other_flags_when_they_are_meant(save, model, world, watch, tmp_path):
     assert resumed == 2 and "other flags: --lr was 0.5, is 0.01" in text
 
 
+@pytest.mark.parametrize("flag", ["--eval-temperature", "--rollout.val-top-p", "--rollout.val-top-k"])
+def test_flags_of_validation_alone_may_change(flag, save, model, world, watch, tmp_path):
+    save(2)
+    set_flags(tmp_path / "checkpoints/step_000002", **{flag: 0.5})
+    text, resumed = said(tmp_path, model, world, watch)
+    assert resumed == 2 and f"other flags: {flag} was 0.5" in text
+
+
 def test_what_another_script_keeps_in_a_checkpoint_is_dropped_and_said(save, model, world, watch, tmp_path):
     """Else it would be in all later checkpoints: the first script would train on old rollouts when it comes back."""
     save(2)
