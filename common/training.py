@@ -55,7 +55,8 @@ class TrainArgs:
     total_steps: int = 100
     """Training steps; where the policy is sampled from, rollout-and-update rounds."""
     total_epochs: float = 0.0
-    """Passes over the training data. Above 0 they decide the number of steps, and --total-steps does not."""
+    """Passes over the training data. Above 0 they decide the number of steps, and --total-steps does not. A step counts
+    with the prompts of one rollout, also where dapo.py samples several: then there are more passes."""
 
     eval_every: int = 10
     """Steps between validations; also before the first and after the last step. 0: only these two."""

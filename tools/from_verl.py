@@ -536,6 +536,10 @@ def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
         ours.add("--total-steps", steps)
     else:
         ours.add("--total-epochs", epochs)
+        if verl.is_on("algorithm.filter_groups.enable"):
+            ours.notes.append(f"--total-epochs {epochs} counts one rollout a step: with dynamic sampling it draws up "
+                              f"to --max-gen-batches of them, and there are as many times the passes; verl ends after "
+                              f"{epochs}. --total-steps sets the steps that it takes")
         steps = (rows or count_rows(ours.flags.get("--train-data", []))) * epochs // prompts
     for model, flag in ((ACTOR, "--optim.warmup-steps"), ("critic", "--critic-optim.warmup-steps")):
         share = verl.number(f"{model}.optim.lr_warmup_steps_ratio", 0)

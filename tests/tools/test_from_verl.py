@@ -470,6 +470,16 @@ def test_rollout_correction(monkeypatch):
     assert found.bypass and found.weights == "none"
 
 
+@pytest.mark.parametrize(("sampling", "is_said"), [("True", True), ("False", False)])
+def test_epochs_of_dynamic_sampling_are_more_passes_than_verls(sampling, is_said):
+    """verl's DAPO ends when it has read the data so often; dapo.py counts prompts_per_step rows a step."""
+    keys = given(f"algorithm.filter_groups.enable={sampling} trainer.total_epochs=3")
+    del keys["trainer.total_training_steps"]
+    ours = from_verl.translate(keys)
+    assert ours.flags["--total-epochs"] == ["3"]
+    assert any("--total-steps sets the steps" in note for note in ours.notes) == is_said
+
+
 def test_a_share_of_the_steps_becomes_steps_where_rows_can_be_counted(tmp_path):
     for name, rows in (("a", 70), ("b", 35)):
         pq.write_table(pa.table({"x": list(range(rows))}), tmp_path / f"{name}.parquet")
