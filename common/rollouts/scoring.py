@@ -130,7 +130,9 @@ class PendingRollout:
         returned besides its score. Raises RuntimeError on all ranks if too many samples have no score.
         """
         mine = [sample for sample in self.samples if sample.response is not None]
-        without = Scores([], [0.0] * len(mine), [{} for _ in mine], [None] * len(mine))
+        # without reward functions: an episode that failed has no score, whatever the reward model would say of it
+        own = [math.nan if sample.response.end_reason in ("timeout", "error") else 0.0 for sample in mine]
+        without = Scores([], own, [{} for _ in mine], [None] * len(mine))
         scores = without if self.scoring.pool is None else self.scoring.pool.results()
         if self.scoring.model is not None:
             self.judge(mine, scores, meter)
@@ -165,7 +167,8 @@ class PendingRollout:
             scores.scores[i] += model.weight * judged[i]
             if not abs(scores.scores[i]) <= MAX_SCORE:
                 text = (f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
-                        f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included")
+                        f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
+                        f"an episode that does not fail")
                 if on_error == "stop":
                     raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
                 scores.failures[i] = "invalid"

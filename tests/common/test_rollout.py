@@ -232,6 +232,23 @@ def test_a_reward_models_score_that_is_no_number_is_a_failure(world, on_error, w
         pending.collect(Meter())
 
 
+@pytest.mark.parametrize(("on_error", "want"), [("drop", math.nan), ("zero", 0.0), ("stop", None)])
+def test_an_episode_that_failed_has_no_score_of_a_reward_model_alone(world, on_error, want):
+    """--reward-model.alone: no reward function could say that its code raised, or took too long."""
+    samples = make_samples([0.0] * 4)
+    for sample, end_reason in zip(samples, ("done", "error", "timeout", "length")):
+        sample.response.end_reason = end_reason
+    judge = SimpleNamespace(pool=None, episodes=None, config=RewardConfig(on_error=on_error),
+                            model=SimpleNamespace(score=lambda conversations: [1.0, 2.0, 3.0, 4.0], weight=0.5))
+    pending, meter = scoring.PendingRollout(None, judge, samples, SamplingConfig()), Meter()
+    if want is None:
+        with pytest.raises(RuntimeError, match=r"reward of sample 1 failed and --reward.on-error is stop"):
+            pending.collect(meter)
+        return
+    assert pending.collect(meter).scores.tolist() == pytest.approx([0.5, want, want, 2.0], nan_ok=True)
+    assert meter.reduce()["reward/error_frac"] == 2 / 4
+
+
 def deal(rollout, world, has_gradient=None, num_minibatches=1, in_loss=None, step=-1, **more):
     """Mini-batches of the responses that have a score."""
     in_loss = rollout.has_score if in_loss is None else in_loss
