@@ -44,7 +44,7 @@ LEAST = {
 """The least value of flags, and what it means: verl and vLLM say -1 where 0 means all here."""
 OF_EPISODES = ("max-turns", "tool-timeout-s", "episodes-at-once", "lockstep", "drop", "rewritten-history",
                "tool-result-tokens", "tool-parser")
-NEEDED = {
+NEEDED: dict[str, tuple[str, list]] = {
     **{f"--rollout.{name}": ("--rollout.episode", [""]) for name in OF_EPISODES},
     "--rollout.max-staleness": ("--rollout.in-flight", [1]), "--lora.alpha": ("--lora.rank", [0]),
     "--reward-model.weight": ("--reward-model.path", [""]), "--overlong-factor": ("--overlong-buffer", [0]),
@@ -52,7 +52,8 @@ NEEDED = {
     **dict.fromkeys(("--kl-target", "--kl-horizon"), ("--kl-controller", ["fixed"])),
     **dict.fromkeys(("--clip-low", "--clip-high", "--clip-dual"), ("--loss", ["reinforce"])),
     "--beta": ("--divergence", ["reverse-kl", "forward-kl"]), "--top-k-of": ("--top-k", [0]),
-    "--answer-key": ("--answers-per-step", [0]),
+    "--answer-key": ("--answers-per-step", [0]), "--keep-surplus": ("--max-gen-batches", [1]),
+    "--log.wandb-project": ("--log.to", [[], ["tensorboard"]]),
     **{f"{optim}.min-lr-frac": (f"{optim}.schedule", ["constant"]) for optim in ("--optim", "--critic-optim")},
     **dict.fromkeys(("--correction.lower", "--correction.outside"), ("--correction.weights", [None, "none"])),
 }
