@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from common.parallel.ranks import all_max, all_sum
+from common.parallel.ranks import all_gather_objects, combine
 
 OUT_OF_MEMORY = """ran out of memory in phase {}. If the engine was awake, lower --rollout.gpu-memory-utilization (on
 CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gradient-checkpointing True"""
@@ -18,8 +19,8 @@ CPUs --rollout.kv-cache-gb); else lower --max-tokens-per-gpu or set --policy.gra
 class Meter:
     """Sums, counts and extremes of one step, reduced over all ranks together.
 
-    Every rank must add the same names in a step (a dummy micro-batch adds zeros). Values stay on their device until
-    `reduce`.
+    A rank may add names that others do not, of the data sources of its responses for example. Values stay on their
+    device until `reduce`.
     """
 
     def __init__(self) -> None:
@@ -59,16 +60,15 @@ class Meter:
         self.formulas[name] = formula, inputs
 
     def reduce(self) -> dict[str, float]:
-        """The step's numbers, the same on every rank: one sum and one maximum over the ranks. Metrics with no values
-        are left out."""
-        names, tops = sorted(self.sums), sorted(self.maxima)
-        columns = [float(numbers.get(name, 0.0)) for numbers in (self.sums, self.counts) for name in names]
-        sums, counts = all_sum(columns).view(2, -1).tolist()
-        metrics = {name: total / count if name in self.counts else total                # a total has no count
-                   for name, total, count in zip(names, sums, counts) if count or name not in self.counts}
-        for name, top in zip(tops, all_max([float(self.maxima[name]) for name in tops]).tolist()):
-            if top != -torch.inf:
-                metrics[name] = -top if name in self.negated else top
+        """The step's numbers, the same on every rank. Metrics with no values are left out."""
+        # names travel with their numbers: two ranks may have as many names, and not the same
+        ours = [{name: float(x) for name, x in numbers.items()} for numbers in (self.sums, self.counts, self.maxima)]
+        of_sums, of_counts, of_maxima, negated = zip(*all_gather_objects([*ours, self.negated]))
+        sums, counts, maxima = combine(of_sums, np.sum), combine(of_counts, np.sum), combine(of_maxima, np.max)
+        metrics = {name: total / counts[name] if name in counts else total              # a total has no count
+                   for name, total in sums.items() if counts.get(name, 1)}
+        metrics |= {name: -top if name in set().union(*negated) else top
+                    for name, top in maxima.items() if top != -np.inf}
         for name, (formula, inputs) in self.formulas.items():
             if metrics.keys() >= set(inputs):
                 metrics[name] = formula(*(metrics[n] for n in inputs))

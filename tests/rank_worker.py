@@ -144,7 +144,7 @@ def meters(folder: Path, world: ranks.World) -> None:
 
 
 def fill_meter(rank: int) -> Meter:
-    """Rank 0 adds 1 2 3 and 10, rank 1 adds 4 and nothing."""
+    """Rank 0 adds 1 2 3 and 10, rank 1 adds 4 and nothing; each adds names of its own."""
     meter = Meter()
     meter.mean("mean", [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])][rank])
     meter.mean("mean", [torch.tensor([10.0]), torch.tensor([])][rank])
@@ -155,6 +155,9 @@ def fill_meter(rank: int) -> Meter:
     meter.total("total", 5.0, per=2.0)
     meter.max("max", torch.tensor([-9.0, -3.0 - rank]))
     meter.max("max", torch.tensor([-5.0, -8.0]))
+    meter.mean(f"of rank {rank}", torch.tensor([1.0 + rank, 3.0]))                       # as many names, not the same
+    meter.total(f"total of rank {rank}", 2.0 + rank)
+    meter.min(f"least of rank {rank}", torch.tensor([-1.0 - rank, 3.0]))
     meter.max("only rank 0", [torch.tensor([-2.5]), torch.tensor([])][rank])
     return meter
 

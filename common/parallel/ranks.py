@@ -193,6 +193,12 @@ def all_names(names: set[str]) -> list[str]:
     return sorted(set().union(*all_gather_objects(names)))
 
 
+def combine(of_ranks: Sequence[dict[str, float]], how: Callable[..., Any]) -> dict[str, float]:
+    """Each name -> `how` of its numbers on the ranks that have some."""
+    names = sorted(set().union(*of_ranks))
+    return {name: float(how([numbers[name] for numbers in of_ranks if name in numbers])) for name in names}
+
+
 def seed_of(*parts: Any) -> int:
     """A 31-bit seed from names and numbers, the same in every process and Python version."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()

@@ -49,16 +49,20 @@ def test_meter_on_one_rank_by_hand():
     """Without a process group: [1 2 3] and [10]; masked 5 and 7; 1 of 4 flags; (3 + 5) / 2; maxima."""
     assert fill_meter(0).reduce() == {
         "mean": 4.0, "masked": 6.0, "flags": 0.25, "total": 4.0, "max": -3.0, "only rank 0": -2.5,
+        "of rank 0": 2.0, "total of rank 0": 2.0, "least of rank 0": -1.0,
     }
 
 
 def test_meter_on_two_ranks_by_hand(tmp_path):
-    """Means weigh values, not ranks: (1 + 2 + 3 + 10 + 4) / 5; (5 + 7 + 5) / 3; 3 of 8; (3 + 5 + 4 + 5) / 2."""
+    """Means weigh values, not ranks: (1 + 2 + 3 + 10 + 4) / 5; (5 + 7 + 5) / 3; 3 of 8; (3 + 5 + 4 + 5) / 2. A name
+    that one rank has, such as of a data source, keeps its numbers."""
     launch("tests/rank_worker.py", "meters", tmp_path, ranks=2, warm=True)
     found = [torch.load(tmp_path / f"metrics_{rank}.pt") for rank in range(2)]
     assert found[0] == found[1]
     assert found[0] == pytest.approx({
         "mean": 4.0, "masked": 17 / 3, "flags": 0.375, "total": 8.5, "max": -3.0, "only rank 0": -2.5,
+        "of rank 0": 2.0, "total of rank 0": 2.0, "least of rank 0": -1.0,
+        "of rank 1": 2.5, "total of rank 1": 3.0, "least of rank 1": -2.0,
     }, abs=1e-12)
 
 
