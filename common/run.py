@@ -139,11 +139,13 @@ class Run(Training):
         self, rows: Sequence[int], num_samples: int, sampling: RolloutConfig, *seed: int | str
     ) -> PendingRollout | RemoteRollout:
         """Sample responses to these rows; scoring of each one starts as it ends. With --rollout.in-flight, the same
-        number of responses; those begun in earlier steps come first. `seed`: the step's number, and perhaps more."""
+        number of responses; those begun in earlier steps come first. `seed`: the step's number, and perhaps more; a
+        second call with the same seed and flags would sample the same responses, and raises ValueError."""
         self.engine.must_be(True, "asleep: call run.metrics |= engine.wake(policy) before run.sample")
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
         source = RolloutSource(self.engine, self.scoring, self.train_set, self.checkpoints.stopping)
         request = RolloutRequest(rows, num_samples, sampling, (self.args.seed, *seed))
+        self.scoring.check_new(request)
         with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:
             # a checkpoint may hold what is in flight, which is dropped if --rollout.in-flight is 1 now
             if sampling.in_flight > 1 or self.script_state.get("in_flight"):

@@ -37,9 +37,18 @@ class Scoring:
         self.tokenizer, self.config = tokenizer, config
         self.model: RewardModel | None = None
         self.episodes: Episodes | None = None
+        self.sampled: dict[tuple[int | str, ...], RolloutConfig] = {}  # seeds of the run's requests
         self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
         self.pool = RewardPool(**vars(config)) if is_here and not model_config.alone else None
+
+    def check_new(self, request: "RolloutRequest") -> None:
+        """Raises ValueError for a request whose responses would be those of an earlier one, token by token."""
+        seed = tuple(request.seed)
+        if self.sampled.get(seed) == request.sampling:
+            raise ValueError(f"run.sample was called twice with the seed {seed[1:]}, and the same rows would get the "
+                             f"same responses again: give it a further number after the step, another in each call")
+        self.sampled[seed] = request.sampling
 
     def close(self) -> None:
         for processes in (self.pool, self.episodes and self.episodes.processes):

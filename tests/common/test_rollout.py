@@ -161,7 +161,8 @@ def test_a_reward_model_scores_while_the_engine_sleeps(world):
     run = Run(RunArgs(model="", train_data=(), eval_n=1, log=LogConfig(rollouts_every=0)), 2, CorrectionConfig())
     run.engine, run.policy, run.val_set, run.train_set = Told(events), None, DATA, DATA
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
-    run.scoring = SimpleNamespace(pool=None, tokenizer=tokenizer, episodes=None, model=model, config=RewardConfig())
+    run.scoring = SimpleNamespace(pool=None, tokenizer=tokenizer, episodes=None, model=model, config=RewardConfig(),
+                                  check_new=lambda request: None)
     run.recorder, run.watchdog = SimpleNamespace(config=run.args.log), SimpleNamespace(signal=0)
     run.tracker = SimpleNamespace(progress=lambda name, total: nullcontext(lambda: None))
     run.checkpoints = SimpleNamespace(check=lambda: None, stopping=lambda: False)

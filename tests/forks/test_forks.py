@@ -260,3 +260,14 @@ def test_statistics_may_be_absent_or_others(start, fork):
     assert any(row["trained"] for row in rows)
     assert re.search(r"^old log-probs +no ratio was reported$", answers, re.M)
     assert ("mine/ratio" in metrics_of(run)[0]) == (fork == "other_stats")
+
+
+@pytest.mark.parametrize(("fork", "ranks", "expected"), [
+    ("sampled_twice", 1, r"error: run.sample was called twice with the seed \(0,\), and the same rows would get the "
+                         r"same responses again: give it a further number after the step, another in each call"),
+])
+def test_what_would_be_wrong_in_silence_is_refused(start, fork, ranks, expected):
+    """Each response twice in its group; baselines that a resumed run would not find, or that are another rank's."""
+    done = start(fork, *UNSAVED, ranks=ranks, check=False)
+    assert done.returncode
+    assert any(re.fullmatch(expected, line.removeprefix("[rank 0] ")) for line in done.stderr.splitlines()), done.stderr
