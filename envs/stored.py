@@ -84,7 +84,8 @@ def load(found: dict[str, Any], numbers: memoryview) -> Any:
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """A copy of a state without the bytes in it, as JSON; and these bytes. Raises TypeError for what is neither."""
+    """A copy of a state without the bytes in it, as JSON; and these bytes. Raises TypeError for what is neither,
+    and ValueError for keys that are no text."""
     parts: list[bytes] = []
 
     def place(part: bytes) -> dict[str, int]:
@@ -93,7 +94,20 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
         parts.append(part)
         return {PART: len(parts) - 1}
 
+    check_names(state)
     return json.loads(json.dumps(state, default=place)), parts
+
+
+def check_names(value: Any) -> None:
+    """Raises ValueError for a key that is no text: JSON would make it one, and a resumed run would not find it."""
+    if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise ValueError(f"a checkpoint's state has the key {name!r}, which a resumed run would find as a "
+                                 f"text: write str(...) where run.script_state is written and read")
+    if isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            check_names(inner)
 
 
 def write_parts(folder: Path, rank: int, parts: list[bytes]) -> None:

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,13 @@ class SaveConfig:
             raise ValueError(f"--save.best-metric {self.best_metric} needs --save.keep-best")
 
 
+def fingerprint(state: Any) -> tuple[int, float]:
+    """Of JSON: a checksum of all but its floats, and the sum of these: ranks on other CPUs may round otherwise."""
+    floats = []
+    rest = json.loads(json.dumps(state, sort_keys=True), parse_float=lambda text: floats.append(abs(float(text))))
+    return zlib.crc32(json.dumps(rest).encode()), sum(floats)
+
+
 class Checkpoints:
     """The checkpoints of one run: `resume` at its start, `check` at safe points, `after_step`, `wait`. All ranks call
     the same methods in the same order.
@@ -102,6 +110,7 @@ class Checkpoints:
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.of_rank: list[bytes] = []                          # what belongs into it on this rank alone
+        self.script = 0, 0.0                                    # what ranks compare of the script's own part of it
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
@@ -170,6 +179,7 @@ class Checkpoints:
         validation, if it had one. Saves when it is time to, also the best step so far with --save.keep-best; obeys
         signals."""
         self.state, self.of_rank = split(state)
+        self.script = fingerprint(self.state.get("script", {}))
         self.dirty = False
         self.timer = Timer(self.watchdog.phase)                 # of the save, and of the step that follows it
         try:
@@ -187,9 +197,16 @@ class Checkpoints:
     def check(self) -> None:
         """A safe point: if a signal has reached any rank, and no optimizer step would be lost, all ranks save and raise
         SystemExit. The caller closes the engine and the process group."""
-        number = 0 if self.dirty else int(all_max([self.watchdog.signal]))
+        if self.dirty:
+            return
+        code, total = self.script                               # with the signal, so that no collective is added
+        number, *most = all_max([self.watchdog.signal, code, total, -code, -total]).tolist()
+        if most[0] != -most[2] or most[1] + most[3] > 1e-6 * most[1]:
+            raise ValueError("run.script_state differs between ranks, and a checkpoint holds that of the first: make "
+                             "it of what all ranks have, rollout.scores for example; bytes are each rank's own")
         if not number:
             return
+        number = int(number)
         if self.state["step"] != self.saved_step:
             self._save()
         self.wait()
