@@ -159,9 +159,9 @@ class Training:
         self.policy, optimizer = self._load("policy", load, path, optim)
         return self.policy, optimizer
 
-    def load_critic(self, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
-        """A backbone with a scalar head, and its optimizer."""
-        return self._load("critic", load_critic, path, optim)
+    def load_critic(self, path: str, optim: OptimConfig, name: str = "critic") -> tuple[Critic, torch.optim.Optimizer]:
+        """A backbone with a scalar head, and its optimizer. `name`: in checkpoints; a second critic has another."""
+        return self._load(name, load_critic, path, optim)
 
     def load_frozen(self, path: str) -> Policy | Reference:
         """A causal LM that is not trained. With adapters, and for the policy's own `path`, the policy without them."""
@@ -175,6 +175,8 @@ class Training:
 
     def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
         self._before_loading()
+        if name in self.models:
+            raise RuntimeError(f"{name} is loaded already, and a checkpoint would hold one of the two: give a name")
         args = self.args
         self.models[name] = load(path, args.policy, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
         self.optimizers[name] = make_optimizer(self.models[name], optim)

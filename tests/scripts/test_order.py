@@ -62,6 +62,9 @@ MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the 
     "load_frozen before load_trained": (TRAINED + FROZEN, FROZEN + TRAINED, r"call run.load_trained\(.*\) first"),
     "load_trained forgotten": (TRAINED + FROZEN, "    policy = reference = None\n",
         r"call run.load_trained\(.*\) first"),
+    "two critics of one name": (
+        TRAINED, TRAINED + 2 * "    run.load_critic(args.model, args.optim)\n",
+        r"critic is loaded already, and a checkpoint would hold one of the two: give a name"),
     "describe before start_engine": (
         START + TRAINED + FROZEN + DESCRIBE, DESCRIBE + START + TRAINED + FROZEN,
         r"call run.start_engine\(.*\) .* first"),
