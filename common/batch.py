@@ -157,8 +157,8 @@ class Batch:
     def to_tokens(self, values: Tensor) -> Tensor:
         """A number for each response of the step, [S] -> float32 [T] of this batch: the response's number on each of
         its tokens with mask, 0 elsewhere and on dummies."""
-        of_sequence = values.to(self.tokens.device).float()[self.index]                         # [S']
-        return torch.where(self.mask, of_sequence[self.sequence_ids], 0)
+        padded = torch.nn.functional.pad(values.to(self.tokens.device).float(), (0, 1))         # [S+1] -1: of dummies
+        return torch.where(self.mask, padded[self.index][self.sequence_ids], 0)
 
     def select(self, responses: Tensor | np.ndarray) -> "Batch":
         """The responses at these positions, in this order; there may be none, or one twice."""

@@ -48,7 +48,8 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
             raise ValueError("token_weights: a mask is True on a token that the policy did not sample, whose log-prob "
                              "is 0: combine it with microbatch.mask")
     used = [batch.mask for batch in minibatch] if masks is None else list(masks)
-    left_out = minibatch.left_out_lengths * (counts_left_out is not False)
+    # one entry more: dummies add their 0 somewhere, also where there are no responses
+    left_out = torch.nn.functional.pad(minibatch.left_out_lengths, (0, 1)) * (counts_left_out is not False)
     here = left_out.new_zeros(len(left_out), device=used[0].device)
     for batch, mask in zip(minibatch, used, strict=True):
         here.index_add_(0, batch.index.clamp(min=0), segment_sum(mask.double(), batch.cu_seqlens))

@@ -75,18 +75,18 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
               group_size: int = 1) -> Plan:
     """Assign a step's responses to mini-batches, ranks and micro-batches; the result depends only on the arguments.
 
-    Mini-batches are a seeded permutation in pieces whose sizes differ by at most one (the caller checks that they do
-    not). In each, cost is balanced over ranks, and all ranks get the same number of micro-batches, the smallest number
-    found that keeps to `max_tokens`. Only a sequence that is longer than that exceeds it, alone in its micro-batch. The
-    i-th micro-batch of a rank is its i-th most expensive, because all ranks wait for the slowest rank. With
-    `sequences.groups`, a group's responses stay together if they fit, and their prompt is counted once
-    (--policy.share-prompt). Sequences that do not run keep their place in a mini-batch; their rank is -1. A response's
-    sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch together, of `group_size`
-    times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
+    Mini-batches are a seeded permutation in pieces whose sizes differ by at most one; with few responses, some have
+    none and consist of dummies. In each, cost is balanced over ranks, and all ranks get the same number of
+    micro-batches, the smallest number found that keeps to `max_tokens`. Only a sequence that is longer than that
+    exceeds it, alone in its micro-batch. The i-th micro-batch of a rank is its i-th most expensive, because all
+    ranks wait for the slowest rank. With `sequences.groups`, a group's responses stay together if they fit, and
+    their prompt is counted once (--policy.share-prompt). Sequences that do not run keep their place in a mini-batch;
+    their rank is -1. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a
+    micro-batch together, of `group_size` times `max_tokens`; each brings some responses
+    (--policy.sequence-parallel)."""
     max_tokens *= group_size
     lengths, costs, runs = sequences.lengths, sequences.costs, sequences.runs
-    num_responses = int(sequences.responses.max()) + 1
-    assert 1 <= num_minibatches <= num_responses
+    num_responses = int(sequences.responses.max(initial=-1)) + 1
     rank_of = np.full(len(lengths), -1, dtype=np.int64)
     minibatches, left_out = [], []
     for dealt in np.array_split(np.random.default_rng(seed).permutation(num_responses), num_minibatches):

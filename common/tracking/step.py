@@ -1,5 +1,6 @@
 """The metrics of a step that all scripts log: lengths, memory, seconds, throughput. Names are verl's."""
 
+import math
 import resource
 import time
 from itertools import chain
@@ -57,7 +58,7 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
         "perf/time_per_step": metrics["timing_s/step"],
         "perf/throughput": num_tokens / metrics["timing_s/step"] / (world.size + world.num_samplers),
     }
-    for phase in PER_TOKEN_PHASES & timer.seconds.keys():
+    for phase in PER_TOKEN_PHASES & timer.seconds.keys() if num_tokens else set():
         metrics[f"timing_per_token_ms/{phase}"] = 1000 * timer.seconds[phase] / num_tokens
     if "update_actor" in timer.seconds:
         achieved = update_flops / timer.seconds["update_actor"] / world.size
@@ -84,4 +85,4 @@ def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, m
     is_cut = sampled.truncated | (sampled.response_lengths >= max_response_length)
     metrics["prompt_length/clip_ratio"] = float((sampled.prompt_lengths >= max_prompt_length).double().mean())
     metrics["response_length/clip_ratio"] = float(is_cut.double().mean())
-    return metrics
+    return {name: x for name, x in metrics.items() if not math.isnan(x)}  # of no responses there are no means

@@ -421,15 +421,24 @@ def test_plan_imbalance_on_log_normal_lengths(seed, world_size, sigma):
 
 
 @pytest.mark.parametrize("change", [
-    {"costs": np.ones(3)}, {"num_minibatches": 5}, {"num_minibatches": 0}, {"lengths": np.array([1, 2, 0, 1])},
+    {"costs": np.ones(3)}, {"num_minibatches": 0}, {"lengths": np.array([1, 2, 0, 1])},
     {"costs": np.array([1, math.nan, 1, 1])},
 ])
 def test_plan_refuses(change):
     good = {"lengths": np.ones(4), "costs": np.ones(4), "num_minibatches": 1, "world_size": 1, "max_tokens": 9}
     given = good | change
     lengths, costs = given.pop("lengths"), given.pop("costs")
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):
         plan_step(Sequences(lengths, costs), seed=0, **given)
+
+
+@pytest.mark.parametrize("num_responses", [0, 1, 4])
+def test_mini_batches_without_responses_are_planned(num_responses):
+    """A fork may drop groups by their rewards, and one day all of them: each rank then runs dummies, as many."""
+    plan = plan_step(Sequences(np.ones(num_responses), np.ones(num_responses)), 5, 2, 9, seed=0)
+    shares = [[share for microbatch in minibatch for share in microbatch] for minibatch in plan.minibatches]
+    assert [len(of_ranks) for of_ranks in shares] == [2] * 5                # one micro-batch on each of the two ranks
+    assert sorted(number for of_ranks in shares for share in of_ranks for number in share) == [*range(num_responses)]
 
 
 @quick

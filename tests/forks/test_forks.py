@@ -274,3 +274,12 @@ def test_what_would_be_wrong_in_silence_is_refused(start, fork, ranks, expected)
     done = start(fork, *UNSAVED, ranks=ranks, check=False)
     assert done.returncode
     assert any(re.fullmatch(expected, line.removeprefix("[rank 0] ")) for line in done.stderr.splitlines()), done.stderr
+
+
+def test_a_step_may_keep_few_groups_or_none(start):
+    """8 mini-batches of no response, then of 4: no gradient, then that of 4 updates."""
+    run = start("groups_dropped", *STOPS, *UNSAVED, "--minibatches-per-step", "8", "--run-zero-advantage")
+    none, few = metrics_of(run)
+    assert none["actor/grad_norm"] == 0 < few["actor/grad_norm"]
+    assert "critic/rewards/mean" not in none and not any(np.isnan([*none.values(), *few.values()]))
+    assert len(rows_of(run, 2)) == 4
