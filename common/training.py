@@ -264,7 +264,7 @@ class Training:
             yield phase
             phase.check_complete()
         if name == "update_actor":
-            self.updated_microbatches += phase.num_microbatches
+            self.updated_microbatches += phase.num_done
 
     def before_update(self, model: PackedModel) -> None:
         """Before each optimizer step of `model`."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -95,10 +95,11 @@ class Phase:
         self.outputs = []
 
     def check_complete(self) -> None:
-        """At the end of the block."""
+        """At the end of the block. An update may end early, after any of its optimizer steps."""
         if self.outputs:
             raise RuntimeError(f"the gradients of {len(self.outputs)} micro-batches of the phase {self.name} were not "
                                f"used: call phase.optimizer_step(model, optimizer, config, step) after each mini-batch")
-        if self.is_update and self.num_done != self.num_microbatches:
+        ends = {*accumulate(map(len, self.minibatches)), self.num_microbatches}
+        if self.is_update and self.num_done not in ends:
             raise RuntimeError(f"the phase {self.name} has {self.num_microbatches} micro-batches and {self.num_done} "
                                f"were reported: iterate over the phase, or call {DONE} after each")

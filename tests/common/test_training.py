@@ -112,15 +112,18 @@ def test_a_microbatch_keeps_what_the_last_pass_said():
 def test_an_update_in_which_a_call_was_forgotten_is_refused(monkeypatch):
     monkeypatch.setattr("common.tracking.phase.optimizer_step", lambda *_: 1.0)
     batch = Batch.build([[1]], [[2]])
-    phase = update_of([[batch], [batch]])
+    phase = update_of([[batch, batch], [batch]])
     with pytest.raises(RuntimeError, match=r"no micro-batch was reported before this optimizer step: call phase.done"):
         phase.optimizer_step(None, None, OptimConfig(), 0)
     phase.done(batch, torch.zeros(2))
     with pytest.raises(RuntimeError, match="gradients of 1 micro-batches of the phase update_actor were not used"):
         phase.check_complete()
     phase.optimizer_step(None, None, OptimConfig(), 0)
-    with pytest.raises(RuntimeError, match="update_actor has 2 micro-batches and 1 were reported"):
+    with pytest.raises(RuntimeError, match="update_actor has 3 micro-batches and 1 were reported"):
         phase.check_complete()
+    phase.done(batch, torch.zeros(2))
+    phase.optimizer_step(None, None, OptimConfig(), 0)
+    phase.check_complete()                                              # ended early, with its first mini-batch
     phase.done(batch, torch.zeros(2))
     phase.optimizer_step(None, None, OptimConfig(), 0)
     phase.check_complete()

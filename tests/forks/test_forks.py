@@ -283,3 +283,11 @@ def test_a_step_may_keep_few_groups_or_none(start):
     assert none["actor/grad_norm"] == 0 < few["actor/grad_norm"]
     assert "critic/rewards/mean" not in none and not any(np.isnan([*none.values(), *few.values()]))
     assert len(rows_of(run, 2)) == 4
+
+
+def test_an_update_may_end_early(start, unchanged):
+    """After the first of three passes, when a KL is too large for example: that pass was the whole update."""
+    numbers, expected = (metrics_of(run)[0] for run in (
+        start("stopped_early", *STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3"), unchanged))
+    assert numbers["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
+    assert numbers["actor/entropy"] == pytest.approx(expected["actor/entropy"], rel=1e-4)
