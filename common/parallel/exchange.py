@@ -82,6 +82,9 @@ def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:
     The indices must be 0 .. S-1, once each, over all ranks."""
     counted = torch.cat([torch.ones(len(index), 1), numbers.cpu().double()], dim=1)             # [S_local, 1 + k]
     num_responses = int(all_sum([len(index)]).item())
+    if len(index) and int(index.max()) >= num_responses:
+        raise ValueError(f"there are {num_responses} responses, and one has the number {int(index.max())}: take none "
+                         f"out of rollout.samples; rollout.select drops groups, a score of NaN drops a response")
     rows = all_sum(counted.new_zeros(num_responses, counted.shape[1]).index_copy(0, index.cpu(), counted))  # [S, 1 + k]
     assert (rows[:, 0] == 1).all(), "indices are not 0 .. S-1, once each"
     return rows[:, 1:].contiguous()
