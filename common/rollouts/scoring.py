@@ -15,7 +15,7 @@ from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import all_max, all_names, all_sum, seed_of
+from common.parallel.ranks import all_max, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes, measure_episodes
 from envs.runtime.response import Response
@@ -44,11 +44,10 @@ class Scoring:
 
     def check_new(self, request: "RolloutRequest") -> None:
         """Raises ValueError for a request whose responses would be those of an earlier one, token by token."""
-        seed = tuple(request.seed)
-        if self.sampled.get(seed) == request.sampling:
-            raise ValueError(f"run.sample was called twice with the seed {seed[1:]}, and the same rows would get the "
-                             f"same responses again: give it a further number after the step, another in each call")
-        self.sampled[seed] = request.sampling
+        if self.sampled.get(request.seed) == request.sampling:
+            raise ValueError(f"run.sample was called twice with the seed {request.seed[1:]}: the same rows would get "
+                             f"the same responses; give it a further number after the step, another in each call")
+        self.sampled[request.seed] = request.sampling
 
     def close(self) -> None:
         for processes in (self.pool, self.episodes and self.episodes.processes):
@@ -63,7 +62,7 @@ class RolloutRequest:
     rows: Sequence[int]  # of the prompts in the data set
     num_samples: int  # of each prompt
     sampling: RolloutConfig
-    seed: Sequence[int | str]  # the run's seed, the step's number, and perhaps more
+    seed: tuple[int | str, ...]  # the run's seed, the step's number, and perhaps more
     with_greedy: bool = False  # one more response a prompt, greedy, numbered after all the others
     first: int = 0  # the number that the first prompt's seeds are made from; above 0 for a later part of some rows
 
@@ -152,7 +151,7 @@ class PendingRollout:
         meter.mean("reward/timeout_frac", torch.tensor([kind == "timeout" for kind in scores.failures]))
         meter.mean("reward/error_frac", torch.tensor([kind not in (None, "timeout") for kind in scores.failures]))
         numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
-        for name in all_names(numbers)[:MAX_NAMES]:
+        for name in sorted(numbers)[:MAX_NAMES]:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         if self.scoring.episodes is not None:

@@ -54,7 +54,7 @@ def measure(bench: Bench, prompts: list[Prompt], seed: int, episode: str) -> dic
     with mock.patch("vllm.SamplingParams", partial(SamplingParams, ignore_eos=True)), \
             mock.patch.object(bench.engine, "step", timed_step):
         pending = start_rollout(
-            RolloutSource(bench.engine, scoring, prompts), RolloutRequest(range(len(prompts)), 1, config, [seed])
+            RolloutSource(bench.engine, scoring, prompts), RolloutRequest(range(len(prompts)), 1, config, (seed,))
         )
     seconds = time.perf_counter() - start
     rollout = pending.collect(Meter())

@@ -77,7 +77,7 @@ class Bench:
         start = time.perf_counter()
         with mock.patch("vllm.SamplingParams", partial(SamplingParams, ignore_eos=True)):
             pending = start_rollout(
-                RolloutSource(self.engine, scoring, prompts), RolloutRequest(range(len(prompts)), 1, config, [seed])
+                RolloutSource(self.engine, scoring, prompts), RolloutRequest(range(len(prompts)), 1, config, (seed,))
             )
         seconds = time.perf_counter() - start
         sampled = pending.collect(Meter()).response_lengths

@@ -63,7 +63,7 @@ def main(args: Args) -> None:
         engine.llm.reset_prefix_cache()
         start = time.perf_counter()
         sampling = SamplingConfig(1.0, args.max_tokens)
-        request = RolloutRequest(range(len(prompts)), args.samples, sampling, [round_number])
+        request = RolloutRequest(range(len(prompts)), args.samples, sampling, (round_number,))
         pending = start_rollout(RolloutSource(engine, scoring, prompts), request)
         rate = sum(len(s.response.tokens) for s in pending.samples) / (time.perf_counter() - start)
         pending.collect(Meter())

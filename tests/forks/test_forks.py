@@ -263,8 +263,8 @@ def test_statistics_may_be_absent_or_others(start, fork):
 
 
 @pytest.mark.parametrize(("fork", "ranks", "expected"), [
-    ("sampled_twice", 1, r"error: run.sample was called twice with the seed \(0,\), and the same rows would get the "
-                         r"same responses again: give it a further number after the step, another in each call"),
+    ("sampled_twice", 1, r"error: run.sample was called twice with the seed \(0,\): the same rows would get the "
+                         r"same responses; give it a further number after the step, another in each call"),
     ("samples_taken_out", 1, r"error: there are \d+ responses, and one has the number \d+: take none out of "
                              r"rollout.samples; rollout.select drops groups, a score of NaN drops a response"),
     ("state_by_number", 1, r"error: a checkpoint's state has the key 0, which a resumed run would find as a text: .*"),
