@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.batch import Batch, offsets
-from common.parallel.ranks import all_gather_objects, all_sum
+from common.parallel.ranks import all_gather_objects, all_max, all_sum
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
@@ -58,12 +58,12 @@ def all_to_all(rows: Tensor, sizes_out: Tensor) -> tuple[Tensor, Tensor]:
 def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
     """[T, layers, k] of this rank's sequences: the experts that the engine reported for the first tokens of each; -1
     for the others, which affect no log-prob. None: no engine reported experts. All ranks call it."""
-    shape = max(all_gather_objects(max([(), *(tuple(x.shape[1:]) for x in told if x is not None)])))
+    shape = all_max(max([(0, 0), *(tuple(x.shape[1:]) for x in told if x is not None)])).int().tolist()
     whole = torch.full((sum(lengths), *shape), -1, dtype=torch.int16)
     for of_sequence, x in zip(whole.split(lengths), told):
         if x is not None:
             of_sequence[: len(x)] = x
-    return whole if shape else None
+    return whole if all(shape) else None
 
 
 def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:

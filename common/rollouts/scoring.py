@@ -15,7 +15,7 @@ from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import all_max, all_sum, seed_of
+from common.parallel.ranks import all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes, measure_episodes
 from envs.runtime.response import Response
@@ -151,7 +151,7 @@ class PendingRollout:
         meter.mean("reward/timeout_frac", torch.tensor([kind == "timeout" for kind in scores.failures]))
         meter.mean("reward/error_frac", torch.tensor([kind not in (None, "timeout") for kind in scores.failures]))
         numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
-        for name in sorted(numbers)[:MAX_NAMES]:
+        for name in all_names(numbers)[:MAX_NAMES]:
             values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
             meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
         if self.scoring.episodes is not None:

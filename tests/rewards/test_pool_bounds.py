@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,8 +83,9 @@ def test_ints_and_fractions_larger_than_any_float_are_infinite(caplog):
     assert "; the rule is a finite number of at most 1e+09" in caplog.text
 
 
-def test_rewards_without_a_finite_sum_are_failures():
-    with RewardPool((f"{MISBEHAVE}:score",) * 2, num_workers=1, weights=(1.0, 1.0)) as pool:
+def test_rewards_without_a_finite_sum_are_failures(tmp_path):
+    twin = shutil.copy(MISBEHAVE, tmp_path / "twin.py")
+    with RewardPool((f"{MISBEHAVE}:score", f"{twin}:score"), num_workers=1, weights=(1.0, 1.0)) as pool:
         for index, number in enumerate(["1e308", "-1e308", "1e10", "9e8", "1.0"]):
             pool.submit(index, "any", f"return {number}", "1")
         results = pool.results()

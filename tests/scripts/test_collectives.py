@@ -32,7 +32,7 @@ def test_a_step_has_few_collectives(runs):
     step = collectives(runs, "two steps") - collectives(runs, "one step")
     assert step["all_to_all_single"] == 2                               # sizes, and responses
     assert step["all_gather_object"] <= 4
-    assert step["all_reduce"] <= 18
+    assert step["all_reduce"] <= 19
     assert step.keys() == {"all_to_all_single", "all_gather_object", "all_reduce"}
 
 
