@@ -311,7 +311,8 @@ def test_humaneval_plus_and_mbpp_plus(tmp_path, monkeypatch):
         score = rewards.find(row["data_source"])
         for program, expected in (("def add(a, b):\n    return a + b", 1.0), ("def add(a, b):\n    return 3", 0.0)):
             answer = f"Here:\n```python\n{program}\n```"
-            assert score(row["data_source"], answer, row["reward_model"]["ground_truth"])["score"] == expected
+            found = score(row["data_source"], answer, row["reward_model"]["ground_truth"], timeout_s=60.0, total_s=60.0)
+            assert found["score"] == expected
 
 
 def packed(content) -> str:

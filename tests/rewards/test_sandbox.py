@@ -223,9 +223,9 @@ def test_daemons_end_with_the_program():
 def test_a_jail_dies_with_its_parent():
     """A killed reward worker leaves no program running."""
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from rewards.runtime.sandbox import run, Limits; " \
-              f"run('import time; time.sleep(77)', limits=Limits(timeout_s=60))"
+              f"run('import time; time.sleep(777)', limits=Limits(timeout_s=600))"
     parent = subprocess.Popen([sys.executable, "-c", program])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while len(jails(parent.pid)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)

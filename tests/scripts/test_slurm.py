@@ -67,10 +67,10 @@ def submit(script: str, environment: dict[str, str], log, *arguments) -> subproc
 
 
 def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path):  # noqa: F811
-    """USR1 to the batch script, as `--signal=B:USR1@120` sends it, in the third of four steps; then Slurm starts the
-    job again."""
+    """USR1 to the batch script, as `--signal=B:USR1@120` sends it, in the third of many steps; then Slurm starts the
+    job again, which makes one step more."""
     run, log = tmp_path / "run", tmp_path / "log"
-    job = submit("many_nodes.sbatch", cluster, log, *flags, "--save.every", "0")
+    job = submit("many_nodes.sbatch", cluster, log, *flags, "--save.every", "0", "--total-steps", "100")
     deadline = time.monotonic() + 200
     while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
         assert job.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
@@ -80,15 +80,16 @@ def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path): 
     text = log.read_text()
     assert "node1: 0 GPUs" in text and "stopped by SIGUSR1 after step" in text, text[-6000:]
     assert (tmp_path / "scontrol.log").read_text().split() == ["requeue", cluster["SLURM_JOB_ID"]]
-    saved = steps_on_disk(run)
-    assert len(saved) == 1 and 2 <= saved[0] < 4
+    (saved,) = steps_on_disk(run)
+    assert 2 <= saved < 100
 
-    job = submit("many_nodes.sbatch", cluster | {"SLURM_RESTART_COUNT": "1"}, log, *flags, "--save.every", "0")
+    again = cluster | {"SLURM_RESTART_COUNT": "1"}
+    job = submit("many_nodes.sbatch", again, log, *flags, "--save.every", "0", "--total-steps", saved + 1)
     assert job.wait(200) == 0, log.read_text()[-6000:]
-    assert f"resumed after step {saved[0]}" in log.read_text()
+    assert f"resumed after step {saved}" in log.read_text()
     assert len((tmp_path / "scontrol.log").read_text().splitlines()) == 1
-    assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]
-    assert files.read_manifest(run / "checkpoints/step_000004")["world_size"] == 2
+    assert [row["step"] for row in metrics(run)] == [*range(saved + 2)]
+    assert files.read_manifest(run / f"checkpoints/step_{saved + 1:06d}")["world_size"] == 2
 
 
 def test_a_signal_before_the_step_queues_the_job_again(echo, tmp_path):
