@@ -91,8 +91,9 @@ def test_the_verdicts_on_programs_are_no_votes():
 def test_code_all_or_nothing_and_the_number_of_cases(monkeypatch):
     three = "```python\nprint(3)\n```"
     assert code.compute_score("apps", three, SUMS, continuous=False)["score"] == 0.0
-    assert code.compute_score("apps", three, SUMS, continuous=False, max_cases=1)["score"] == 1.0
-    assert code.compute_score("apps", ADD, SUMS, continuous=False)["score"] == 1.0
+    times = {"timeout_s": 20, "total_s": 60}
+    assert code.compute_score("apps", three, SUMS, continuous=False, max_cases=1, **times)["score"] == 1.0
+    assert code.compute_score("apps", ADD, SUMS, continuous=False, **times)["score"] == 1.0
     deadlines = []
 
     def slow(program, given, limits, isolated, forks):
