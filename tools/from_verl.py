@@ -95,6 +95,12 @@ def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -
                  set_validation, set_reward, set_trainer):
         part(verl, ours)
     set_steps(verl, ours, rows)
+    # the scripts refuse flags that have no effect
+    if "wandb" not in ours.flags.get("--log.to", []) and ours.flags.pop("--log.wandb-project", None):
+        ours.needless["trainer.project_name"] = "it is a project of wandb, which is not in trainer.logger"
+    is_constant = ours.flags.get("--optim.schedule", ["constant"]) == ["constant"]
+    if is_constant and ours.flags.pop("--optim.min-lr-frac", None):
+        ours.needless[f"{ACTOR}.optim.min_lr_ratio"] = "the learning rate is constant"
     ours.notes += [f"{flag} must be given" for flag in ("--model", "--train-data") if flag not in ours.flags]
     sort_the_rest(verl, ours)
     return ours

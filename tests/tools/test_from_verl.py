@@ -181,6 +181,16 @@ def test_ppo_with_a_critic_and_kl_in_the_reward(tmp_path, monkeypatch):
     assert ours.without == {} and ours.unknown == []
 
 
+def test_flags_that_would_have_no_effect_are_left_out():
+    """The scripts refuse them."""
+    given = {"trainer.project_name": "mine", "actor_rollout_ref.actor.optim.min_lr_ratio": "0.1"}
+    ours = from_verl.translate(given | {"trainer.logger": "console"})
+    assert not {"--log.wandb-project", "--optim.min-lr-frac"} & ours.flags.keys() and set(given) <= ours.needless.keys()
+    used = {"trainer.logger": "[console,wandb]", "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine"}
+    ours = from_verl.translate(given | used)
+    assert {"--log.wandb-project", "--optim.min-lr-frac"} <= ours.flags.keys()
+
+
 def test_dapo(tmp_path, monkeypatch):
     ours = read(tmp_path, DAPO)
     args = parse(ours, monkeypatch)
