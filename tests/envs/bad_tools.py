@@ -225,7 +225,7 @@ async def with_limits(chat, row):
     return {"score": 1.0, "result": result["content"]}
 
 
-@limited(retries=1, backoff_s=4.0)
+@limited(retries=1, backoff_s=10.0)
 async def flaky() -> str:
     """Fail in the first call."""
     flaky.calls += 1

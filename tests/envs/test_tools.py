@@ -21,13 +21,14 @@ def call(kind: str, name: str = "work") -> list[dict[str, str]]:
 
 def test_faults_of_tools(capfd):
     told = {
-        "fine": "fine", "hang": "Error: TimeoutError: it took longer than 3 s",
+        "fine": "fine", "hang": "Error: TimeoutError: it took longer than 10 s",
         "raise": "Error: KeyError: 'no such thing'", "much": "y" * 100_000, "print": "fine",
-        "wait": "Error: TimeoutError: it took longer than 3 s", "half a pair": "a ? b",
-        "hang in a thread": "Error: TimeoutError: it took longer than 3 s", "a dict": '{"city": "Zürich", "half": "?"}',
+        "wait": "Error: TimeoutError: it took longer than 10 s", "half a pair": "a ? b",
+        "hang in a thread": "Error: TimeoutError: it took longer than 10 s",
+        "a dict": '{"city": "Zürich", "half": "?"}',
     }
     kinds = [*told, "hang in C", "die", "segfault", "exit"]
-    with Player(FILE, timeout_s=3.0) as player:
+    with Player(FILE, timeout_s=10.0) as player:
         found = dict(zip(kinds, player.play_all([({}, [call(kind), "done"]) for kind in kinds]), strict=True))
     for kind, text in told.items():
         message, said = found[kind]
@@ -163,12 +164,12 @@ def test_signals_that_stop_the_trainer_end_no_episode():
 def test_calls_may_run_at_the_same_time():
     """Results in the order of the calls. One that is late is told so, whether it is awaited or computes; the others
     are not disturbed, and an object that can be called is a tool."""
-    late = "Error: TimeoutError: it took longer than 3 s"
+    late = "Error: TimeoutError: it took longer than 10 s"
     naps = [("nap", 0.4), ("nap", 60), ("count", None), ("nap", 0.3), ("nap", 0.6)]
     spins = [("spin", 0.1), ("spin", 60), ("spin", 0.2), ("count", None)]
     scripts = [[{"name": name, "arguments": json.dumps({"seconds": seconds} if seconds else {})}
                 for name, seconds in kinds] for kinds in (naps, spins)]
-    with Player(FILE + ":parallel", timeout_s=3.0) as player:
+    with Player(FILE + ":parallel", timeout_s=10.0) as player:
         (one, said), (_, spun), (wrong, _) = player.play_all([
             ({}, [scripts[0], "done"]), ({}, [scripts[1], "done"]), ({"wrong": True}, [scripts[0]])])
     assert said == ["slept 0.4", late, "1", "slept 0.3", "slept 0.6"] and one["num_tool_errors"] == 1
@@ -178,9 +179,9 @@ def test_calls_may_run_at_the_same_time():
 def test_a_tool_may_call_a_tool():
     """And has its own time limit afterwards."""
     calls = [[{"name": "outer", "arguments": "{}"}]]
-    with Player(FILE + ":nested", timeout_s=3.0) as player:
+    with Player(FILE + ":nested", timeout_s=10.0) as player:
         found = player.play_all([({"late": False}, calls), ({"late": True}, calls)])
-    late = "Error: TimeoutError: it took longer than 3 s"
+    late = "Error: TimeoutError: it took longer than 10 s"
     assert [message["extra"]["result"] for message, _ in found] == ["slept 0.1", late]
 
 
@@ -202,10 +203,10 @@ def test_a_tool_has_places_and_is_called_again(tmp_path, monkeypatch):
 
 def test_no_clock_of_a_tool_runs_while_the_model_writes():
     """Afterwards it goes on: a tool that then takes too long ends, and its episode does not."""
-    with Player(FILE + ":with_sub_agents", timeout_s=1.0, writing_s=0.8) as player:
+    with Player(FILE + ":with_sub_agents", timeout_s=2.0, writing_s=1.8) as player:
         found = [player.play({}, [[{"name": "ask", "arguments": json.dumps({"seconds": seconds})}], "Yes.", "No."])
                  for seconds in (0.1, 60)]
-    late = "Error: TimeoutError: it took longer than 1 s"
+    late = "Error: TimeoutError: it took longer than 2 s"
     assert [message.get("failure") or message["extra"]["result"] for message, _ in found] == ["Yes. No.", late]
     assert [message["num_tool_errors"] for message, _ in found] == [0, 1]
 
@@ -213,14 +214,14 @@ def test_no_clock_of_a_tool_runs_while_the_model_writes():
 def test_waiting_does_not_count_against_the_time_of_a_tool():
     """Neither before a call is made again nor for a place: a tool that got it late has all of its time, and then ends
     alone, without its episode."""
-    naps = [(0.0, "lone", {"seconds": 1.9}), (0.2, "lone", {"seconds": 60}), (0.0, "flaky", {})]
+    naps = [(0.0, "lone", {"seconds": 3.0}), (0.2, "lone", {"seconds": 60}), (0.0, "flaky", {})]
     scripts = [({"after": after}, [[{"name": name, "arguments": json.dumps(arguments)}]])
                for after, name, arguments in naps]
-    with Player(FILE + ":patient", timeout_s=2.0) as player:
+    with Player(FILE + ":patient", timeout_s=8.0) as player:
         found = [message for message, _ in player.play_all(scripts)]
     assert [message.get("failure") for message in found] == [None] * 3
     assert [message["extra"]["result"] for message in found] == [
-        "slept 1.9", "Error: TimeoutError: it took longer than 2 s", "call 2"]
+        "slept 3.0", "Error: TimeoutError: it took longer than 8 s", "call 2"]
 
 
 @pytest.mark.parametrize("tools", ["in the file", "in another", ""])

@@ -102,10 +102,10 @@ def test_code_all_or_nothing_and_the_number_of_cases(monkeypatch):
         return sandbox.Result(0 if len(deadlines) < 4 else None, "3", "")
 
     monkeypatch.setattr(sandbox, "run", slow)
-    result = code.compute_score("apps", three, {"inputs": [""] * 9, "outputs": ["3"] * 9}, timeout_s=2, total_s=2.1)
+    result = code.compute_score("apps", three, {"inputs": [""] * 9, "outputs": ["3"] * 9}, timeout_s=20, total_s=20.1)
     assert result == {"score": 3 / 9, "acc": False, "verdict": "timeout", "case_timeout": True}
-    assert deadlines[0] == 2                               # of the case
-    assert 1.5 > deadlines[3] > 0                          # what is left of all cases' time
+    assert deadlines[0] == 20                              # of the case
+    assert 19.5 > deadlines[3] > 0                         # what is left of all cases' time
     assert len(deadlines) == 4                             # the first time-out ends the sample
     for truth in ({"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, {}):
         with pytest.raises(ValueError, match="as many of both"):

@@ -167,7 +167,7 @@ def test_judge_rate_limit_spaces_the_requests(server):
 
 
 def test_judge_that_hangs_costs_only_its_own_sample(server):
-    results = score(server, "hang", "4", "hang", "6", num_workers=1, timeout_s=2.0)
+    results = score(server, "hang", "4", "hang", "6", num_workers=1, timeout_s=6.0)
     assert results.failures == ["timeout", None, "timeout", None]
     assert results.scores == [0.0, 0.4, 0.0, 0.6]
     assert len(server.requests) == 4

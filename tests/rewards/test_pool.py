@@ -77,7 +77,7 @@ def test_pool_counts_every_failure_and_goes_on(caplog):
                 "return float('inf')": "invalid", "return None": "invalid", "return {'acc': 1}": "invalid",
                 "return 1 / 0": "exception"}
     responses = [text for response in failures for text in (response, "fine")]
-    with caplog.at_level(logging.ERROR), RewardPool(f"{MISBEHAVE}:score", num_workers=2, timeout_s=1.5,
+    with caplog.at_level(logging.ERROR), RewardPool(f"{MISBEHAVE}:score", num_workers=2, timeout_s=4.0,
                                                             on_error="zero") as pool:
         for index, response in enumerate(responses):
             pool.submit(index, "any", response, "3.5")
@@ -89,7 +89,7 @@ def test_pool_counts_every_failure_and_goes_on(caplog):
     assert results.scores == [0.0 if response in failures else 3.5 for response in responses]
     assert (results.num_timeouts, results.num_errors) == (2, 14)
     text = caplog.text
-    assert text.count("no score after 1.5 s") == 1                     # the first of each kind, in full
+    assert text.count("no score after 4 s") == 1                     # the first of each kind, in full
     assert "misbehave.py" in text[text.index("no score after"):][:400]  # with the place where it hung
     for expected in ("exit code 3", "MemoryError", "KeyError: 'no such answer'", "ArithmeticError: another kind",
                      "ZeroDivisionError", "finite number"):
@@ -165,7 +165,7 @@ def test_pool_runs_async_functions_together():
 
 def test_pool_async_failures_cost_only_their_sample(caplog):
     responses = ["hang", "fine", "raise", "fine", "block", "fine", "hang"]
-    with RewardPool(f"{MISBEHAVE}:together", num_workers=1, timeout_s=1.5) as pool:
+    with RewardPool(f"{MISBEHAVE}:together", num_workers=1, timeout_s=2.5) as pool:
         worker = next(iter(pool.workers.values())).process.pid
         for index, response in enumerate(["hang", "fine", "hang"]):
             pool.submit(index, "any", response, "1")
@@ -198,7 +198,7 @@ def test_pool_gives_batched_functions_what_is_queued():
 @pytest.mark.parametrize(("bad", "failure"), [
     ("segfault", "crash"), ("loop", "timeout"), ("raise", "exception"), ("short", "exception")])
 def test_pool_a_batch_that_fails_costs_only_the_failing_sample(bad, failure):
-    with RewardPool(f"{MISBEHAVE}:whole_batch", num_workers=1, timeout_s=1.0) as pool:
+    with RewardPool(f"{MISBEHAVE}:whole_batch", num_workers=1, timeout_s=4.0) as pool:
         for index in range(6):
             pool.submit(index, "any", bad if index == 3 else "", "5", {"i": index})
         results = pool.results()

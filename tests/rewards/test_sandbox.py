@@ -146,7 +146,7 @@ for name in ("NPROC", "AS", "CPU", "FSIZE", "NOFILE"):
 @needs_isolation
 def test_infinite_loop_ends_at_the_deadline():
     start = time.monotonic()
-    result = run("print('begun', flush=True)\nwhile True: pass", limits=Limits(timeout_s=1.5))
+    result = run("print('begun', flush=True)\nwhile True: pass", limits=Limits(timeout_s=5.0))
     assert (result.exit_code, result.stdout) == (None, "begun\n")
     assert time.monotonic() - start < 30
     assert run("import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\ntime.sleep(60)",

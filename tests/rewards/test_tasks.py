@@ -189,7 +189,7 @@ def test_math_library_stays_unloaded_where_the_text_decides():
 def test_math_time_bomb_is_a_counted_timeout(tmp_path):
     """A tower of powers that no computer evaluates; the next sample is fine."""
     (tmp_path / "loaded.py").write_text("import math_verify\nfrom rewards.math import compute_score\n")
-    with RewardPool(str(tmp_path / "loaded.py"), num_workers=1, timeout_s=4, on_error="zero") as pool:
+    with RewardPool(str(tmp_path / "loaded.py"), num_workers=1, timeout_s=10, on_error="zero") as pool:
         pool.submit(0, "lighteval/MATH", r"\boxed{9^{9^{9^{9^{9}}}} \cdot \frac{1}{3}}", "7")
         pool.submit(1, "lighteval/MATH", r"\boxed{14/2}", "7")
         results = pool.results()

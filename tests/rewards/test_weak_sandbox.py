@@ -51,7 +51,7 @@ import threading, time
 from rewards.runtime.sandbox import run, Limits
 for _ in range(20):  # what a user runs besides: the kernel counts it too
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-small = Limits(timeout_s=2, memory_mb=200, file_mb=1, files=16, threads=8)
+small = Limits(timeout_s=20, memory_mb=200, file_mb=1, files=16, threads=8)
 def weak(program, **more):
     return run(program, isolated=False, **more)
 result = weak("import os; print(os.getcwd() == os.environ['HOME'], os.listdir(), sorted(os.environ), input())",

@@ -151,8 +151,9 @@ def test_what_is_no_picture_ends_an_episode_or_is_told(play, model, engine, tmp_
         "[Image.new('RGB', (9000, 20))]": "absolute aspect ratio",
     }
     rows = [ROWS[1] | {"extra_info": {"split": f"[{case}]" if case[0] != "[" else case}} for case in cases]
-    said = play("says", load(model, tmp_path, rows), drop=())
-    tells = play("tells", load(model, tmp_path, [ROWS[1] | {"extra_info": {"split": case}} for case in cases]))
+    said = play("says", load(model, tmp_path, rows), drop=(), tool_timeout_s=300.0)
+    rows = [ROWS[1] | {"extra_info": {"split": case}} for case in cases]
+    tells = play("tells", load(model, tmp_path, rows), tool_timeout_s=300.0)  # 400 million pixels become a file
     for sample, told, problem in zip(said, tells, cases.values(), strict=True):
         is_shown = "aspect" in problem                                      # the process has no processor
         assert sample.response.end_reason == ("error" if problem else "done"), problem
