@@ -17,8 +17,13 @@ def test_like_torchrun_the_warm_server_ends_all_ranks_when_one_fails(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, signal, sys, time\n"
                       "rank = int(os.environ['RANK'])\n"
-                      "if rank == 2: signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\n"
-                      "time.sleep(0.5 if rank == 1 else 60)\n"
+                      f"ready = {str(tmp_path / 'ready')!r}\n"
+                      "if rank == 2:\n"
+                      "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\n"
+                      "    os.mkdir(ready)\n"
+                      "end = time.monotonic() + 300\n"
+                      "while time.monotonic() < end and not (rank == 1 and os.path.exists(ready)):\n"
+                      "    time.sleep(0.1)\n"
                       "sys.exit(3)\n")
     start = server()
     start(tmp_path / "log", "none", script, ranks=3, env=LIKE_TORCHRUN)

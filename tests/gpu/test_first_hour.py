@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -14,24 +15,27 @@ from tests.gpu.first_hour import Part
 from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS
 
 FAILS = "print('before'); print('{\"rows\": [{\"a\": 1.5}]}'); raise ValueError('broken')"
-HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77)']); " \
+MARK = f"time.sleep(77.{os.getpid()})"  # of this test process alone
+HANGS = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; {MARK}']); " \
         "print('begun', flush=True); time.sleep(60)"
 GOOD = "print('{\"rows\": [{\"a\": 1.5}, {\"b\": 2}], \"c\": 3}')"
 PARTS = [
     Part("fails", "what fails", 60, (["-c", FAILS], ["-c", "raise SystemExit('not reached')"])),
     Part("dies", "what is killed", 60, (["-c", "import os; os.kill(os.getpid(), 9)"],)),
-    Part("hangs", "what takes too long", 2.0, (["-c", HANGS],)),
+    Part("hangs", "what takes too long", 6.0, (["-c", HANGS],)),
     Part("lacks", "what needs a package", 60, (["-c", "raise SystemExit(1)"],), "no_such_package"),
     Part("good", "what works", 60, (["-c", "print(1)"], ["-c", GOOD])),
 ]
 
 
-@pytest.fixture
-def report(tmp_path, monkeypatch) -> tuple[int, dict, str]:
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> tuple[int, dict, str]:
     """Exit status, JSON and table of five parts."""
-    monkeypatch.setattr(first_hour, "SHORTEST", 0.5)
-    code = first_hour.main(["--out", str(tmp_path)], PARTS)
-    return code, json.loads((tmp_path / "first_hour.json").read_text()), (tmp_path / "first_hour.md").read_text()
+    folder = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_hour, "SHORTEST", 0.5)
+        code = first_hour.main(["--out", str(folder)], PARTS)
+    return code, json.loads((folder / "first_hour.json").read_text()), (folder / "first_hour.md").read_text()
 
 
 def test_a_part_that_fails_stops_no_other(report):
@@ -51,7 +55,7 @@ def test_a_part_that_fails_stops_no_other(report):
 
 def test_what_a_part_started_ends_with_it(report):
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "time.sleep(77)" not in listed
+    assert MARK not in listed and "ps -eo args" in listed
 
 
 def test_parts_for_which_no_time_is_left_are_in_the_report(tmp_path):
