@@ -189,13 +189,13 @@ def test_a_lost_answer_is_kept_for_the_repeat():
         chat = ScriptedChat(counting)
 
         async def agent(endpoint):
-            chat.gate = SimpleNamespace(wait=lambda: asyncio.sleep(0.5))  # from the request on, however late it comes
+            chat.gate = SimpleNamespace(wait=lambda: asyncio.sleep(2.5))  # from the request on, however late it comes
             return await ask(endpoint)
 
         return serve(agent, chat=chat)
 
     async def by_sdk(endpoint):
-        async with client_of(endpoint, timeout=0.2, max_retries=5) as client:
+        async with client_of(endpoint, timeout=1.0, max_retries=8) as client:
             answer = await client.chat.completions.create(model="policy", messages=[user("Hello.")])
             return answer.choices[0].message.content
 
@@ -204,8 +204,8 @@ def test_a_lost_answer_is_kept_for_the_repeat():
         async with httpx.AsyncClient(base_url=endpoint.url, headers=headers) as client:
             body = {"model": "policy", "messages": [user("Hello.")]}
             with pytest.raises(httpx.ReadTimeout):
-                await client.post("/v1/chat/completions", json=body, timeout=0.2)
-            answer = await client.post("/v1/chat/completions", json=body, timeout=5)
+                await client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
+            answer = await client.post("/v1/chat/completions", json=body, timeout=60)
             return answer.json()["choices"][0]["message"]["content"]
 
     for ask in (by_sdk, by_hand):

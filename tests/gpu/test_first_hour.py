@@ -74,8 +74,8 @@ def test_with_jobs_parts_that_measure_no_speed_run_at_once(tmp_path):
         return (["-c", code],)
 
     ended = f"from pathlib import Path; p = Path({str(tmp_path)!r}); assert len(list(p.glob('* ended'))) == 2"
-    parts = [Part("one", "", 20, meets("1", "2"), alone=False), Part("two", "", 20, meets("2", "1"), alone=False),
-             Part("three", "", 20, (["-c", ended],))]
+    parts = [Part("one", "", 60, meets("1", "2"), alone=False), Part("two", "", 60, meets("2", "1"), alone=False),
+             Part("three", "", 60, (["-c", ended],))]
     assert first_hour.main(["--out", str(tmp_path), "--jobs", "2"], parts) == 0
 
 

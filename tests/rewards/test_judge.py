@@ -161,9 +161,9 @@ def test_judge_never_shows_the_key(server, monkeypatch, caplog):
 
 
 def test_judge_rate_limit_spaces_the_requests(server):
-    assert score(server, *["4"] * 5, num_workers=1, warm=True, requests_per_minute=300).scores == [0.4] * 5
+    assert score(server, *["4"] * 5, num_workers=1, warm=True, requests_per_minute=60).scores == [0.4] * 5
     times = sorted(request[0] for request in server.requests)
-    assert times[-1] - times[0] > 0.4                      # four gaps of 0.2 s, less what the first was late
+    assert times[-1] - times[0] > 1.0                      # four gaps of 1 s, less what the first was late
 
 
 def test_judge_that_hangs_costs_only_its_own_sample(server):
