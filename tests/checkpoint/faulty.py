@@ -71,6 +71,7 @@ def act(action: str) -> None:
     elif action == "usr1":                              # what Slurm sends to all processes of a step
         for pid in ranks():
             os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)                                 # until the watchdog's thread has noted it
     elif action == "raise":
         raise ArithmeticError("asked to fail")
     elif action == "stop":
