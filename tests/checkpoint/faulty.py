@@ -49,6 +49,7 @@ POINTS = {
     "prune": "shutil rmtree",
     "export": "common.checkpoint.export replace_hf",
 }
+NOTED_S = 0.5  # for the watchdog's thread to note a signal: a tiny model's step may end in less
 
 
 def ranks() -> list[int]:
@@ -68,10 +69,11 @@ def act(action: str) -> None:
             os.kill(pid, signal.SIGKILL)
     elif action in ("term", "int"):                     # what a user or a cluster sends to the command it started
         os.kill(launcher, getattr(signal, f"SIG{action.upper()}"))
+        time.sleep(NOTED_S)
     elif action == "usr1":                              # what Slurm sends to all processes of a step
         for pid in ranks():
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)                                 # until the watchdog's thread has noted it
+        time.sleep(NOTED_S)
     elif action == "raise":
         raise ArithmeticError("asked to fail")
     elif action == "stop":

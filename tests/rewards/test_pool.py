@@ -89,7 +89,7 @@ def test_pool_counts_every_failure_and_goes_on(caplog):
     assert results.scores == [0.0 if response in failures else 3.5 for response in responses]
     assert (results.num_timeouts, results.num_errors) == (2, 14)
     text = caplog.text
-    assert text.count("no score after 4 s") == 1                     # the first of each kind, in full
+    assert text.count("no score after 4 s") == 1                       # the first of each kind, in full
     assert "misbehave.py" in text[text.index("no score after"):][:400]  # with the place where it hung
     for expected in ("exit code 3", "MemoryError", "KeyError: 'no such answer'", "ArithmeticError: another kind",
                      "ZeroDivisionError", "finite number"):
