@@ -191,8 +191,9 @@ def test_code_feedback_scores_what_the_reward_function_scores():
 
 
 def test_code_feedback_says_where_the_time_of_all_tests_did_not_last():
-    """It is no time-out of the test, which has had less than its own time."""
-    slow = "import time\n\ndef double(x):\n    time.sleep(2.5)\n    return 2 * x"
+    """It is no time-out of the test, which has had less than its own time. Of 4 s the first test leaves at most 3.8 to
+    the second, which sleeps longer; the first has nearly all of them to start, on a busy machine too."""
+    slow = "import time\n\ndef double(x):\n    time.sleep(3.9 if x == 5 else 0.2)\n    return 2 * x"
     with Player("envs/code_feedback.py", timeout_s=9.0) as player:
         message, said = player.play(MBPP, [slow])
     assert message["extra"]["turn_scores"] == [0.5] and "assert double(5) == 10" in said[0]
