@@ -150,13 +150,24 @@ def test_search(tmp_path, monkeypatch):
 MBPP = row(json.dumps({"assert_case": ["assert double(2) == 4", "assert double(5) == 10"]}), source="mbpp")
 
 
-def test_code_feedback():
+def with_time(tmp_path: Path, case_s: float) -> str:
+    """envs/code_feedback.py with another time for a test: on a busy machine a program takes more than 4 s to start."""
+    text = (ROOT / "envs/code_feedback.py").read_text()
+    changed = text.replace("\nCASE_S = 4.0 ", f"\nCASE_S = {case_s} ")
+    assert changed != text
+    (tmp_path / "code_feedback.py").write_text(changed)
+    return str(tmp_path / "code_feedback.py")
+
+
+def test_code_feedback(tmp_path):
     wrong = "```python\ndef double(x):\n    return 4\n```"
     right = "Sorry.\n```python\ndef double(x):\n    return 2 * x\n```"
     lines = row(json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]}), source="apps")
     with Player("envs/code_feedback.py") as player:
-        found = player.play_all([
-            (MBPP, [wrong, right]), (MBPP, [wrong]), (MBPP, ["while True:\n    pass"]), (lines, ["print(3)"])])
+        endless = player.play(MBPP, ["while True:\n    pass"])
+    with Player(with_time(tmp_path, 60.0), timeout_s=600.0) as player:
+        found = player.play_all([(MBPP, [wrong, right]), (MBPP, [wrong]), (lines, ["print(3)"])])
+    found.insert(2, endless)
     assert [message["score"] for message, _ in found] == [1.0, 0.5, 0.0, 0.0]
     assert [message["extra"]["turn_scores"] for message, _ in found] == [[0.5, 1.0], [0.5], [0.0], [0.0]]
     assert [len(said) for _, said in found] == [1, 1, 1, 1]
@@ -179,22 +190,22 @@ def test_python_tool():
     assert said[3].endswith("[1001 characters more]")
 
 
-def test_code_feedback_scores_what_the_reward_function_scores():
+def test_code_feedback_scores_what_the_reward_function_scores(tmp_path):
     """As many tests as rewards/code.py, which have all the time that they need."""
     asserts = [f"assert double({n}) == {2 * n}" for n in range(12)]
     truth = json.dumps({"assert_case": asserts})
     program = "def double(x):\n    return 2 * x if x < 10 else 0"
-    with Player("envs/code_feedback.py", timeout_s=600.0) as player:
+    with Player(with_time(tmp_path, 60.0), timeout_s=600.0) as player:
         message, said = player.play(row(truth), [program])
     score = code.compute_score("mbpp", program, truth, timeout_s=60.0, total_s=600.0)["score"]
     assert message["score"] == score == 1.0 and not said
 
 
-def test_code_feedback_says_where_the_time_of_all_tests_did_not_last():
-    """It is no time-out of the test, which has had less than its own time. Of 4 s the first test leaves at most 3.8 to
-    the second, which sleeps longer; the first has nearly all of them to start, on a busy machine too."""
-    slow = "import time\n\ndef double(x):\n    time.sleep(3.9 if x == 5 else 0.2)\n    return 2 * x"
-    with Player("envs/code_feedback.py", timeout_s=9.0) as player:
+def test_code_feedback_says_where_the_time_of_all_tests_did_not_last(tmp_path):
+    """It is no time-out of the test, which has had less than its own time. Of 10 s the first test leaves at most 9.8 to
+    the second, which sleeps longer."""
+    slow = "import time\n\ndef double(x):\n    time.sleep(9.9 if x == 5 else 0.2)\n    return 2 * x"
+    with Player(with_time(tmp_path, 10.0), timeout_s=15.0) as player:
         message, said = player.play(MBPP, [slow])
     assert message["extra"]["turn_scores"] == [0.5] and "assert double(5) == 10" in said[0]
     assert said[0].startswith("Your program is too slow: the tests together took too long, and this one did not end")
@@ -203,19 +214,19 @@ def test_code_feedback_says_where_the_time_of_all_tests_did_not_last():
         Player("envs/code_feedback.py", timeout_s=5.0)
 
 
-def test_no_more_programs_run_at_the_same_time_than_there_are_cpus(monkeypatch):
+def test_no_more_programs_run_at_the_same_time_than_there_are_cpus(tmp_path, monkeypatch):
     """Each would get less than its time. As many processes of torchrun share the CPUs here that each has one place; an
     episode that waits for it for longer than --rollout.tool-timeout-s is none that hangs."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
     nap = "import time\nstart = time.time()\ntime.sleep(3.5)\nprint(start, time.time())"
-    with Player("envs/python_tool.py", timeout_s=8.0) as player:
+    with Player("envs/python_tool.py", timeout_s=10.0) as player:
         found = player.play_all([(row("3"), [python(nap), "done"])] * 4)
     times = sorted([float(number) for number in said[0].split()] for _, said in found)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times)), times
     assert times[-1][0] - times[0][0] > 10.0 and [message["text"] for message, _ in found] == ["done"] * 4
     slow = "import time\n\ndef double(x):\n    time.sleep(1.0)\n    return 2 * x"
     start = time.monotonic()
-    with Player("envs/code_feedback.py") as player:
+    with Player(with_time(tmp_path, 60.0), timeout_s=600.0) as player:
         found = player.play_all([(MBPP, [slow])] * 3)
     assert [message["score"] for message, _ in found] == [1.0] * 3 and time.monotonic() - start > 3 * 2 * 1.0
     assert Sandbox("http://127.0.0.1:9/run_code", True).at_once == 0
