@@ -28,9 +28,8 @@ FILE_BYTES = 2**30
 """Largest size of a file of weights (unless one tensor is larger): a rank holds one file in host memory."""
 
 
-def hf_files(
-    model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str
-) -> dict[str, bytes]:
+def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
+             dtype: str) -> dict[str, bytes]:
     """All of a Hugging Face folder except the weights: config, generation config, tokenizer, chat template.
 
     `model` is the folder or hub name that generation_config.json comes from; `dtype` is the run's compute dtype, in

@@ -159,10 +159,9 @@ class Engine:
         self.awake = True
         return metrics | {"timing_s/update_weights": time.perf_counter() - start}
 
-    def complete(
-        self, requests: Sequence[Request], sampling: SamplingConfig,
-        on_finish: Callable[[int, Response], Any] = lambda *_: None, stop: Callable[[], bool] = lambda: False,
-    ) -> list[Response]:
+    def complete(self, requests: Sequence[Request], sampling: SamplingConfig,
+                 on_finish: Callable[[int, Response], Any] = lambda *_: None,
+                 stop: Callable[[], bool] = lambda: False) -> list[Response]:
         """The response of each request, in order. All ranks of an engine pass the same requests.
 
         A prompt equal to the one before it is not computed again. `on_finish(i, response)` is called when response i

@@ -75,10 +75,8 @@ def packed_varlen(
     return out[None, :, :, : value.shape[3]], None
 
 
-def _take_keys(
-    key: Tensor, value: Tensor, key_rows: Tensor | None = None, sequence_group: dist.ProcessGroup | None = None,
-    num_rows: int = 0, **others,
-) -> tuple[Tensor, Tensor]:
+def _take_keys(key: Tensor, value: Tensor, key_rows: Tensor | None = None, num_rows: int = 0,
+               sequence_group: dist.ProcessGroup | None = None, **others) -> tuple[Tensor, Tensor]:
     """The keys and values that the queries see. With a `sequence_group`, those of all its ranks, `num_rows` of each.
 
     `key_rows` [K]: sequence i's keys are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`. Its queries are

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,8 +68,7 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
         replicas = sequence_parallel = expert_parallel = 1  # they are of the trainers' models
     num_shards(size, replicas, sequence_parallel, expert_parallel)  # before the ranks wait for each other
     if torch.cuda.is_available():
-        num_gpus = torch.cuda.device_count()
-        if local_rank >= num_gpus:
+        if local_rank >= (num_gpus := torch.cuda.device_count()):
             raise ValueError(f"local rank {local_rank} needs a GPU of its own, this machine has "
                              f"{num_gpus}: set torchrun --nproc-per-node {num_gpus}")
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
@@ -139,6 +139,18 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    # A thread of gloo frees the tensors of a collective a moment after the collective has returned, for which it needs
+    # Python's lock. If Python ends meanwhile, the process aborts: "terminate called without an active exception".
+    while any(map(is_busy_gloo, Path("/proc/self/task").glob("*/stat"))):
+        time.sleep(0.001)
+
+
+def is_busy_gloo(stat: Path) -> bool:
+    """Whether a thread of this process works for gloo, or waits for a core to do so. `stat`: its file in /proc."""
+    try:
+        return "(pt_gloo_runloop)" in (text := stat.read_text()) and ") S " not in text
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return False
 
 
 def all_sum(values: Tensor | Sequence[Any], op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -171,9 +183,8 @@ def together(work: Callable[[], Any], error: type[Exception], group: dist.Proces
     except error as raised:
         result = raised
     results = all_gather_objects(result, group)
-    for result in results:
-        if isinstance(result, error):
-            raise result
+    if failed := [result for result in results if isinstance(result, error)]:
+        raise failed[0]
     return results
 
 

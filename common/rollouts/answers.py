@@ -19,12 +19,9 @@ def check_answers(run: Any, key: str) -> None:
     if run.step > run.first_step:
         return
     texts = run.train_set.table["row"]
-
-    def has_answer(row: int) -> bool:
-        return isinstance(parse_row(json.loads(texts[row].as_py()), run.args.data).extra_info.get(key), str)
-
     mine = range(run.world.rank, len(texts), run.world.size)
-    missing = [f"row {row}" for row in mine if not has_answer(row)]
+    infos = (parse_row(json.loads(texts[row].as_py()), run.args.data).extra_info for row in mine)
+    missing = [f"row {row}" for row, info in zip(mine, infos) if not isinstance(info.get(key), str)]
     if found := all_names({*missing[:1]}):
         raise ValueError(f"{found[0]} of --train-data has no text in extra_info[{key!r}] (--answer-key); "
                          f"{len(missing)} of this rank's {len(mine)} rows have none")

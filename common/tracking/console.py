@@ -27,10 +27,9 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
         ("entropy", "actor/entropy", ".2f"), ("kl", "actor/ppo_kl", ".1e"), ("clip", "actor/pg_clipfrac", ".3f"),
         ("grad", "actor/grad_norm", ".2g"),
     ]
-    only_if_it_moves = ("kl", "clip")  # with one update per rollout both are 0
     numbers = [
         f"{label} {metrics[name]:{form}}" for label, name, form in shown
-        if name in metrics and (metrics[name] or label not in only_if_it_moves)
+        if name in metrics and (metrics[name] or label not in ("kl", "clip"))   # with one update per rollout both are 0
     ]
     # names with a further slash, timing_s/agent_loop/..., are parts of a phase
     phases = {name.partition("/")[2]: s for name, s in metrics.items() if re.fullmatch(r"timing_s/\w+", name)}

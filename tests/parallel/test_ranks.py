@@ -1,10 +1,37 @@
-"""What joining the ranks refuses."""
+"""What joining the ranks refuses, and how they leave."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from common.parallel import ranks
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# gloo's thread copies for some 50 ms, then waits for Python's lock to free the tensors. The main thread holds the lock
+# from then on until Python ends, as it may on a busy machine.
+LEAVES_EARLY = """
+import atexit, sys, time
+
+def hold():
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+
+atexit.register(hold)  # before torch is imported, so that it runs last
+import torch
+import torch.distributed as dist
+from common.parallel import ranks
+
+world = ranks.init()
+group = dist.new_group()
+tensor = torch.zeros(50 * 2**20, dtype=torch.uint8)
+sys.setswitchinterval(60)
+dist.all_gather([torch.empty_like(tensor)], tensor, group=group, async_op=True)
+ranks.shutdown()
+"""
 
 
 @pytest.fixture
@@ -100,3 +127,9 @@ def test_every_group_has_the_time_limit(monkeypatch):
     limit = ranks.collective_timeout(7.0)
     ranks.make_groups("cuda", limit, replicas=2, sequence_parallel=2, expert_parallel=4)
     assert limits == [limit] * 5
+
+
+def test_python_ends_after_the_threads_of_gloo_have_freed_their_tensors():
+    """Else the process may abort, with all of its work done: "terminate called without an active exception"."""
+    done = subprocess.run([sys.executable, "-c", LEAVES_EARLY], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
