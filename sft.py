@@ -26,12 +26,12 @@ from common.dataset.conversations import (
     load_conversations,
     pieces_of,
 )
+from common.dataset.messages import parse_messages
 from common.engine.make import stop_tokens
 from common.metrics import Meter
 from common.model.policy import Policy
 from common.optim import OptimConfig
 from common.parallel.ranks import all_max
-from common.prompts import parse_messages
 from common.rollouts.validation import spread_rows
 from common.training import TrainArgs, Training
 

@@ -12,12 +12,13 @@ import torch
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.dataset.messages import parse_messages
 from common.dataset.store import Loaded, RowFormat, load_rows, render, template_arguments
 from common.model.flops import context_length, sequence_cost
 from common.model.loading import read_config
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, check_at_least
-from common.prompts import TemplateConfig, parse_messages
+from common.prompts import TemplateConfig
 from common.rollout import Minibatch
 
 Piece = tuple[str, bool]

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.dataset.images import Images, encode_prompt, family_of, inputs_of
+from common.dataset.messages import parse_row
 from common.model.vision import FAMILIES
 from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
-from common.prompts import DataConfig, TemplateConfig, parse_row
+from common.prompts import DataConfig, TemplateConfig
 from envs.pictures import blank, flatten_contents
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from common.dataset.conversations import encode, pieces_of
+from common.dataset.messages import parse_row
 from common.dataset.store import template_arguments
 from common.parallel.ranks import all_names
-from common.prompts import parse_row
 from common.rollout import Rollout, Sample, gather_rollout
 from envs.runtime.response import Response
 

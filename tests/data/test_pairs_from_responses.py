@@ -96,7 +96,8 @@ def test_what_gives_no_pair_is_counted(capsys):
 
 def test_the_question_is_that_of_an_evaluation_for_any_row():
     """A text as a prompt, keys that only some messages have (parquet fills them with None), numbers as ground truth."""
-    from common.prompts import DataConfig, parse_row
+    from common.dataset.messages import parse_row
+    from common.prompts import DataConfig
     from common.rollout import Sample
     from tools.evaluation import details_of, question_of
 

@@ -1,0 +1,1 @@
+"""Sets of flags by the names that other projects give them."""
