@@ -149,6 +149,7 @@ class Run(Training):
         with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:
             # a checkpoint may hold what is in flight, which is dropped if --rollout.in-flight is 1 now
             if sampling.in_flight > 1 or self.script_state.get("in_flight"):
+                self._check_in_flight()
                 pending = continue_rollout(source, request, self.script_state, self.sampler, self.meter)
             else:
                 pending = start_rollout(source, request)
@@ -156,6 +157,14 @@ class Run(Training):
             self.checkpoints.check()
         pending.step = self.step
         return pending
+
+    def _check_in_flight(self) -> None:
+        """Raise ValueError if responses that one policy began would be continued by another."""
+        sampler = next((name for name, model in self.models.items() if model is self.engine.policy), "policy")
+        began = self.script_state.setdefault("in_flight_policy", sampler)
+        if began != sampler:
+            raise ValueError(f"--rollout.in-flight: responses that the policy {began} began would be continued by the "
+                             f"policy {sampler}: set --rollout.in-flight 1 where several policies sample")
 
     def collect(self, pending: PendingRollout | RemoteRollout, meter: Meter | None = None) -> Rollout:
         """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step. An engine that is awake
@@ -166,7 +175,7 @@ class Run(Training):
         with self.timer("reward"):
             rollout = pending.collect(self.meter if meter is None else meter)
         if must_sleep:
-            self.engine.wake(self.policy)
+            self.engine.wake(self.engine.policy)
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
         return rollout
 
