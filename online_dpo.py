@@ -139,10 +139,8 @@ def main(args: Args) -> None:
     reference_path = args.model                                     # responses are compared by log p - log p_ref
     with Run(args, P, correction) as run:
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
-        policy, optimizer = run.load_trained(args.model, args.optim)
-        reference = run.load_frozen(reference_path) if reference_path else None
-        if args.refresh_reference_every:                            # it is in checkpoints; SGD has no state of its own
-            run.optimizers["reference"] = torch.optim.SGD(reference.parameters())
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
+        reference = run.load_frozen("reference", reference_path, is_saved=bool(args.refresh_reference_every))
         run.describe(
             f"{args.loss}, beta {args.beta:g}; clip {args.clip_low:g} {args.clip_high:g} {args.clip_dual:g}; "
             f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",

@@ -18,9 +18,8 @@ from common.dataset.store import load_prompts
 from common.engine.base import Engine, EngineSetup, RolloutConfig, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
-from common.model.lora import Reference
 from common.model.offload import Offload, OffloadConfig
-from common.model.policy import PackedModel, Policy
+from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import print_on_main, seed_of
 from common.prompts import DataConfig
@@ -108,18 +107,11 @@ class Run(Training):
             self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
         return self.engine, self.max_tokens if self.world.trains else 0
 
-    def _before_loading(self) -> None:
-        super()._before_loading()
+    def _before_loading(self, name: str) -> None:
+        super()._before_loading(name)
         if "engine" not in vars(self):
             raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures the memory that "
                                "is free for it")
-
-    def load_frozen(self, path: str) -> Policy | Reference:
-        """As Training's; it is moved to the host with the other models (--offload.params)."""
-        model = super().load_frozen(path)
-        if isinstance(model, PackedModel):
-            self.models["reference" if path == self.args.model else path] = model
-        return model
 
     def _resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
