@@ -105,7 +105,7 @@ def ipo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> 
 
 
 def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
-    """log p / p_ref, rewards, groups of responses [S] -> the loss of each [S] (algorithm 1, with log Z = 1 / (2 beta))."""
+    """log p / p_ref, rewards, groups of responses [S] -> the loss of each [S] (algorithm 1, log Z = 1 / (2 beta))."""
     return (log_ratio - (group_win_rate(rewards, group) - 0.5) / beta).square()
 
 
