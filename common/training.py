@@ -28,6 +28,7 @@ from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.sharding import num_changes
 from common.optim import OptimConfig
 from common.parallel import ranks
 from common.prompts import PromptSampler
@@ -233,6 +234,7 @@ class Training:
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype)
         self.has_resumed = True
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
+        self.frozen = {name: num_changes(model) for name, model in self.models.items() if name not in self.optimizers}
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
@@ -319,6 +321,11 @@ class Training:
         signal interrupted validation; the resumed run validates and logs this step."""
         self.check_unfinished(step)
         self.is_finished = True
+        for name, before in self.frozen.items():
+            if num_changes(self.models[name]) != before:
+                raise RuntimeError(f"this script has changed the weights of {name}, which no checkpoint holds: load it "
+                                   f"with run.load_average (float32, for an average over steps), or with "
+                                   f"run.load_frozen(..., is_saved=True) (for copies of other weights)")
         args, done = self.args, step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
